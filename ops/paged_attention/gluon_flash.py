@@ -27,7 +27,7 @@ _load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 
 
 @gluon.jit
-def _find(item, items, query_start_ptr, seq_len_ptr, S, K: gl.constexpr, BLOCK_Q: gl.constexpr):
+def find_item(item, items, query_start_ptr, seq_len_ptr, S, K: gl.constexpr, BLOCK_Q: gl.constexpr):
     """A work item's sequence, its first row, its query tokens, its length, and how many of those come before the item.
 
     Items with long contexts come first. Sequence s has its items from row // BLOCK_Q + s on, as `triton_prefill` has.
@@ -47,7 +47,7 @@ def _find(item, items, query_start_ptr, seq_len_ptr, S, K: gl.constexpr, BLOCK_Q
 
 
 @gluon.jit
-def _tiles(queries, length, skip, WINDOW: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr):
+def item_tiles(queries, length, skip, WINDOW: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr):
     """What an item reads: the first position that a row sees; its tile; the first tile that the window does not cut;
     the first one that the causal mask cuts; one past the last tile."""
     low = length - queries + skip
@@ -65,7 +65,7 @@ def _tiles(queries, length, skip, WINDOW: gl.constexpr, BLOCK_Q: gl.constexpr, B
 
 
 @gluon.jit
-def _nth_item(n):
+def nth_item(n):
     """The n-th item of a program: every other round backwards, so that programs have equal work."""
     programs = gl.num_programs(0)
     return n * programs + gl.where(n % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
@@ -101,34 +101,38 @@ def _load_blocks(entries, rows, offset, tile, arrived, E: gl.constexpr, BLOCK_N:
 
 
 @gluon.jit
-def _bring_tiles(
+def bring_tiles(
     entries, keys, values, k_full, k_free, v_full, v_free, table_ptr, query_start_ptr, seq_len_ptr, S, items,
     CACHE_BLOCK: gl.constexpr, CACHE_KV: gl.constexpr, CACHE_HEAD: gl.constexpr, CACHE_POS: gl.constexpr,
     TABLE_ROW: gl.constexpr, WINDOW: gl.constexpr, K: gl.constexpr, G: gl.constexpr, E: gl.constexpr, P: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, ASCENDING: gl.constexpr,
 ):  # fmt: skip
-    """What the warp that fills shared memory does, as far ahead as there is room."""
+    """What the warp that fills shared memory does, as far ahead as there is room. ASCENDING: from an item's first tile
+    to its last, else the other way."""
+    STEP: gl.constexpr = 1 if ASCENDING else -1
     BLOCK_Q: gl.constexpr = 128 // G
     PARTS: gl.constexpr = BLOCK_N // P if P < BLOCK_N else 1
     n_tile = 0
     for n in range((items + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        item = _nth_item(n)
+        item = nth_item(n)
         if item < items:
-            s, row0, queries, length, skip = _find(item, items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q)
+            s, row0, queries, length, skip = find_item(item, items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q)
             if (queries > 1) & (skip < queries):
-                begin, first, inner, full, last = _tiles(queries, length, skip, WINDOW, BLOCK_Q, BLOCK_N)
+                begin, first, inner, full, last = item_tiles(queries, length, skip, WINDOW, BLOCK_Q, BLOCK_N)
                 table_row = table_ptr + s.to(gl.int64) * TABLE_ROW
                 head = item % K
+                tile = first if ASCENDING else last - 1
                 rows = _block_rows(
-                    table_row, last - 1, begin, length, head, CACHE_BLOCK, CACHE_HEAD, CACHE_POS, P, BLOCK_N, PARTS
+                    table_row, tile, begin, length, head, CACHE_BLOCK, CACHE_HEAD, CACHE_POS, P, BLOCK_N, PARTS
                 )
-                for i in range(last - first):
+                for _ in range(last - first):
+                    tile += STEP
                     stage = n_tile % STAGES
                     lap = (n_tile // STAGES) & 1
                     mbarrier.wait(k_free.index(stage), lap ^ 1)
                     _load_blocks(entries, rows, 0, keys.index(stage), k_full.index(stage), E, BLOCK_N, PARTS)
                     following = _block_rows(  # a tile ahead, because loads take long
-                        table_row, last - 2 - i, begin, length, head, CACHE_BLOCK, CACHE_HEAD, CACHE_POS, P, BLOCK_N,
+                        table_row, tile, begin, length, head, CACHE_BLOCK, CACHE_HEAD, CACHE_POS, P, BLOCK_N,
                         PARTS,
                     )  # fmt: skip
                     mbarrier.wait(v_free.index(stage), lap ^ 1)
@@ -179,7 +183,7 @@ def _store_queries(
 
 
 @gluon.jit
-def _clear_values(values, low, high, BLOCK_N: gl.constexpr, E: gl.constexpr):
+def clear_values(values, low, high, BLOCK_N: gl.constexpr, E: gl.constexpr):
     """Zeros in the rows of a tile of values before ``low`` and from ``high`` on: no row sees them, but 0 * NaN is NaN.
     Both groups do it, with the same result, so none waits for the other one."""
     PART: gl.constexpr = 32
@@ -265,15 +269,15 @@ def _attend(
     q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [512 // E, E // 16], [4, 1], [1, 0])
     queries_of_group = all_queries.index(GROUP)
     n_tile = 0
-    _, row0, queries, length, skip = _find(_nth_item(0), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q)
+    _, row0, queries, length, skip = find_item(nth_item(0), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q)
     for n in range((items + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        item = _nth_item(n)
+        item = nth_item(n)
         next_row0 = row0
         next_queries = queries
         next_length = length
         next_skip = skip
         if (item < items) & (queries > 1) & (skip < queries):
-            begin, first, inner, full, last = _tiles(queries, length, skip, WINDOW, BLOCK_Q, BLOCK_N)
+            begin, first, inner, full, last = item_tiles(queries, length, skip, WINDOW, BLOCK_Q, BLOCK_N)
             head = item % K
             m = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, q_layout))
             token = skip + m // G
@@ -305,7 +309,7 @@ def _attend(
             weights = gl.convert_layout(new.to(dtype), weights_layout)
             if last * BLOCK_N > length:
                 mbarrier.wait(v_full.index(stage), (n_tile // STAGES) & 1)
-                _clear_values(values.index(stage), 0, length - (last - 1) * BLOCK_N, BLOCK_N, E)
+                clear_values(values.index(stage), 0, length - (last - 1) * BLOCK_N, BLOCK_N, E)
             mbarrier.wait(k_full.index((n_tile + 1) % STAGES), ((n_tile + 1) // STAGES) & 1, pred=last - 1 > first)
             n_tile, weights, acc, top, total = _attend_tiles(
                 gl.minimum(gl.maximum(full, first), last - 1), last - 1, first, n_tile, weights, acc, top, total,
@@ -327,10 +331,10 @@ def _attend(
             mbarrier.wait(v_full.index(stage), (n_tile // STAGES) & 1)
             if WINDOW > 0:
                 if begin > first * BLOCK_N:
-                    _clear_values(values.index(stage), begin - first * BLOCK_N, length - first * BLOCK_N, BLOCK_N, E)
+                    clear_values(values.index(stage), begin - first * BLOCK_N, length - first * BLOCK_N, BLOCK_N, E)
             product = hopper.warpgroup_mma(weights, values.index(stage), acc, is_async=True)
-            _, next_row0, next_queries, next_length, next_skip = _find(
-                _nth_item(n + 1), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q
+            _, next_row0, next_queries, next_length, next_skip = find_item(
+                nth_item(n + 1), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q
             )
             acc = hopper.warpgroup_mma_wait(0, deps=[product])
             mbarrier.arrive(v_free.index(stage), count=1)
@@ -347,8 +351,8 @@ def _attend(
             out = out_ptr + (((row0 + token).to(gl.int64) * H + head * G + m % G) * E)[:, None] + e[None, :]
             gl.store(out, acc.to(dtype), mask=valid[:, None])
         else:
-            _, next_row0, next_queries, next_length, next_skip = _find(
-                _nth_item(n + 1), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q
+            _, next_row0, next_queries, next_length, next_skip = find_item(
+                nth_item(n + 1), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q
             )
         row0 = next_row0
         queries = next_queries
@@ -403,9 +407,10 @@ def hopper_flash_kernel(
                 seq_len_ptr, q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items, Q_ROW, Q_HEAD, SCALE, WINDOW, H, K, G,
                 E, BLOCK_N, STAGES, F, NORM, EPS, SINKS, TURNS, 1,
             )),
-            (_bring_tiles, (
+            (bring_tiles, (
                 entries, keys, values, k_full, k_free, v_full, v_free, table_ptr, query_start_ptr, seq_len_ptr, S,
                 items, CACHE_BLOCK, CACHE_KV, CACHE_HEAD, CACHE_POS, TABLE_ROW, WINDOW, K, G, E, P, BLOCK_N, STAGES,
+                False,
             )),
         ],
         [4, 1],  # warps of the second group and of what fills shared memory

@@ -9,6 +9,7 @@ a sequence, and the last one to finish joins them; else one program does both.
 Keys and values of prompts are first stored in the cache by a kernel of their own, and read from there as all others.
 Where sequences have one token each, the program of the last range stores its keys and values, and takes them as they
 are. In steps with prompts such sequences have a launch of their own, in which they do not fill tiles of many rows.
+On Hopper the prompts may go by the kernel of `gluon_ranges` instead, with the same rows.
 """
 
 # mypy: allow-untyped-defs
@@ -16,7 +17,9 @@ are. In steps with prompts such sequences have a launch of their own, in which t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
@@ -24,6 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
+from graphllm.ops.paged_attention.gluon_prefill import is_flash
+from graphllm.ops.paged_attention.gluon_ranges import hopper_ranges
 from graphllm.ops.paged_attention.op import paged_attention
 from graphllm.ops.paged_attention.triton_common import (
     Rotary,
@@ -46,7 +51,8 @@ from graphllm.ops.paged_attention.triton_decode import Config
 from graphllm.ops.paged_attention.triton_write import cache_constants, write_rows
 
 _RANGE = 256  # tokens of a range
-_SINGLE_M = 64  # rows of a tile for single tokens: the heads of one KV head
+_PROMPT_M = 128  # rows of a tile for prompts
+_SINGLE = {"block_m": 64, "warps": 4, "stages": 2}  # for single tokens: rows of a tile are the heads of one KV head
 _MOST_PARTIAL = 1 << 29  # bytes of what programs leave to the one that joins it
 _MOST_PROGRAMS = 32  # that share the ranges of a sequence
 
@@ -349,8 +355,9 @@ def in_ranges(site: CallSite) -> bool:
     instructions of Hopper's tensor cores that take 64 rows. All else has not been shown to."""
     (_, H, E), cache = site.args["q_THE"].shape, site.args["kv_cache"]
     alone = site.bucket.query_len == 1 and site.args.get("ancestors_T") is None
-    shown = site.args["q_THE"].dtype == cache.dtype == torch.bfloat16 and E <= 128 and H // cache.shape[2] <= _SINGLE_M
-    return site.deterministic and site.target.arch[0] == "sm_90" and alone and shown and attends(site)
+    shown = site.args["q_THE"].dtype == cache.dtype == torch.bfloat16 and E <= 128
+    fits = H // cache.shape[2] <= _SINGLE["block_m"]
+    return site.deterministic and site.target.arch[0] == "sm_90" and alone and shown and fits and attends(site)
 
 
 def range_configs(site: CallSite) -> list[Config]:
@@ -361,7 +368,7 @@ def range_configs(site: CallSite) -> list[Config]:
     most, programs, single = site.bucket.hi, 1, site.bucket.kind == "decode"
     if single and most * parts * H * (E + 2) * 4 <= _MOST_PARTIAL:
         programs = max(1, min(parts, _MOST_PROGRAMS, 4 * site.target.multiprocessors // max(1, most * K)))
-    block_m, warps = (_SINGLE_M, 4) if single else (128, 8)
+    block_m, warps = (_SINGLE["block_m"], _SINGLE["warps"]) if single else (_PROMPT_M, 8)
     return [
         {"block_m": block_m, "block_n": 64, "warps": warps, "stages": stages, "length": _RANGE, "parts": parts,
          "programs": programs, "single": int(single)}
@@ -372,6 +379,114 @@ def range_configs(site: CallSite) -> list[Config]:
 def range_order(site: CallSite, constants: Mapping[str, int]) -> str:
     """`Impl.row_order`: what a row's sums depend on."""
     return f"ranges of {constants['length']}, tiles of {constants['block_n']}"
+
+
+def launch_ranges(
+    q_THE: Tensor,
+    k_TKE: Tensor,
+    v_TKE: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    out_THE: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks_H: Tensor | None,
+    kv_scales: Tensor | None,
+    rotary: Rotary | None,
+    *,
+    block_m: int,
+    block_n: int,
+    warps: int,
+    stages: int,
+    length: int,
+    parts: int = 1,
+    programs: int = 1,
+    single: bool,
+) -> None:
+    """Attention of the sequences that have one token, or of all others, whose keys and values the cache then has."""
+    T, H, E = q_THE.shape
+    K, S = kv_cache.shape[2], seq_lens.shape[0]
+    rotated, rotation = rotary_arguments(rotary, q_THE)
+    score_scale, log2e_cap = score_constants(scale, softcap)
+    line = 128 // kv_cache.element_size()
+    partial = arrived = q_THE
+    if programs > 1:
+        partial = torch.empty((S, parts, H, E + 2), dtype=torch.float32, device=q_THE.device)
+        arrived = zeroed(q_THE, S * K)
+    items = S if single else T // (block_m // (H // K)) + S
+    launch_triton(
+        range_kernel, (items * K, programs),
+        q_THE, k_TKE, v_TKE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, *rotated,
+        q_THE if sinks_H is None else sinks_H, q_THE if kv_scales is None else kv_scales, partial, arrived, S,
+        Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
+        V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
+        SINKS=sinks_H is not None, H=H, K=K, G=H // K, BLOCK_M=block_m, BLOCK_N=block_n, RANGE=length, SINGLE=single,
+        PARTS=parts, PROGRAMS=programs, LINE=line, LINES=1 << (max(1, E // line).bit_length() - 1),
+        num_warps=warps, num_stages=stages, **cache_constants(kv_cache, block_table, E, kv_scales), **rotation,
+    )  # fmt: skip
+
+
+def in_flash_ranges(site: CallSite) -> bool:
+    """Whether the kernel of `gluon_ranges` serves the prompts of a site."""
+    return in_ranges(site) and is_flash(site)
+
+
+def flash_range_configs(site: CallSite) -> list[Config]:
+    """As many tiles as there is shared memory for, beside the queries, and as many programs as processors."""
+    stages = 5 if site.args["q_THE"].shape[2] == 128 else 10
+    return [
+        {"programs": site.target.multiprocessors, "block_n": 64, "stages": stages, "length": _RANGE, "turns": turns}
+        for turns in (True, False)
+    ]
+
+
+@paged_attention.impl(
+    "gluon_ranges", device="cuda", supports=in_flash_ranges, configs=flash_range_configs, row_order=range_order,
+    remedy=problem,
+)  # fmt: skip
+def gluon_ranges(
+    q_THE: Tensor,
+    k_TKE: Tensor,
+    v_TKE: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int = 0,
+    sinks_H: Tensor | None = None,
+    rotary: Rotary | None = None,
+    *,
+    programs: int,
+    block_n: int,
+    stages: int,
+    length: int,
+    turns: bool,
+    **others: Any,
+) -> Tensor:
+    """Any ragged batch on Hopper, each row as if alone. rotary: for `rope_attention`."""
+    out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
+    T, H, E = q_THE.shape
+    K, P, S = kv_cache.shape[2], kv_cache.shape[3], seq_lens.shape[0]
+    G = H // K
+    (q_norm, _, cos, sin), rotation = rotary_arguments(rotary, q_THE)
+    write_rows(k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, None, rotary)
+    hopper_ranges(
+        programs, q_THE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, q_norm, cos, sin,
+        q_THE if sinks_H is None else sinks_H, S, (T // (_PROMPT_M // G) + S) * K,
+        Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), CACHE_BLOCK=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
+        CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=block_table.stride(0),
+        SCALE=score_constants(scale, 0.0)[0], WINDOW=window, H=H, K=K, G=G, E=E, P=P, BLOCK_N=block_n, RANGE=length,
+        STAGES=stages, SINKS=sinks_H is not None, TURNS=turns, **rotation,
+    )  # fmt: skip
+    launch_ranges(
+        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, 0.0, sinks_H,
+        None, rotary, block_n=block_n, length=length, single=True, **_SINGLE,
+    )  # fmt: skip
+    return out_THE
 
 
 @paged_attention.impl(
@@ -404,31 +519,14 @@ def triton_ranges(
 ) -> Tensor:
     """Any ragged batch without trees, each row as if alone. rotary: for `rope_attention`."""
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
-    T, H, E = q_THE.shape
-    K, S = kv_cache.shape[2], seq_lens.shape[0]
-    rotated, rotation = rotary_arguments(rotary, q_THE)
-    score_scale, log2e_cap = score_constants(scale, softcap)
-    line = 128 // kv_cache.element_size()
-    partial = arrived = q_THE
-    if programs > 1:
-        partial = torch.empty((S, parts, H, E + 2), dtype=torch.float32, device=q_THE.device)
-        arrived = zeroed(q_THE, S * K)
-
-    def launch(items: int, rows: int, single: bool, warps: int, stages: int) -> None:
-        launch_triton(
-            range_kernel, (items * K, programs),
-            q_THE, k_TKE, v_TKE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, *rotated,
-            q_THE if sinks_H is None else sinks_H, q_THE if kv_scales is None else kv_scales, partial, arrived, S,
-            Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
-            V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
-            SINKS=sinks_H is not None, H=H, K=K, G=H // K, BLOCK_M=rows, BLOCK_N=block_n, RANGE=length, SINGLE=single,
-            PARTS=parts, PROGRAMS=programs, LINE=line, LINES=1 << (max(1, E // line).bit_length() - 1),
-            num_warps=warps, num_stages=stages, **cache_constants(kv_cache, block_table, E, kv_scales), **rotation,
-        )  # fmt: skip
-
-    if not single:
+    launch = functools.partial(
+        launch_ranges, q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window,
+        softcap, sinks_H, kv_scales, rotary, block_n=block_n, length=length, parts=parts, programs=programs,
+    )  # fmt: skip
+    if single:
+        launch(block_m=block_m, warps=warps, stages=stages, single=True)
+    else:
         write_rows(k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, kv_scales, rotary)
-        launch(T // (block_m // (H // K)) + S, block_m, False, warps, stages)
-        block_m, warps, stages = _SINGLE_M, 4, 2
-    launch(S, block_m, True, warps, stages)
+        launch(block_m=block_m, warps=warps, stages=stages, single=False)
+        launch(**_SINGLE, single=True)
     return out_THE

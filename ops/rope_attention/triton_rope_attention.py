@@ -15,7 +15,14 @@ from graphllm.ops.paged_attention.triton_decode import decode_configs, is_decode
 from graphllm.ops.paged_attention.triton_decode import triton_decode as decode
 from graphllm.ops.paged_attention.triton_prefill import prefill_configs
 from graphllm.ops.paged_attention.triton_prefill import triton_prefill as prefill
-from graphllm.ops.paged_attention.triton_ranges import in_ranges, range_configs, range_order
+from graphllm.ops.paged_attention.triton_ranges import (
+    flash_range_configs,
+    in_flash_ranges,
+    in_ranges,
+    range_configs,
+    range_order,
+)
+from graphllm.ops.paged_attention.triton_ranges import gluon_ranges as hopper_ranges
 from graphllm.ops.paged_attention.triton_ranges import triton_ranges as ranges
 from graphllm.ops.paged_attention.triton_verify import is_mixed, is_verification, verify_configs
 from graphllm.ops.paged_attention.triton_verify import triton_verify as verify
@@ -84,6 +91,17 @@ def triton_verify(
 ) -> Tensor:
     """Every sequence has a few query tokens."""
     return verify(rotary=Rotary(cos_TF, sin_TF, q_norm_E, k_norm_E, eps), **attention)
+
+
+@rope_attention.impl(
+    "gluon_ranges", device="cuda", supports=lambda s: in_flash_ranges(s) and _rotates_halves(s),
+    configs=flash_range_configs, row_order=range_order, remedy=problem,
+)  # fmt: skip
+def gluon_ranges(
+    *, cos_TF: Tensor, sin_TF: Tensor, q_norm_E: Tensor | None, k_norm_E: Tensor | None, eps: float, **attention: Any
+) -> Tensor:
+    """Any ragged batch on Hopper, each row as if alone."""
+    return hopper_ranges(rotary=Rotary(cos_TF, sin_TF, q_norm_E, k_norm_E, eps), **attention)
 
 
 @rope_attention.impl(

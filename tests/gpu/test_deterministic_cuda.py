@@ -158,7 +158,8 @@ def test_rows_are_sampled_as_in_any_other_batch() -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_rows_of_attention_are_those_of_any_other_batch(heads: str) -> None:
-    """Prompts whole, divided at random, and their last tokens one by one, by one program or by several."""
+    """Prompts whole, divided at random, and their last tokens one by one, by one program or by several; and every step
+    by all implementations that are said to give the same rows."""
     H, K, E, more = HEADS[heads]
     S, P, lengths = 2, 16, (2600, 1100)
     torch.manual_seed(0)
@@ -167,7 +168,8 @@ def test_rows_of_attention_are_those_of_any_other_batch(heads: str) -> None:
     norms = {"q_norm_E": _draw(E), "k_norm_E": _draw(E), "eps": 1e-6} if more.get("norm") else {}
     others = {n: value for n, value in more.items() if n != "norm"}
     op, columns = OPS["rope_attention"], 320  # a table that is longer than the contexts
-    impl = op.impls["triton_ranges"]
+    ranges = [impl for impl in op.impls.values() if impl.name.endswith("_ranges")]
+    used: set[str] = set()
 
     def run(steps: list[list[tuple[int, int]]], number: int = 0, empty: int = 0) -> torch.Tensor:
         """Steps, each of so many tokens of sequences. number: of the launch constants. empty: sequences without a token
@@ -195,9 +197,19 @@ def test_rows_of_attention_are_those_of_any_other_batch(heads: str) -> None:
             }  # fmt: skip
             size = len(step) + none
             site = _site(op, given, Bucket("decode", min(size, 2), size) if single else Bucket("mixed", 2, 8192))
-            configs = impl.configs(site)
-            result = impl.fn(**site.args, **configs[number % len(configs)])
-            for (s, n), part in zip(step, result[: sum(n for _, n in step)].split([n for _, n in step]), strict=True):
+            tokens, results = [n for _, n in step], {}
+            for impl in ranges:
+                if impl.supports(site):
+                    configs = impl.configs(site)
+                    config = configs[number % len(configs)]
+                    assert impl.row_order(site, config) == "ranges of 256, tiles of 64"
+                    results[impl.name] = impl.fn(**site.args, **config)[: sum(tokens)]
+            used.update(results)
+            result = results["triton_ranges"]
+            for name, own in results.items():
+                differ = (own != result).flatten(1).any(1).nonzero().flatten().tolist()
+                assert not differ, (name, step, differ[:9])
+            for (s, n), part in zip(step, result.split(tokens), strict=True):
                 out[s, done[s] : done[s] + n] = part
                 done[s] += n
         return out
@@ -217,6 +229,7 @@ def test_rows_of_attention_are_those_of_any_other_batch(heads: str) -> None:
         for s, n in enumerate(lengths):
             differ = (found[s, :n] != whole[s, :n]).flatten(1).any(1).nonzero().flatten().tolist()
             assert not differ, (trial, s, differ[:9])
+    assert ("gluon_ranges" in used) == (heads not in ("phi3", "softcap"))
 
 
 @pytest.fixture(scope="module")
