@@ -41,7 +41,8 @@ def ordered_configs(site: CallSite) -> list[Config]:
     parts = "norm_O" in site.args and rows <= MOST_ROWS and ranges > 1
     most = _SUMS if parts or ranges == 1 else _SUMS // 2
     found = []
-    for block_t in (64,) if rows <= _FEW else (128,) if rows <= 128 else (128, 256):
+    # Steps of more rows are of many sizes, which tiles of 256 tokens would fill badly.
+    for block_t in (64,) if rows <= _FEW else (128, 256) if 128 < rows <= MOST_ROWS else (128,):
         for block_n in (128, 64, 32) if rows <= _FEW else (256, 128, 64):
             items = -(-site.args["weight_OI"].shape[0] // block_n) * -(-rows // block_t) * (ranges if parts else 1)
             idle = items / (-(-items // processors) * processors) < 0.6

@@ -10,19 +10,15 @@ from torch import Tensor
 from graphllm.ir import CallSite
 from graphllm.ops.paged_attention.gluon_prefill import flash_configs, is_flash
 from graphllm.ops.paged_attention.gluon_prefill import gluon_prefill as hopper_prefill
+from graphllm.ops.paged_attention.gluon_ranges import flash_range_configs, in_flash_ranges
+from graphllm.ops.paged_attention.gluon_ranges import gluon_ranges as hopper_ranges
 from graphllm.ops.paged_attention.triton_common import Rotary, problem
 from graphllm.ops.paged_attention.triton_decode import decode_configs, is_decode
 from graphllm.ops.paged_attention.triton_decode import triton_decode as decode
 from graphllm.ops.paged_attention.triton_prefill import prefill_configs
 from graphllm.ops.paged_attention.triton_prefill import triton_prefill as prefill
-from graphllm.ops.paged_attention.triton_ranges import (
-    flash_range_configs,
-    in_flash_ranges,
-    in_ranges,
-    range_configs,
-    range_order,
-)
-from graphllm.ops.paged_attention.triton_ranges import gluon_ranges as hopper_ranges
+from graphllm.ops.paged_attention.triton_range_kernel import in_ranges, range_order
+from graphllm.ops.paged_attention.triton_ranges import range_configs
 from graphllm.ops.paged_attention.triton_ranges import triton_ranges as ranges
 from graphllm.ops.paged_attention.triton_verify import is_mixed, is_verification, verify_configs
 from graphllm.ops.paged_attention.triton_verify import triton_verify as verify

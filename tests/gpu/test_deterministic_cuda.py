@@ -263,7 +263,7 @@ def cores(request: pytest.FixtureRequest, wide: Path, tmp_path_factory: pytest.T
     made = Cores(
         open_core(wide, place, pages=300, enable_prefix_caching=False),
         [open_core(wide, place, pages=pages, long_prefill_token_threshold=chunk)
-         for pages, chunk in ((900, 0), (130, 0), (130, 11), (900, 61))],
+         for pages, chunk in ((900, 0), (130, 0), (130, 61), (900, 211))],
     )  # fmt: skip
     yield made
     made.close()
