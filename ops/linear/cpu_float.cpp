@@ -46,6 +46,17 @@ inline Reg load_first(const float* from, i64 count) {
 inline void store_first(float* to, Reg x, i64 count) {
   std::memcpy(to, &x, std::clamp<i64>(count, 0, kRegLanes) * 4);
 }
+// x * y + z, rounded once. Written as two operations it may be rounded twice: for some processors gcc keeps them apart where sums
+// are few.
+inline Reg times_plus(Reg x, Reg y, Reg z) {
+#ifdef GRAPHLLM_AVX512
+  return (Reg)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#elif defined(__FMA__)
+  return (Reg)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
+#else
+  return x * y + z;
+#endif
+}
 inline float sum(Reg x) {
   float out = 0;
   for (i64 i = 0; i < kRegLanes; i++) out += x[i];
@@ -66,7 +77,7 @@ void dots(const FloatProduct& a, i64 m, i64 n, bool ask) {
     for (int j = 0; j < kRowsW; j++) {
       const Reg right = read(w + j * a.weight_stride + k);
 #pragma GCC unroll 8
-      for (int i = 0; i < kRowsX; i++) acc[i][j] += left[i] * right;
+      for (int i = 0; i < kRowsX; i++) acc[i][j] = kInvariant ? times_plus(left[i], right, acc[i][j]) : acc[i][j] + left[i] * right;
     }
   };
   i64 k = 0;
@@ -85,6 +96,18 @@ void dots(const FloatProduct& a, i64 m, i64 n, bool ask) {
       all[i] = i < kRowsX * kRowsW ? (__m512)acc[i / kRowsW % kRowsX][i % kRowsW] : _mm512_setzero_ps();
     alignas(64) float sums[16];
     _mm512_store_ps(sums, add_lanes(all));
+    for (int i = 0; i < kRowsX; i++)
+      for (int j = 0; j < kRowsW; j++)
+        a.out[(m + i) * a.N + n + j] = sums[i * kRowsW + j] + (a.bias ? a.bias[n + j] : 0.0f);
+    return;
+  }
+#else
+  if constexpr (kInvariant) {  // `sum` is added up as the compiler likes, in another order for other kRowsX and kRowsW
+    Eight all[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) all[i] = i < kRowsX * kRowsW ? acc[i / kRowsW % kRowsX][i % kRowsW] : Eight{};
+    float sums[8];
+    store8(sums, add_lanes(all));
     for (int i = 0; i < kRowsX; i++)
       for (int j = 0; j < kRowsW; j++)
         a.out[(m + i) * a.N + n + j] = sums[i * kRowsW + j] + (a.bias ? a.bias[n + j] : 0.0f);
