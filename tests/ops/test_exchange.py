@@ -35,7 +35,7 @@ def test_ranks_that_take_turns_in_being_late(ranks: int, tmp_path: Path) -> None
         for rank in range(ranks)
     ]  # fmt: skip
     try:
-        said = [p.communicate(timeout=100)[0] for p in processes]
+        said = [p.communicate(timeout=300)[0] for p in processes]
     finally:
         for p in processes:
             p.kill()
