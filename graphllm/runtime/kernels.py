@@ -178,7 +178,7 @@ class CudaKernels:
 
     def _scratch_memory(self, size: int) -> int | None:
         """Address of so many bytes, others than the last launch with some has: a kernel may write there while that one
-        still runs. It lets no third one begin before, see `ops/fused_linear/gluon_gated.py`."""
+        still runs. It lets no third one begin before, see `ops/fused_linear/gluon_product.py`."""
         if not size:
             return None
         self._turn = 1 - self._turn

@@ -176,7 +176,7 @@ def _multiply(
     """What the OWN-th group of four warps does: its boxes of each tile."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 16])
     OF: gl.constexpr = GROUPS * BOXES
-    # In this order: descriptors lie in memory that every other such kernel writes, see `gluon_gated`.
+    # In this order: descriptors lie in memory that every other such kernel writes, see `gluon_product`.
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -11,9 +11,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from graphllm.ir import CallSite, runs_gluon
+from graphllm.ir import CallSite
 from graphllm.ops.fused_linear.gluon_product import BLOCK_K, hopper_product, stages_of
-from graphllm.ops.fused_linear.launch_constants import Config, is_ordered, length_of_range, ranges_of, sum_order
+from graphllm.ops.fused_linear.launch_constants import (
+    Config,
+    is_ordered,
+    length_of_range,
+    ranges_of,
+    reads_tiles,
+    sum_order,
+)
 from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
 from graphllm.ops.fused_linear.triton_fused_linear import half, normalized, width_of
 
@@ -25,14 +32,10 @@ _MOST_CHOSEN = 1024  # rows from which on the largest tiles are the fastest
 
 
 def serves(site: CallSite) -> bool:
-    """Whether this file's kernel serves a site: some rows of x, which, as those of weights, must begin at multiples of
-    16 bytes, and no residual behind a gate."""
-    x, weight = site.args["x_TI"], site.args["weight_OI"]
-    aligned = all(t.stride(0) % 8 == 0 and t.storage_offset() % 8 == 0 for t in (x, weight))
-    fits = min(weight.shape) >= BLOCK_K.value
+    """Whether this file's kernel serves a site: some rows of x, and no residual behind a gate."""
     if site.rows("x_TI") < _FEWEST or (site.args.get("gated") and site.args["residual_TN"] is not None):
         return False
-    return site.deterministic and aligned and fits and runs_gluon(site.target) and is_ordered(site) and half(site)
+    return site.deterministic and is_ordered(site) and half(site) and reads_tiles(site)
 
 
 def ordered_configs(site: CallSite) -> list[Config]:

@@ -56,10 +56,14 @@ _ALIKE_K = 128  # where such ranges may begin
 
 def read_by_tma(site: CallSite) -> bool:
     """Whether `gluon_gated` can read a gated product's x and weights."""
-    read = site.args["x_TI"], site.args["weight_OI"]
-    aligned = all(t.stride(0) % 8 == 0 and t.storage_offset() % 8 == 0 for t in read)
-    fits = site.args["gated"] and site.args["residual_TN"] is None and min(read[1].shape) >= 64
-    return fits and aligned and runs_gluon(site.target)
+    return site.args["gated"] and site.args["residual_TN"] is None and reads_tiles(site)
+
+
+def reads_tiles(site: CallSite) -> bool:
+    """Whether the TMA unit can bring the tiles of `gluon_product`: rows must begin at multiples of 16 bytes."""
+    x, weight = site.args["x_TI"], site.args["weight_OI"]
+    aligned = all(t.stride(0) % 8 == 0 and t.storage_offset() % 8 == 0 for t in (x, weight))
+    return aligned and min(weight.shape) >= 64 and runs_gluon(site.target)
 
 
 def row_configs(site: CallSite) -> list[Config]:

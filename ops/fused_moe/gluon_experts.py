@@ -241,7 +241,7 @@ def hopper_experts_kernel(
     TEAMS: gl.constexpr,  # of four warps that multiply: 1, or 2 that share the spans of a stage
     REGISTERS: gl.constexpr,  # of the second team's threads; the first one's have what is left
 ):  # fmt: skip
-    # In this order: see `gluon_gated`, whose kernel writes descriptors before it waits.
+    # In this order: see `gluon_product`, whose kernel writes descriptors before it waits.
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

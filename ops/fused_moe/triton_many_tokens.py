@@ -144,7 +144,7 @@ def experts_kernel(
     EMULATED: tl.constexpr,
 ):
     """Programs take one block after the other, so that each has its weights' descriptor once."""
-    # In this order: see `gluon_gated`, whose kernel writes descriptors before it waits.
+    # In this order: see `gluon_product`, whose kernel writes descriptors before it waits.
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

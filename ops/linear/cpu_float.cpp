@@ -88,32 +88,26 @@ void dots(const FloatProduct& a, i64 m, i64 n, bool ask) {
     add([](const float* from) { return load(from); }, k);
   }
   if (k < a.K) add([&](const float* from) { return load_first(from, a.K - k); }, k);
-#ifdef GRAPHLLM_AVX512
+  // `sum` is added up as the compiler likes, in another order for other kRowsX and kRowsW.
   if constexpr (kInvariant || kRowsX * kRowsW == 16) {
+    alignas(64) float sums[kRegLanes];
+#ifdef GRAPHLLM_AVX512
     __m512 all[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++)
       all[i] = i < kRowsX * kRowsW ? (__m512)acc[i / kRowsW % kRowsX][i % kRowsW] : _mm512_setzero_ps();
-    alignas(64) float sums[16];
     _mm512_store_ps(sums, add_lanes(all));
-    for (int i = 0; i < kRowsX; i++)
-      for (int j = 0; j < kRowsW; j++)
-        a.out[(m + i) * a.N + n + j] = sums[i * kRowsW + j] + (a.bias ? a.bias[n + j] : 0.0f);
-    return;
-  }
 #else
-  if constexpr (kInvariant) {  // `sum` is added up as the compiler likes, in another order for other kRowsX and kRowsW
     Eight all[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) all[i] = i < kRowsX * kRowsW ? acc[i / kRowsW % kRowsX][i % kRowsW] : Eight{};
-    float sums[8];
     store8(sums, add_lanes(all));
+#endif
     for (int i = 0; i < kRowsX; i++)
       for (int j = 0; j < kRowsW; j++)
         a.out[(m + i) * a.N + n + j] = sums[i * kRowsW + j] + (a.bias ? a.bias[n + j] : 0.0f);
     return;
   }
-#endif
   for (int i = 0; i < kRowsX; i++)
     for (int j = 0; j < kRowsW; j++)
       a.out[(m + i) * a.N + n + j] = sum(acc[i][j]) + (a.bias ? a.bias[n + j] : 0.0f);

@@ -15,12 +15,7 @@ from graphllm.ops.all_reduce.triton_exchange import fits_exchange
 from graphllm.ops.fused_linear.gluon_int4_row import int4_row, int4_row_configs, launch_int4_row
 from graphllm.ops.fused_linear.gluon_int4_tile import int4_tile, int4_tile_configs, launch_int4_tile
 from graphllm.ops.fused_linear.gluon_ordered import launch_ordered, ordered_configs, serves
-from graphllm.ops.fused_linear.launch_constants import (
-    beside_rows,
-    row_configs,
-    sum_order,
-    tile_configs,
-)
+from graphllm.ops.fused_linear.launch_constants import beside_rows, row_configs, sum_order, tile_configs
 from graphllm.ops.fused_linear.triton_fused_linear import (
     launch_norm,
     launch_row,
