@@ -31,7 +31,6 @@ from graphllm.server.chat.tools import (
     detect_tools,
     for_template,
 )
-from graphllm.server.http.wire import checked_id
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CHAT_BATCH = "/v1/chat/completions/batch"
@@ -42,6 +41,7 @@ _END = "CONTINUE-FROM-HERE "  # stands for the end of a message that is continue
 _MAX_BEAM_TOKENS = 1 << 30  # where a body gives no limit, that of the context
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "render", "chat_template"})
 _INTERNAL = frozenset(name for name, d in parameters(SamplingParams).items() if d.body is None)
+_ID = re.compile(r"[A-Za-z0-9_.:/+=-]{,128}")  # what fits a header and a line of the log
 _ROLE = re.compile(r"[a-zA-Z][a-zA-Z0-9_-]{0,31}")  # some templates know others than OpenAI's
 _KINDS: dict[type, str] = {
     bool: "true or false",
@@ -196,6 +196,13 @@ def parse_call(url: object, body: object, defaults: SamplingParams, rules: Rules
         params = replace(params, prompt_logprobs=params.logprobs)
     call = call._replace(params=params)
     return call if beams is None else _with_beams(call, beams, rest)
+
+
+def checked_id(id: str) -> str:
+    """The request_id of a body, empty for none. Raises ConfigError for one that no header can hold."""
+    if not _ID.fullmatch(id):
+        raise ConfigError(f"request_id is {id!r:.80}: give up to 128 letters, digits, and any of . : / + = _ -")
+    return id
 
 
 def _truncation(rest: dict[str, Any]) -> Truncation | None:

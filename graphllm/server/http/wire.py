@@ -17,8 +17,6 @@ from fastapi import Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
-from graphllm.config import ConfigError
-
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -32,7 +30,6 @@ _MAX_DEPTH = 128  # levels; a schema may have 100
 _MAX_CONTAINERS = 1 << 18  # lists and objects: one of three bytes takes a hundred times as much memory
 # The next list or object with what stands before it, strings as a whole; or what stands behind the last.
 _CONTAINER = re.compile(rb'(?:[^"\[{]++|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z))*+(?:[\[{]|\Z)', re.DOTALL)
-_ID = re.compile(r"[A-Za-z0-9_.:/+=-]{,128}")  # what fits a header and a line of the log
 LONG = 16 << 10  # bytes of a body from which a thread reads and checks it; others get their tokens meanwhile
 _VERY_LONG = 1 << 20  # these take turns: many threads that each hold the interpreter for long would stop the event loop
 _very_long = ThreadPoolExecutor(1, "very-long-bodies")
@@ -53,13 +50,6 @@ class Record:
     notes: dict[str, object] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-
-def checked_id(id: str) -> str:
-    """The request_id of a body, empty for none. Raises ConfigError for one that no header can hold."""
-    if not _ID.fullmatch(id):
-        raise ConfigError(f"request_id is {id!r:.80}: give up to 128 letters, digits, and any of . : / + = _ -")
-    return id
 
 
 def record_of(scope: Scope) -> Record:

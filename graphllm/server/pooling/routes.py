@@ -12,9 +12,10 @@ from fastapi.responses import Response
 
 from graphllm.config import ConfigError
 from graphllm.config.pooling import PoolingParams
+from graphllm.server.chat.call import checked_id
 from graphllm.server.chat.fields import judged
 from graphllm.server.http.document import GENERATES, answers, errors
-from graphllm.server.http.wire import JsonRoute, Record, checked_id, encode, json_response, record_of
+from graphllm.server.http.wire import JsonRoute, Record, encode, json_response, record_of
 from graphllm.server.pooling import protocol
 from graphllm.server.pooling.running import Found, find_vectors, instructed, pooling_of
 from graphllm.server.pooling.writing import Order, base64_of, bits, bytes_of, numbers

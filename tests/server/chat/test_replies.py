@@ -529,9 +529,9 @@ SLOW = {
 
 @pytest.mark.parametrize("name", SLOW)
 def test_time_is_linear(name: str) -> None:
-    """In tokens of two characters, and at once. A quadratic reader takes minutes for most of these."""
+    """In tokens of two characters, and at once: 0.5 to 4 s by machine. A quadratic reader takes minutes for most."""
     format, text = SLOW[name]
     pieces = [text[i : i + 2] for i in range(0, len(text), 2)]
     begin = time.process_time()
     assert merged(read(format, pieces)) == merged(read(format, [text]))
-    assert time.process_time() - begin < 3
+    assert time.process_time() - begin < 12
