@@ -18,7 +18,7 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.fused_linear.triton_direct import arrive, direct_product
 from graphllm.ops.linear_chain.op import linear_chain
-from graphllm.ops.linear_chain.triton_linear_chain import Config, fetch_rows, fits, lines_of, power_of_2
+from graphllm.ops.linear_chain.triton_linear_chain import Config, fetch_rows, fits, lines_of
 
 _MOST_ROWS = 16
 _MOST_O_ROWS = 32  # of a program, whose share of them each warp has in its registers
@@ -207,6 +207,10 @@ def triton_few_rows(
         """The longest that divides it and leaves something to every warp, or the shortest."""
         return next((s for s in _SPANS if inner % s == 0 and inner // s >= warps), _SPANS[-1])
 
+    def rows(count: int, most: int) -> int:
+        """Of a tile: as tensor cores take them."""
+        return min(most, max(16, triton.next_power_of_2(count)))
+
     def lines(count: int, inner: int) -> int:
         return lines_of(count, inner, x_TA.element_size()) if ahead and not emulated else 0
 
@@ -217,9 +221,9 @@ def triton_few_rows(
         x_TA.new_empty((T, D)), x_TA.new_empty((T, F)), out_TD, projected_TQ, zeroed(x_TA, 2),
         x_TA.new_empty(1, dtype=torch.int32), T,
         A=A, D=D, F=F, Q=Q, EPS=eps, NEXT_EPS=next_eps, BIAS=bias_Q is not None, PROGRAMS=programs, O_ROWS=o_rows,
-        PAIRS=pairs, QKV_ROWS=qkv_rows, BLOCK_T=block_t, BLOCK_O=power_of_2(max(16, o_rows)),
-        BLOCK_GATE=min(tile, power_of_2(max(16, 2 * pairs))), BLOCK_QKV=min(tile, power_of_2(max(16, qkv_rows))),
-        BLOCK_D=power_of_2(D), SPAN_A=span(A), SPAN_D=span(D), SPAN_F=span(F), HALF_LINES=lines(pairs, D),
+        PAIRS=pairs, QKV_ROWS=qkv_rows, BLOCK_T=block_t, BLOCK_O=max(16, triton.next_power_of_2(o_rows)),
+        BLOCK_GATE=rows(2 * pairs, tile), BLOCK_QKV=rows(qkv_rows, tile), BLOCK_D=triton.next_power_of_2(D),
+        SPAN_A=span(A), SPAN_D=span(D), SPAN_F=span(F), HALF_LINES=lines(pairs, D),
         DOWN_LINES=lines(o_rows, F), QKV_LINES=lines(qkv_rows, D), WARPS=warps, EMULATED=emulated, num_warps=warps,
     )  # fmt: skip
     return out_TD, projected_TQ

@@ -236,7 +236,7 @@ def fits(site: CallSite) -> bool:
 
 def lines_of(rows: int, inner: int, itemsize: int) -> int:
     """Lines of the cache that rows of weights fill, up to a power of two."""
-    return power_of_2(-(-rows * inner * itemsize // _LINE))
+    return triton.next_power_of_2(-(-rows * inner * itemsize // _LINE))
 
 
 def _one_row(site: CallSite) -> bool:
@@ -275,7 +275,7 @@ def triton_chain(
 
     def rows(count: int, inner: int, matrices: int = 1) -> int:
         """Of a tile: a power of two."""
-        return max(1, min(power_of_2(count), tile // (matrices * power_of_2(inner))))
+        return max(1, min(triton.next_power_of_2(count), tile // (matrices * triton.next_power_of_2(inner))))
 
     def lines(count: int, inner: int) -> int:
         return lines_of(count, inner, x_TA.element_size()) if ahead and not emulated else 0
@@ -286,15 +286,11 @@ def triton_chain(
         x_TA, residual_TD, o_DA, norm_D, gate_up_2FD, down_DF, next_norm_D, qkv_QD, x_TA if bias_Q is None else bias_Q,
         out_TD, projected_TQ, zeroed(x_TA, D + F), x_TA.new_empty(D, dtype=torch.int32),
         A=A, D=D, F=F, Q=Q, EPS=eps, NEXT_EPS=next_eps, BIAS=bias_Q is not None, O_ROWS=o_rows,
-        PAIRS=pairs, QKV_ROWS=qkv_rows, ROWS=power_of_2(o_rows), PAIRS_ROOM=power_of_2(pairs),
+        PAIRS=pairs, QKV_ROWS=qkv_rows, ROWS=triton.next_power_of_2(o_rows), PAIRS_ROOM=triton.next_power_of_2(pairs),
         BLOCK_O=rows(o_rows, A), BLOCK_PAIRS=rows(pairs, D, 2), BLOCK_DOWN=rows(o_rows, F),
-        BLOCK_QKV=rows(qkv_rows, D), BLOCK_A=power_of_2(A), BLOCK_D=power_of_2(D), BLOCK_F=power_of_2(F),
+        BLOCK_QKV=rows(qkv_rows, D), BLOCK_A=triton.next_power_of_2(A), BLOCK_D=triton.next_power_of_2(D),
+        BLOCK_F=triton.next_power_of_2(F),
         HALF_LINES=lines(pairs, D), DOWN_LINES=lines(o_rows, F), QKV_LINES=lines(qkv_rows, D),
         EMULATED=emulated, num_warps=warps,
     )  # fmt: skip
     return out_TD, projected_TQ
-
-
-def power_of_2(n: int) -> int:
-    """The smallest power of two that is not less."""
-    return 1 << (n - 1).bit_length()

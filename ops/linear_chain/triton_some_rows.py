@@ -18,7 +18,7 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.fused_linear.triton_direct import arrive, await_programs
 from graphllm.ops.linear_chain.op import linear_chain
-from graphllm.ops.linear_chain.triton_linear_chain import Config, fetch_rows, fits, lines_of, power_of_2
+from graphllm.ops.linear_chain.triton_linear_chain import Config, fetch_rows, fits, lines_of
 
 _MOST_ROWS = 64
 _LEAST = 16  # rows of weights of a program
@@ -198,7 +198,7 @@ def _some_rows(site: CallSite) -> bool:
 
 
 def _configs(site: CallSite) -> list[Config]:
-    constants = {"programs": site.target.multiprocessors, "block_t": power_of_2(max(16, site.rows("x_TA")))}
+    constants = {"programs": site.target.multiprocessors, "block_t": triton.next_power_of_2(max(16, site.rows("x_TA")))}
     return [{**config, **constants} for config in _CONFIGS]
 
 
@@ -243,9 +243,9 @@ def triton_some_rows(
         x_TA.new_empty((T, D)), x_TA.new_empty((T, D)), x_TA.new_empty((2, programs, block_t), dtype=torch.float32),
         x_TA.new_empty((T, F)), out_TD, projected_TQ, zeroed(x_TA, 2), x_TA.new_empty(1, dtype=torch.int32), T,
         A=A, D=D, F=F, Q=Q, EPS=eps, NEXT_EPS=next_eps, BIAS=bias_Q is not None, PROGRAMS=programs, O_ROWS=o_rows,
-        PAIRS=pairs, QKV_ROWS=qkv_rows, BLOCK_T=block_t, BLOCK_O=power_of_2(o_rows), BLOCK_GATE=tile, BLOCK_QKV=tile,
-        BLOCK_K=block_k, PARTS=parts, BLOCK_PARTS=power_of_2(parts), HALF_LINES=lines(pairs, D),
-        DOWN_LINES=lines(o_rows, F), QKV_LINES=lines(qkv_rows, D), EMULATED=emulated, num_warps=warps,
-        num_stages=stages,
+        PAIRS=pairs, QKV_ROWS=qkv_rows, BLOCK_T=block_t, BLOCK_O=triton.next_power_of_2(o_rows), BLOCK_GATE=tile,
+        BLOCK_QKV=tile, BLOCK_K=block_k, PARTS=parts, BLOCK_PARTS=triton.next_power_of_2(parts),
+        HALF_LINES=lines(pairs, D), DOWN_LINES=lines(o_rows, F), QKV_LINES=lines(qkv_rows, D), EMULATED=emulated,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out_TD, projected_TQ
