@@ -41,28 +41,6 @@ def _larger(x):
 
 
 @triton.jit
-def arrive(arrived_ptr):
-    """What this program wrote is there for all that `await_programs` then see it among those that have arrived."""
-    tl.debug_barrier()
-    tl.atomic_add(arrived_ptr, 1, sem="release")
-
-
-@triton.jit
-def await_programs(arrived_ptr, PROGRAMS: tl.constexpr):
-    """Wait until so many programs, all of which must be running, have arrived."""
-    while _count(arrived_ptr) < PROGRAMS:
-        pass
-
-
-@triton.jit
-def _count(arrived_ptr):
-    return tl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [arrived_ptr.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def direct_product(
     weight_ptr,
     row,  # [BLOCK_N] int64, of the weights
@@ -88,8 +66,6 @@ def direct_product(
     AHEAD: tl.constexpr,  # steps of a warp whose weights are under way
     WAIT: tl.constexpr,  # for the kernel that makes x, once the first weights are asked for
     EMULATED: tl.constexpr,
-    arrived_ptr=None,  # with PROGRAMS, what makes x: so many programs of this kernel, for which to wait then
-    PROGRAMS: tl.constexpr = 0,
 ):
     """[BLOCK_N, BLOCK_T] float32: rows of weights times rows of x, or of x times the weights of a norm."""
     dtype: tl.constexpr = tl.float32 if EMULATED else x_ptr.dtype.element_ty
@@ -123,8 +99,6 @@ def direct_product(
         pending += (constants,)
     if WAIT and not EMULATED:
         tl.extra.cuda.gdc_wait()
-    if PROGRAMS and not EMULATED:
-        await_programs(arrived_ptr, PROGRAMS)
     operands = ()
     if KEPT:
         for i in tl.static_range(STEPS * CODES):
