@@ -8,6 +8,7 @@ from graphllm.ops.fused_linear.op import fused_linear
 
 if importlib.util.find_spec("triton"):
     from graphllm.ops.fused_linear import (  # noqa: F401
+        gluon_few_rows,
         gluon_gated,
         gluon_int4_row,
         gluon_int4_tile,

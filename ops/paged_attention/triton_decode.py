@@ -122,6 +122,54 @@ def _join_ranges(
 
 
 @triton.jit
+def _load_tile(
+    head_ptr, cache_block, tile, start, last,
+    CACHE_BLOCK: tl.constexpr, CACHE_KV: tl.constexpr, CACHE_HEAD: tl.constexpr, CACHE_POS: tl.constexpr,
+    WINDOW: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of a tile as they are in the cache, and which of its columns attention sees."""
+    e = tl.arange(0, E_PAD)
+    at = tile * (BLOCK_N // HEADS) + tile_tokens(BLOCK_N, HEADS)
+    seen = at < last
+    if WINDOW > 0:
+        seen = seen & (at >= start)
+    columns = tile_slots(cache_block, tile, CACHE_BLOCK, CACHE_POS, P, BLOCK_N, CACHE_HEAD, HEADS)
+    slots = head_ptr + columns[:, None] + e[None, :]
+    if E_PAD == E:
+        inside = seen[:, None]
+    else:
+        inside = seen[:, None] & (e < E)[None, :]
+    keys = tl.load(slots, mask=inside, other=0.0)
+    return keys, tl.load(slots + CACHE_KV, mask=inside, other=0.0), seen
+
+
+@triton.jit
+def _attend(
+    q, keys, values, seen, row_scale, top, total, acc,
+    G: tl.constexpr, HEADS: tl.constexpr, G_PAD: tl.constexpr, BLOCK_N: tl.constexpr, LOG2E_CAP: tl.constexpr,
+    EMULATED: tl.constexpr,
+):  # fmt: skip
+    """The running softmax with one more tile."""
+    keys, values = keys.to(q.dtype), values.to(q.dtype)
+    scores = multiply(q, tl.trans(keys), tl.zeros([G_PAD, BLOCK_N], tl.float32), EMULATED)
+    if LOG2E_CAP > 0:
+        scores = soft_cap(scores, LOG2E_CAP, row_scale)
+    else:
+        scores = scores * row_scale
+    counts = seen[None, :]
+    if HEADS > 1:  # rows beyond the last head's see what its rows see
+        g, n = tl.arange(0, G_PAD), tl.arange(0, BLOCK_N)
+        counts = counts & (tl.minimum(g // G, HEADS - 1)[:, None] == (n // (BLOCK_N // HEADS))[None, :])
+    scores = tl.where(counts, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    rescale = tl.exp2(top - new_top)
+    p = tl.exp2(scores - new_top[:, None])
+    total = total * rescale + tl.sum(p, axis=1)
+    return new_top, total, multiply(p.to(values.dtype), values, acc * rescale[:, None], EMULATED)
+
+
+@triton.jit
 def _split_kernel(
     q_ptr,
     k_ptr,
@@ -172,6 +220,7 @@ def _split_kernel(
     LINES: tl.constexpr,  # such lines that a head's entries surely fill
     JOINED: tl.constexpr,  # heads whose ranges are joined at once
     FEW_JOINED: tl.constexpr,
+    EARLY: tl.constexpr,  # 1: the first tile is loaded before the kernel waits, else 0
     F: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
@@ -202,15 +251,21 @@ def _split_kernel(
     k_weight, k_other_weight = load_norm(k_norm_ptr, E, E_PAD, F, NORM)
     k_scale, v_scale = load_scales(kv_scales_ptr, SCALED)
     score_scale = SCALE * k_scale
+    if EARLY:  # what earlier steps wrote into the cache stays
+        first_keys, first_values, first_seen = _load_tile(
+            head_ptr, cache_block, lo, start, tl.where(lo < hi, last, 0), CACHE_BLOCK, CACHE_KV, CACHE_HEAD, CACHE_POS,
+            WINDOW, HEADS, E, E_PAD, P, BLOCK_N,
+        )  # fmt: skip
+        cache_block = tile_blocks(table_row, lo + 1, last, P, BLOCK_N, HEADS)
     if not EMULATED:
-        if lo < hi:  # the first tile is on its way while the queries are still being made; more would delay it
+        # The first tile is on its way while the queries are still being made; more would delay it.
+        if (EARLY == 0) & (lo < hi):
             slot = head_ptr + tile_slots(cache_block, lo, CACHE_BLOCK, CACHE_POS, P, BLOCK_N, CACHE_HEAD, HEADS)
             prefetch_lines(slot, CACHE_KV, LINE, LINES)
         tl.extra.cuda.gdc_wait()
     if (queries == 1) & ((split == 0) | (lo < hi)):
         g = tl.arange(0, G_PAD)
         e = tl.arange(0, E_PAD)
-        n = tl.arange(0, BLOCK_N)
         row64 = row.to(tl.int64)
         in_e = e < E
         in_g = (g < ROWS)[:, None]
@@ -261,35 +316,15 @@ def _split_kernel(
 
         q, powers = as_queries(q, cache_ptr.dtype.element_ty)
         row_scale = (score_scale * powers)[:, None]
-        for tile in range(lo, hi):
-            at = tile * TOKENS + tile_tokens(BLOCK_N, HEADS)
-            seen = at < last
-            if WINDOW > 0:
-                seen = seen & (at >= start)
-            columns = tile_slots(cache_block, tile, CACHE_BLOCK, CACHE_POS, P, BLOCK_N, CACHE_HEAD, HEADS)
-            slots = head_ptr + columns[:, None] + e[None, :]
-            if E_PAD == E:
-                inside = seen[:, None]
-            else:
-                inside = seen[:, None] & in_e[None, :]
-            keys = tl.load(slots, mask=inside, other=0.0).to(q.dtype)
-            values = tl.load(slots + CACHE_KV, mask=inside, other=0.0).to(q.dtype)
+        if EARLY:
+            top, total, acc = _attend(q, first_keys, first_values, first_seen, row_scale, top, total, acc,
+                                      G, HEADS, G_PAD, BLOCK_N, LOG2E_CAP, EMULATED)  # fmt: skip
+        for tile in range(lo + EARLY, hi):
+            keys, values, seen = _load_tile(head_ptr, cache_block, tile, start, last, CACHE_BLOCK, CACHE_KV, CACHE_HEAD,
+                                            CACHE_POS, WINDOW, HEADS, E, E_PAD, P, BLOCK_N)  # fmt: skip
             cache_block = tile_blocks(table_row, tile + 1, last, P, BLOCK_N, HEADS)
-            scores = multiply(q, tl.trans(keys), tl.zeros([G_PAD, BLOCK_N], tl.float32), EMULATED)
-            if LOG2E_CAP > 0:
-                scores = soft_cap(scores, LOG2E_CAP, row_scale)
-            else:
-                scores = scores * row_scale
-            counts = seen[None, :]
-            if HEADS > 1:  # rows beyond the last head's see what its rows see
-                counts = counts & (tl.minimum(g // G, HEADS - 1)[:, None] == (n // TOKENS)[None, :])
-            scores = tl.where(counts, scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-            rescale = tl.exp2(top - new_top)
-            p = tl.exp2(scores - new_top[:, None])
-            total = total * rescale + tl.sum(p, axis=1)
-            acc = multiply(p.to(values.dtype), values, acc * rescale[:, None], EMULATED)
-            top = new_top
+            top, total, acc = _attend(q, keys, values, seen, row_scale, top, total, acc,
+                                      G, HEADS, G_PAD, BLOCK_N, LOG2E_CAP, EMULATED)  # fmt: skip
 
         acc = acc * (v_scale / total)[:, None]
         heads = group * ROWS + g
@@ -374,7 +409,7 @@ def launch_split(
 
 def launch_decode(
     q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, kv_cache: Tensor, *others: Any, write: bool, heads: int, joined: int,
-    **plan: Any,
+    early: int = 0, **plan: Any,
 ) -> None:  # fmt: skip
     """Attend for the sequences of the batch that have exactly one query token; the others are left alone. heads: KV
     heads of a program, which share a tile of ``block_n`` columns. others: as of `launch_split`."""
@@ -383,8 +418,15 @@ def launch_decode(
     launch_split(
         _split_kernel, q_THE, k_TKE, v_TKE, kv_cache, *others, heads=heads, tokens=1, joined=joined,
         few_joined=_joined(rows, E, FEW_RANGES) if joined > 1 else 1, WRITE=write, HEADS=heads, GROUPS=K // heads,
-        G_PAD=power_of_2(rows), **plan,
+        EARLY=early, G_PAD=power_of_2(rows), **plan,
     )  # fmt: skip
+
+
+# Few sequences are over before the chip is full: what counts is how soon the first tile is there. Small tiles, of which
+# one is loaded early, leave room for programs of the kernel before (bench/results/h200_decode.md, step 19).
+_FEW_SEQUENCES = 16
+_ALONE = {"early": 1, "min_tiles": 1, "stages": 1}
+_BESIDE_FEW = {"early": 1, "min_tiles": 2, "block_n": 32}
 
 
 def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int) -> Config:
@@ -436,7 +478,9 @@ def decode_configs(site: CallSite) -> list[Config]:
     looked faster on some steps and was 10 % slower over real ones, so there is nothing to choose among."""
     cache, table = site.args["kv_cache"], site.args["block_table"]
     H, (_, K, P, E) = site.args["q_THE"].shape[1], cache.shape[1:]
-    return [plan_splits(site.bucket.hi, H, K, table.shape[1] * P, cache.dtype, E)]
+    plan = plan_splits(site.bucket.hi, H, K, table.shape[1] * P, cache.dtype, E)
+    few = site.bucket.hi <= _FEW_SEQUENCES and plan["heads"] == 1 and cache.dtype.itemsize == 2
+    return [{**plan, **(_ALONE if site.bucket.hi == 1 else _BESIDE_FEW)} if few else plan]
 
 
 @paged_attention.impl("triton_decode", device="cuda", supports=is_decode, configs=decode_configs, remedy=problem)
