@@ -98,24 +98,29 @@ def _words(ptr):
 
 
 @gluon.jit
+def _row(block, group, r, N: gl.constexpr, GATED: gl.constexpr, GROUPS: gl.constexpr):
+    """The r-th row of a program's group of weights, and whether there is one. With a gate, groups of its rows and of
+    the value's come in turn."""
+    if GATED:
+        column = (block * GROUPS + group // 2) * 8 + r
+        return column + group % 2 * (N // 2), column < N // 2
+    else:
+        n = (block * GROUPS + group) * 8 + r
+        return n, n < N
+
+
+@gluon.jit
 def _ask_for_tile(
     slot, weight_ptr, i: gl.constexpr, block,
     WEIGHT_ROW: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, GROUPS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Copy eight rows of weights, of 128 entries a warp. With a gate, groups of its rows and of the value's in turn."""
+    """Copy eight rows of weights, of 128 entries a warp."""
     TOGETHER: gl.constexpr = 2 * GROUPS if GATED else GROUPS
     layout: gl.constexpr = _copy_layout(WARPS)
     step: gl.constexpr = i // TOGETHER
     group: gl.constexpr = i % TOGETHER
-    r = count(layout, 5, 2, 8)
-    if GATED:
-        column = (block * GROUPS + group // 2) * 8 + r
-        n = column + group % 2 * (N // 2)
-        inside = column < N // 2
-    else:
-        n = (block * GROUPS + group) * 8 + r
-        inside = n < N
+    n, inside = _row(block, group, count(layout, 5, 2, 8), N, GATED, GROUPS)
     k = count(layout, 5, 0, WARPS) * 64 + count(layout, 5, 1, 4) * 16 + count(layout, 5, 3, 4) * 4
     k += count(layout, 5, 4, 4) + step * (WARPS * 64)
     at = n * (WEIGHT_ROW // 2) + k
@@ -283,20 +288,13 @@ def few_rows_kernel(
         out *= gl.rsqrt(gl.sum(gl.expand_dims(gl.expand_dims(total, 2), 3), axis=0) / K + EPS)
     sums: gl.constexpr = out.type.layout
     if BIAS:
-        group = count(sums, 3, 2, COUNT)
-        if GATED:
-            n = (block * GROUPS + group // 2) * 8 + count(sums, 3, 1, 8) + group % 2 * (N // 2)
-        else:
-            n = (block * GROUPS + group) * 8 + count(sums, 3, 1, 8)
-        out += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)
+        n, in_row = _row(block, count(sums, 3, 2, COUNT), count(sums, 3, 1, 8), N, GATED, GROUPS)
+        out += gl.load(bias_ptr + n, mask=in_row, other=0.0).to(gl.float32)
     if GATED:
         gate, value = gl.split(gl.reshape(out, [ROWS, 8, COUNT // 2, 2]))
         out = gate / (1.0 + gl.exp(-gate)) * value
-        WIDTH: gl.constexpr = N // 2
-        GROUPS_ROOM: gl.constexpr = COUNT // 2
-    else:
-        WIDTH: gl.constexpr = N
-        GROUPS_ROOM: gl.constexpr = COUNT
+    WIDTH: gl.constexpr = N // 2 if GATED else N
+    GROUPS_ROOM: gl.constexpr = COUNT // 2 if GATED else COUNT
     last: gl.constexpr = out.type.layout
     group = count(last, 3, 2, GROUPS_ROOM)
     t = count(last, 3, 0, ROWS)
