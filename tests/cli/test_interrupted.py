@@ -57,7 +57,8 @@ def _answers(path: Path) -> list[tuple[str, object]]:
 
 def _begin(limit: int) -> None:
     """In a process to be stopped: no file beyond ``limit`` bytes, and who looks at its file goes first on a busy
-    machine, lest it ends in the meantime."""
+    machine, lest it ends in the meantime. Ctrl-C stops it, also where a shell started the tests in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     os.nice(15)
 
