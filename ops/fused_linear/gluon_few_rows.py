@@ -12,8 +12,6 @@ weights, and of each 16 neighbouring bytes at a time; in which order does not ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 from torch import Tensor
@@ -23,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from graphllm.ir import CallSite, GluonKernel, runs_gluon
 from graphllm.ops.fused_linear.gluon_rows import copy, count, in_order
-from graphllm.ops.fused_linear.launch_constants import Config
+from graphllm.ops.fused_linear.launch_constants import Config, aligned
 from graphllm.ops.fused_linear.op import fused_linear
 from graphllm.ops.fused_linear.triton_fused_linear import plain
 
@@ -31,6 +29,8 @@ _MOST_ROWS = 16
 _MOST_INNER = 4096  # of whose entries a thread has its share of x in registers
 _MOST_NUMBERS = 1 << 24  # of a matrix: larger ones are read as fast by the kernels of `triton_fused_linear`
 _WARPS = 8
+_TILE = 8 * 128 * _WARPS * 2  # bytes
+_MOST_TILES = 8  # of a step, which `_joined` joins
 _SHARED = 96 * 1024  # bytes of weights under way in a program: leaves room for one of the next kernel beside it
 
 
@@ -53,11 +53,6 @@ def _copy_layout(warps):
     lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0]]
     of_warps = [[1 << i, 0, 0, 0, 0] for i in range(warps.bit_length() - 1)]
     return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [warps, 4, 8, 4, 4])
-
-
-@triton.constexpr_function
-def _power_of_2(n):
-    return 1 << (n - 1).bit_length()
 
 
 @gluon.jit
@@ -162,7 +157,7 @@ def _tile(slot, WARPS: gl.constexpr):
 
 @gluon.jit
 def _joined(parts, COUNT: gl.constexpr):
-    """COUNT tensors, a power of two, as the last dimension of one; zeros beyond those there are."""
+    """COUNT tensors, a power of two up to 8, as the last dimension of one; zeros beyond those there are."""
     some = parts
     for _ in gl.static_range(COUNT - len(parts)):
         some += (gl.zeros_like(parts[0]),)
@@ -172,15 +167,9 @@ def _joined(parts, COUNT: gl.constexpr):
         joined = gl.join(some[0], some[1])
     elif COUNT == 4:
         joined = gl.join(gl.join(some[0], some[2]), gl.join(some[1], some[3]))
-    elif COUNT == 8:
+    else:
         even = gl.join(gl.join(some[0], some[4]), gl.join(some[2], some[6]))
         joined = gl.join(even, gl.join(gl.join(some[1], some[5]), gl.join(some[3], some[7])))
-    else:
-        a = gl.join(gl.join(some[0], some[8]), gl.join(some[4], some[12]))
-        b = gl.join(gl.join(some[2], some[10]), gl.join(some[6], some[14]))
-        c = gl.join(gl.join(some[1], some[9]), gl.join(some[5], some[13]))
-        d = gl.join(gl.join(some[3], some[11]), gl.join(some[7], some[15]))
-        joined = gl.join(gl.join(a, b), gl.join(c, d))
     return joined
 
 
@@ -214,7 +203,7 @@ def few_rows_kernel(
     TOGETHER: gl.constexpr = 2 * GROUPS if GATED else GROUPS
     STEPS: gl.constexpr = (K + WARPS * 128 - 1) // (WARPS * 128)
     TILES: gl.constexpr = STEPS * TOGETHER
-    COUNT: gl.constexpr = 2 * _power_of_2(GROUPS) if GATED else _power_of_2(GROUPS)
+    COUNT: gl.constexpr = triton.next_power_of_2(GROUPS) * (2 if GATED else 1)
     ROWS: gl.constexpr = 8 * HALVES
     block = gl.program_id(0)
     ring = ()  # buffers of their own: Triton would put barriers between accesses to parts of one
@@ -315,7 +304,6 @@ _kernel = GluonKernel(
 
 def _serves(site: CallSite) -> bool:
     x, weight = site.args["x_TI"], site.args["weight_OI"]
-    rows = [t.stride(0) for t in (x, weight)]
     return (
         plain(site)
         and x.dtype == torch.bfloat16
@@ -324,31 +312,23 @@ def _serves(site: CallSite) -> bool:
         and x.shape[1] % 32 == 0
         and weight.shape[0] % (16 if site.args["gated"] else 8) == 0
         and weight.numel() < _MOST_NUMBERS
-        and all(r % 8 == 0 for r in rows)
-        and all(t.storage_offset() % 8 == 0 for t in (x, weight))
+        and aligned(site)
         and not site.deterministic
         and runs_gluon(site.target)
     )
 
 
 def _configs(site: CallSite) -> list[Config]:
-    return list(_few_rows_configs(site))
-
-
-def _few_rows_configs(site: CallSite) -> Iterator[Config]:
     """One program for each multiprocessor, or two, or four."""
-    gated = bool(site.args["gated"])
-    groups = -(-site.args["weight_OI"].shape[0] // (16 if gated else 8))
+    halves = 1 if site.rows("x_TI") <= 8 else 2
+    both = 2 if site.args["gated"] else 1  # tiles of a step for each group
+    groups = -(-site.args["weight_OI"].shape[0] // (8 * both))
     steps = -(-site.args["x_TI"].shape[1] // (128 * _WARPS))
-    tile = 8 * 128 * _WARPS * 2
-    found = set()
-    for waves in (1, 2, 4):
-        each = min(-(-groups // (waves * site.target.multiprocessors)), 4 if gated else 8)
-        together = each * (2 if gated else 1)
-        if each not in found:
-            found.add(each)
-            halves = 1 if site.rows("x_TI") <= 8 else 2
-            yield {"halves": halves, "groups": each, "slots": min(steps * together, max(together, _SHARED // tile))}
+    shares = (min(-(-groups // (n * site.target.multiprocessors)), _MOST_TILES // both) for n in (1, 2, 4))
+    return [
+        {"halves": halves, "groups": share, "slots": min(steps * share * both, max(share * both, _SHARED // _TILE))}
+        for share in dict.fromkeys(shares)
+    ]
 
 
 @fused_linear.impl("gluon_few_rows", device="cuda", supports=_serves, configs=_configs)

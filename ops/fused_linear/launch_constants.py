@@ -60,10 +60,15 @@ def read_by_tma(site: CallSite) -> bool:
 
 
 def reads_tiles(site: CallSite) -> bool:
-    """Whether the TMA unit can bring the tiles of `gluon_product`: rows must begin at multiples of 16 bytes."""
-    x, weight = site.args["x_TI"], site.args["weight_OI"]
-    aligned = all(t.stride(0) % 8 == 0 and t.storage_offset() % 8 == 0 for t in (x, weight))
-    return aligned and min(weight.shape) >= 64 and runs_gluon(site.target)
+    """Whether the TMA unit can bring the tiles of `gluon_product`."""
+    return aligned(site) and min(site.args["weight_OI"].shape) >= 64 and runs_gluon(site.target)
+
+
+def aligned(site: CallSite) -> bool:
+    """Whether rows of x and of the weights, of two-byte numbers, begin at multiples of 16 bytes."""
+    return all(
+        t.stride(0) % 8 == 0 and t.storage_offset() % 8 == 0 for t in (site.args["x_TI"], site.args["weight_OI"])
+    )
 
 
 def row_configs(site: CallSite) -> list[Config]:
