@@ -530,8 +530,8 @@ SLOW = {
 @pytest.mark.parametrize("name", SLOW)
 def test_time_is_linear(name: str) -> None:
     """In tokens of two characters, and at once. A quadratic reader takes minutes for most of these; a linear one takes
-    less than 3 s, or on a slow machine 3 to 7 times as long as for a fourth of the text (once 10.6, beside other work),
-    a quadratic one 16 times."""
+    less than 3 s, or on a slow machine 3 to 7 times as long as for a fourth of the text (the better of two tries,
+    as one beside other work was 10.6), a quadratic one 16 times."""
     format, text = SLOW[name]
 
     def seconds(text: str) -> float:
@@ -541,4 +541,4 @@ def test_time_is_linear(name: str) -> None:
         return time.process_time() - begin
 
     taken = seconds(text)
-    assert taken < 3 or min(taken, seconds(text)) < 12 * seconds(text[: len(text) // 4])
+    assert taken < 3 or min(taken, seconds(text)) < 10 * seconds(text[: len(text) // 4])
