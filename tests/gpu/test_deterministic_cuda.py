@@ -263,12 +263,11 @@ def cores(request: pytest.FixtureRequest, wide: Path, tmp_path_factory: pytest.T
     made = Cores(
         open_core(wide, place, pages=300, enable_prefix_caching=False),
         [open_core(wide, place, pages=pages, long_prefill_token_threshold=chunk)
-         for pages, chunk in ((900, 0), (130, 0), (130, 61), (900, 211))],
+         for pages, chunk in ((900, 0), (126, 0), (126, 61), (126, 211))],
     )  # fmt: skip
     yield made
     made.close()
 
 
 def test_requests_get_what_they_get_alone_in_500_batches(cores: Cores) -> None:
-    for seed in range(5):
-        check(cores, seed, 50, longest=1800)
+    assert sum(check(cores, seed, 50, most=20, longest=1800) for seed in range(5))  # requests that were preempted

@@ -23,7 +23,8 @@ from test_lora import ADAPTERS, FAMILIES, GREEDY, _ids, _prompts  # noqa: E402
 
 from graphllm import LLM  # noqa: E402
 
-NATIVE: dict[str, Any] = {"backend": "inductor", "target": "cuda", "block_size": 16, "tune": False}
+NATIVE: dict[str, Any] = {"backend": "inductor", "target": "cuda", "block_size": 16, "tune": False,
+                          "kv_cache_memory_bytes": 1 << 28}  # fmt: skip
 MIXED = [None, *ADAPTERS] * 3
 Family = test_lora.Family | test_moe_lora.Family
 

@@ -114,18 +114,8 @@ def test_embedded_model_greedy_text(name: str, dtype: str) -> None:
         out = model.generate(**ids.to("cuda"), max_new_tokens=48, do_sample=False)[0, ids["input_ids"].shape[1] :]
         expected = tokenizer.decode(out, skip_special_tokens=True)
         command = [
-            sys.executable,
-            "-m",
-            "graphllm.cli",
-            "run",
-            "-q",
-            "--model",
-            name,
-            "--target",
-            "cuda",
-            "--dtype",
-            dtype,
-        ]
-        command += ["-p", question, "--temperature", "0", "--max-tokens", "48"]
+            sys.executable, "-m", "graphllm.cli", "run", "-q", "--model", name, "--target", "cuda", "--dtype", dtype,
+            "-p", question, "--temperature", "0", "--max-tokens", "48", "--kv-cache-memory-bytes", "256MiB",
+        ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert done.stdout.rstrip("\n") == expected.rstrip("\n")

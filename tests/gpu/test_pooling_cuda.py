@@ -45,7 +45,10 @@ SIZES: dict[str, Any] = {
 
 
 def _open(folder: Path, dtype: str, **options: Any) -> LLM:
-    given: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_seqs": 8, "max_num_batched_tokens": 1024}
+    given: dict[str, Any] = {
+        "skip_tokenizer_init": True, "max_num_seqs": 8, "max_num_batched_tokens": 1024,
+        "kv_cache_memory_bytes": 1 << 28,
+    }  # fmt: skip
     return LLM(folder, target="cuda", dtype=dtype, tune=False, **(given | options))
 
 
@@ -124,6 +127,8 @@ def test_beside_sentence_transformers() -> None:
     library = pytest.importorskip("sentence_transformers")
     texts = ["A cat sleeps.", "a", "The dog of the neighbours runs over the road. " * 8]
     wanted = library.SentenceTransformer(str(EMBEDDER_DIR), device="cpu").float().encode(texts)
-    with LLM("embedded-embedder", target="cuda", dtype="float32", tune=False) as llm:
+    with LLM(
+        "embedded-embedder", target="cuda", dtype="float32", tune=False, kv_cache_memory_bytes=1 << 28
+    ) as llm:  # fmt: skip
         found = np.array([o.outputs.embedding for o in llm.embed(texts, use_tqdm=False)])
     assert 1 - (found * wanted).sum(-1).min() < 1e-5

@@ -37,7 +37,7 @@ def test_trees(method: str, tree: str) -> None:
     for name, drafts in runs.items():
         with LLM(
             dtype="float32", target="cuda", tune=False, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256,
-            speculative_config=drafts,
+            kv_cache_memory_bytes=1 << 28, speculative_config=drafts,
         ) as llm:  # fmt: skip
             found = llm.chat(messages, params, use_tqdm=False)
             said[name] = [o.outputs[0].token_ids for o in found]
