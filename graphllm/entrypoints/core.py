@@ -15,6 +15,7 @@ from graphllm.entrypoints.host import host_executor, without_torch
 from graphllm.entrypoints.memory import cache_counts, cpu_cache_memory
 from graphllm.entrypoints.ranks import join_ranks, start_ranks
 from graphllm.entrypoints.share import begin_weights, join_cores, rank_device, rank_place, rank_threads, stage_manifest
+from graphllm.runtime.cuda_functions import CudaFunctions
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +67,9 @@ def load_core(
             arrays = load()
             clock("weights")
             return _make_core(config, compiled, host_executor(config, manifest, arrays, counts, cache), (), clock, None)
+        functions = CudaFunctions(place / "pieces")
+        if compiled["target"]["device"] == "cuda" and ranks is None:
+            functions.begin()
         clock("artifact")
         import torch  # noqa: F401 - here, to be measured alone
 
@@ -87,7 +91,9 @@ def load_core(
                 from graphllm.runtime.executor import Executor
 
                 counts = counts or cache_counts(manifest, config.cache)  # on a GPU, of what the weights have left
-                executor = Executor(place, manifest, weights, counts.blocks, threads, cache, counts.snapshots)
+                executor = Executor(
+                    place, manifest, weights, counts.blocks, threads, cache, counts.snapshots, functions=functions
+                )
             waves = None
             if config.peers is not None:
                 waves = join_cores(config.peers, device)

@@ -22,6 +22,7 @@ from graphllm.program.linking import EXCHANGE, ZEROED
 from graphllm.program.schema import CacheLayout, ExpertLayout, ExpertMoves, expert_layout
 from graphllm.program.stages import BEHIND, Stage, message_bytes, stage_reads
 from graphllm.runtime.cpu_cache_memory import CacheMemory
+from graphllm.runtime.cuda_functions import CudaFunctions
 from graphllm.runtime.drafting import DraftRuns, DraftShape, prepare_drafts
 from graphllm.runtime.graphs import BoundProgram, GraphPrograms
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels
@@ -116,7 +117,8 @@ class Executor:
     blocks on a CPU, None to make it here. num_snapshots: copies of recurrent states. shareable: cached states of a
     prefix are valid behind any continuation. stage: of a pipeline, whose layers alone run here. rank: in the
     tensor-parallel group; of the tables of adapters it takes what is its own. memory: `HostMemory` where weights are
-    `HostArray`s, None for torch's. Raises ConfigError when the memory cannot be allocated.
+    `HostArray`s, None for torch's. functions: of the artifact on a GPU, if they have been begun. Raises ConfigError
+    when the memory cannot be allocated.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Executor:
         stage: Stage | None = None,
         rank: int = 0,
         memory: Memory | None = None,
+        functions: CudaFunctions | None = None,
     ) -> None:
         compiled = manifest["factors"]["compile"]
         self._memory = memory or _torch_memory(compiled["target"]["device"])
@@ -163,7 +166,7 @@ class Executor:
             self.layout.tree if program["drafts"]["by_levels"] else None,
             program["drafts"]["block"],
         )
-        self._kernels, self._stream = self._open_kernels(folder / "pieces", threads)
+        self._kernels, self._stream = self._open_kernels(folder / "pieces", threads, functions)
         # Steps that may be at different stages at once; one more is prepared before the first of them has ended.
         self.overlapping = 1 if stage is None else stage.total
         self.in_flight = self.overlapping + 1
@@ -214,10 +217,12 @@ class Executor:
         self._tables = [n for n, spec in self._main.inputs.items() if spec.provider == "block_table"]
         self._on_host: list[dict[str, Array]] = [{} for _ in range(self.in_flight)]
 
-    def _open_kernels(self, folder: Path, threads: int | None) -> tuple[Kernels, Stream]:
+    def _open_kernels(
+        self, folder: Path, threads: int | None, functions: CudaFunctions | None
+    ) -> tuple[Kernels, Stream]:
         if self.device.type == "cuda":
             stream = CudaStream()
-            return CudaKernels(folder, stream.handle), stream
+            return CudaKernels(functions or CudaFunctions(folder), stream.handle), stream
         library = folder / "kernels.so"
         kernels = CpuKernels(library if library.exists() else None)
         if isinstance(self._memory, HostMemory):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from graphllm.cpp import open_library
 from graphllm.expr import value
+from graphllm.runtime.cuda_functions import CudaFunctions
 
 _C_TYPES = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "i32": ctypes.c_int32, "f64": ctypes.c_double,
             "f32": ctypes.c_float, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "u8": ctypes.c_uint8,
@@ -135,20 +136,13 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
-class CudaError(RuntimeError):
-    """The CUDA driver refused a call; the message holds its name and the driver's words."""
-
-
 class CudaKernels:
-    """Cubins of the artifact, loaded when first bound, launched on one stream."""
+    """Functions of the artifact's cubins, launched on one stream."""
 
-    _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     done = 0
 
-    def __init__(self, folder: Path, stream: int) -> None:
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        self._folder, self._stream = folder, ctypes.c_void_p(stream)
-        self._functions: dict[tuple[str, str], ctypes.c_void_p] = {}
+    def __init__(self, functions: CudaFunctions, stream: int) -> None:
+        self._functions, self._driver, self._stream = functions, functions.driver, ctypes.c_void_p(stream)
         self._scratch: dict[tuple[int, int], int] = {}  # addresses by size and turn
         self._turn = 0
 
@@ -172,9 +166,9 @@ class CudaKernels:
             ctypes.pointer(attribute), int(kernel["early"]),
         )  # fmt: skip
         launch = functools.partial(
-            self._driver.cuLaunchKernelEx, ctypes.byref(config), self._function(kernel), block, ctypes.c_void_p()
+            self._driver.cuLaunchKernelEx, ctypes.byref(config), self._functions.get(kernel), block, ctypes.c_void_p()
         )
-        return _Checked(launch, name, (cells, block, config), self)
+        return _Checked(launch, name, (cells, block, config), self._functions)
 
     def _scratch_memory(self, size: int) -> int | None:
         """Address of so many bytes, others than the last launch with some has: a kernel may write there while that one
@@ -184,7 +178,8 @@ class CudaKernels:
         self._turn = 1 - self._turn
         if (size, self._turn) not in self._scratch:
             address = ctypes.c_void_p()
-            self.check(self._driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)), "cuMemAlloc")
+            code = self._driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))
+            self._functions.check(code, "cuMemAlloc")
             self._scratch[size, self._turn] = address.value or 0
         return self._scratch[size, self._turn]
 
@@ -192,40 +187,19 @@ class CudaKernels:
         """As they are: graphs join them."""
         return list(launches)
 
-    def _function(self, kernel: Mapping[str, Any]) -> ctypes.c_void_p:
-        key = (kernel["cubin"], kernel["symbol"])
-        if key not in self._functions:
-            image = (self._folder / kernel["cubin"]).read_bytes()
-            module, function = ctypes.c_void_p(), ctypes.c_void_p()
-            self.check(self._driver.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
-            symbol = kernel["symbol"].encode()
-            self.check(self._driver.cuModuleGetFunction(ctypes.byref(function), module, symbol), "cuModuleGetFunction")
-            if kernel["shared"] > 48 * 1024:
-                code = self._driver.cuFuncSetAttribute(function, self._MAX_DYNAMIC_SHARED, kernel["shared"])
-                self.check(code, "cuFuncSetAttribute")
-            self._functions[key] = function
-        return self._functions[key]
-
-    def check(self, code: int, call: str) -> None:
-        """Raise CudaError unless the driver returned success."""
-        if code:
-            text = ctypes.c_char_p()
-            self._driver.cuGetErrorString(code, ctypes.byref(text))
-            raise CudaError(f"{call} failed: {(text.value or b'unknown error').decode()} (code {code})")
-
 
 class _Checked:
     """A launch that keeps its parameter block alive and raises on failure."""
 
-    __slots__ = ("_keep", "_kernels", "_launch", "_name")
+    __slots__ = ("_functions", "_keep", "_launch", "_name")
 
-    def __init__(self, launch: Callable[[], int], name: str, keep: object, kernels: CudaKernels) -> None:
-        self._launch, self._name, self._keep, self._kernels = launch, name, keep, kernels
+    def __init__(self, launch: Callable[[], int], name: str, keep: object, functions: CudaFunctions) -> None:
+        self._launch, self._name, self._keep, self._functions = launch, name, keep, functions
 
     def __call__(self) -> None:
         code = self._launch()
         if code:
-            self._kernels.check(code, f"launch of {self._name}")
+            self._functions.check(code, f"launch of {self._name}")
 
 
 def _nothing() -> None:
