@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -67,8 +68,10 @@ def load_core(
             arrays = load()
             clock("weights")
             return _make_core(config, compiled, host_executor(config, manifest, arrays, counts, cache), (), clock, None)
-        functions = CudaFunctions(place / "pieces")
-        if compiled["target"]["device"] == "cuda" and ranks is None:
+        functions = None
+        # Where torch is imported already, nothing is gained, and its current device may not be the first.
+        if compiled["target"]["device"] == "cuda" and ranks is None and "torch" not in sys.modules:
+            functions = CudaFunctions(place / "pieces")
             functions.begin()
         clock("artifact")
         import torch  # noqa: F401 - here, to be measured alone
