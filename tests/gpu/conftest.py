@@ -8,19 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from several_gpus import Compiled
 
 
-@pytest.fixture(scope="session", autouse=True)
-def cores_of_worker(worker_id: str) -> None:
-    """Each worker has its share of the machine's cores: every process that compiles takes 0.5 GB of the one GPU, and
-    there are as many as cores."""
-    if worker_id != "master":
-        cores = sorted(os.sched_getaffinity(0))
+@pytest.fixture(scope="module", autouse=True)
+def cores_of_worker(worker_id: str) -> Iterator[None]:
+    """On a machine with a GPU each worker has its share of the cores meanwhile: every process that compiles takes 0.5
+    GB of the one GPU, and there are as many as cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    if worker_id != "master" and torch.cuda.is_available():
         number, count = int(worker_id.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         os.sched_setaffinity(0, cores[number % len(cores) :: count])
+    yield
+    os.sched_setaffinity(0, cores)
 
 
 @pytest.fixture(scope="session")
