@@ -45,7 +45,7 @@ int cuGetErrorString(int code, const char** text) { *text = "the driver's words"
 SCRIPT = """
 import sys, threading
 from pathlib import Path
-from graphllm.runtime.cuda_functions import CudaFunctions
+from graphllm.runtime.cuda_functions import CudaError, CudaFunctions
 functions = CudaFunctions(Path(sys.argv[1]))
 functions.begin()
 for thread in threading.enumerate():
@@ -54,7 +54,7 @@ for thread in threading.enumerate():
 for cubin in sys.argv[2:]:
     try:
         print(bool(functions.get({"cubin": cubin, "symbol": "f", "shared": 0})))
-    except Exception as failure:
+    except CudaError as failure:
         print(failure)
 """
 
