@@ -15,7 +15,15 @@ from graphllm.config import ConfigError, CoreConfig, SchedulerConfig
 from graphllm.entrypoints.host import host_executor, without_torch
 from graphllm.entrypoints.memory import cache_counts, cpu_cache_memory
 from graphllm.entrypoints.ranks import join_ranks, start_ranks
-from graphllm.entrypoints.share import begin_weights, join_cores, rank_device, rank_place, rank_threads, stage_manifest
+from graphllm.entrypoints.share import (
+    begin_weights,
+    early_weights,
+    join_cores,
+    rank_device,
+    rank_place,
+    rank_threads,
+    stage_manifest,
+)
 from graphllm.runtime.cuda_functions import CudaFunctions
 
 if TYPE_CHECKING:
@@ -68,11 +76,14 @@ def load_core(
             arrays = load()
             clock("weights")
             return _make_core(config, compiled, host_executor(config, manifest, arrays, counts, cache), (), clock, None)
-        functions = None
+        functions = early = None
         # Where torch is imported already, nothing is gained, and its current device may not be the first.
         if compiled["target"]["device"] == "cuda" and ranks is None and "torch" not in sys.modules:
             functions = CudaFunctions(place / "pieces")
             functions.begin()
+            if config.peers is None:
+                early = early_weights(config)
+                undo.callback(early.close)
         clock("artifact")
         import torch  # noqa: F401 - here, to be measured alone
 
@@ -82,7 +93,7 @@ def load_core(
         threads = rank_threads(config, own.here)  # of the process: within `alone` there is one
         with alone():
             device = rank_device(compiled["target"]["device"], own)
-            loading = undo.enter_context(begin_weights(config, compiled, device, own))
+            loading = undo.enter_context(begin_weights(config, compiled, device, own, early))
             weights = loading.tensors
             if ranks is not None or config.peers is not None:
                 loading.finish()  # others wait for this process where it waits for them

@@ -13,6 +13,9 @@ from graphllm.config import ConfigError, CoreConfig, Peers
 from graphllm.entrypoints.memory import CacheCounts, cache_counts
 from graphllm.entrypoints.source import open_tensors
 from graphllm.weights import baked
+from graphllm.weights.early import EarlyWeights
+from graphllm.weights.layout import Layout, baked_layout, checkpoint_layout
+from graphllm.weights.plan import WeightPlan
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +104,6 @@ def stage_manifest(artifact: Path, manifest: Mapping[str, Any], stage: Stage | N
         return manifest
     from graphllm.program.stages import message_bytes, own_states, own_tensors, stage_reads
     from graphllm.weights.loader import chosen
-    from graphllm.weights.plan import WeightPlan
 
     program = json.loads((artifact / "program.json").read_text())
     reads = stage_reads(program, stage)
@@ -113,15 +115,38 @@ def stage_manifest(artifact: Path, manifest: Mapping[str, Any], stage: Stage | N
     return {**manifest, "memory": memory}
 
 
-def begin_weights(config: CoreConfig, compiled: Mapping[str, Any], device: torch.device, place: RankPlace) -> Loading:
+def early_weights(config: CoreConfig) -> EarlyWeights:
+    """The parameters of an engine on one GPU, which are read from now on."""
+    artifact = Path(config.load.artifact)
+
+    def find() -> Layout | None:
+        if baked.is_baked(artifact):
+            return baked_layout(artifact / baked.DATA, baked.check(artifact)["tensors"])
+        found = open_tensors(Path(config.model.model), config.load.load_format, config.model.speculative_model)
+        if found[0] is None:
+            return None
+        return checkpoint_layout(WeightPlan.from_json((artifact / "weights.json").read_text()), found[0])
+
+    return EarlyWeights(find)
+
+
+def begin_weights(
+    config: CoreConfig,
+    compiled: Mapping[str, Any],
+    device: torch.device,
+    place: RankPlace,
+    early: EarlyWeights | None = None,
+) -> Loading:
     """The parameters of a rank, from the artifact or the checkpoint, or random; they may still be being read (see
-    `graphllm.weights.loader.begin_weights`). compiled: of the artifact's key. Raises ConfigError."""
+    `graphllm.weights.loader.begin_weights`). compiled: of the artifact's key. early: those, if they have been begun.
+    Raises ConfigError."""
+    if early is not None and (loading := early.loading()) is not None:
+        return loading
     import torch
 
     from graphllm.program.stages import stage_reads
     from graphllm.weights import loader
     from graphllm.weights.formats.integers import KERNELS
-    from graphllm.weights.plan import WeightPlan
     from graphllm.weights.random import random_weights
     from graphllm.weights.readers import Loading
 

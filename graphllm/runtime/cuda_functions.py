@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from graphllm.cuda_driver import CudaDriver, CudaError
+
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _DEFAULT_SHARED = 48 * 1024  # bytes that a program may have without asking
-
-
-class CudaError(RuntimeError):
-    """The CUDA driver refused a call; the message holds its name and the driver's words."""
 
 
 class CudaFunctions:
@@ -29,12 +27,12 @@ class CudaFunctions:
         self._lock = threading.Lock()
 
     @functools.cached_property
-    def driver(self) -> ctypes.CDLL:
-        return ctypes.CDLL("libcuda.so.1")
+    def driver(self) -> CudaDriver:
+        return CudaDriver()
 
     def begin(self) -> None:
-        """Make the context of the first device, which torch then takes, and load all functions, in a thread. What fails
-        is left to whoever needs it, and says so there."""
+        """Make the context of the first device and load all functions, in a thread. What fails is left to whoever needs
+        it, and says so there."""
         threading.Thread(target=self._load_all, name="graphllm-cubins", daemon=True).start()
 
     def get(self, kernel: Mapping[str, Any]) -> ctypes.c_void_p:
@@ -45,31 +43,18 @@ class CudaFunctions:
                 self._loaded[key] = self._load(kernel)
             return self._loaded[key]
 
-    def check(self, code: int, call: str) -> None:
-        """Raise CudaError unless the driver returned success."""
-        if code:
-            text = ctypes.c_char_p()
-            self.driver.cuGetErrorString(code, ctypes.byref(text))
-            raise CudaError(f"{call} failed: {(text.value or b'unknown error').decode()} (code {code})")
-
     def _load(self, kernel: Mapping[str, Any]) -> ctypes.c_void_p:
         image = (self._folder / kernel["cubin"]).read_bytes()
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self.check(self.driver.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
-        symbol = kernel["symbol"].encode()
-        self.check(self.driver.cuModuleGetFunction(ctypes.byref(function), module, symbol), "cuModuleGetFunction")
+        self.driver.call("cuModuleLoadData", ctypes.byref(module), image)
+        self.driver.call("cuModuleGetFunction", ctypes.byref(function), module, kernel["symbol"].encode())
         if kernel["shared"] > _DEFAULT_SHARED:
-            code = self.driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, kernel["shared"])
-            self.check(code, "cuFuncSetAttribute")
+            self.driver.call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, kernel["shared"])
         return function
 
     def _load_all(self) -> None:
         try:
-            device, context = ctypes.c_int(), ctypes.c_void_p()
-            self.check(self.driver.cuInit(0), "cuInit")
-            self.check(self.driver.cuDeviceGet(ctypes.byref(device), 0), "cuDeviceGet")
-            self.check(self.driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
-            self.check(self.driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+            self.driver.enter()
             for piece in sorted(self._folder.glob("*.json")):
                 for kernel in json.loads(piece.read_text())["kernels"].values():
                     if "cubin" in kernel:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from graphllm.cpp import open_library
+from graphllm.cuda_driver import CudaDriver
 from graphllm.expr import value
 from graphllm.runtime.cuda_functions import CudaFunctions
 
@@ -166,9 +167,13 @@ class CudaKernels:
             ctypes.pointer(attribute), int(kernel["early"]),
         )  # fmt: skip
         launch = functools.partial(
-            self._driver.cuLaunchKernelEx, ctypes.byref(config), self._functions.get(kernel), block, ctypes.c_void_p()
+            self._driver.library.cuLaunchKernelEx,
+            ctypes.byref(config),
+            self._functions.get(kernel),
+            block,
+            ctypes.c_void_p(),
         )
-        return _Checked(launch, name, (cells, block, config), self._functions)
+        return _Checked(launch, name, (cells, block, config), self._driver)
 
     def _scratch_memory(self, size: int) -> int | None:
         """Address of so many bytes, others than the last launch with some has: a kernel may write there while that one
@@ -178,8 +183,7 @@ class CudaKernels:
         self._turn = 1 - self._turn
         if (size, self._turn) not in self._scratch:
             address = ctypes.c_void_p()
-            code = self._driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))
-            self._functions.check(code, "cuMemAlloc")
+            self._driver.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
             self._scratch[size, self._turn] = address.value or 0
         return self._scratch[size, self._turn]
 
@@ -191,15 +195,15 @@ class CudaKernels:
 class _Checked:
     """A launch that keeps its parameter block alive and raises on failure."""
 
-    __slots__ = ("_functions", "_keep", "_launch", "_name")
+    __slots__ = ("_driver", "_keep", "_launch", "_name")
 
-    def __init__(self, launch: Callable[[], int], name: str, keep: object, functions: CudaFunctions) -> None:
-        self._launch, self._name, self._keep, self._functions = launch, name, keep, functions
+    def __init__(self, launch: Callable[[], int], name: str, keep: object, driver: CudaDriver) -> None:
+        self._launch, self._name, self._keep, self._driver = launch, name, keep, driver
 
     def __call__(self) -> None:
         code = self._launch()
         if code:
-            self._functions.check(code, f"launch of {self._name}")
+            self._driver.check(code, f"launch of {self._name}")
 
 
 def _nothing() -> None:

@@ -7,11 +7,9 @@ loader (`graphllm.weights.loader`) takes the others, and gives every error.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,9 +26,10 @@ from graphllm.ops.gguf_tiles import ROWS, TILED, Tiled
 from graphllm.weights.checkpoint import Checkpoint
 from graphllm.weights.dtypes import BY_TAG, DTYPES, PLAIN
 from graphllm.weights.expr import Concat, Decode, Encode, Expr, Read, Values
+from graphllm.weights.files import opened, read_into
 from graphllm.weights.host_array import HostArray, bfloat16_bits
 from graphllm.weights.plan import Entry, WeightPlan
-from graphllm.weights.tensor_info import TensorInfo, WeightError
+from graphllm.weights.tensor_info import TensorInfo
 
 _ALIGN = 64  # bytes: a cache line
 _CHUNK = 1 << 20  # bytes read at once
@@ -65,12 +64,7 @@ class _Job:
     def run(self, fd: int, stage: np.ndarray) -> None:
         """Read and put where it belongs. Raises WeightError when the file ends before it."""
         into = stage[: self.nbytes] if self.put is not None else self.target.numbers.reshape(-1).view(np.uint8)
-        done = 0
-        while done < self.nbytes:
-            count = os.preadv(fd, [into.data[done : self.nbytes]], self.offset + done)
-            if count == 0:
-                raise WeightError(self.info.file, ["ends too early: the file has changed since it was opened"])
-            done += count
+        read_into(into.data[: self.nbytes], self.info.file, fd, self.offset)
         if self.put is not None:
             self.put(into, self.target)
 
@@ -252,10 +246,6 @@ def _run(jobs: Sequence[_Job]) -> None:
             raise
 
     threads = min(_READERS, usable_cores())
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor(threads) as pool:
-        fds = {}
-        for file in {job.info.file for job in jobs}:
-            fds[file] = os.open(file, os.O_RDONLY)
-            stack.callback(os.close, fds[file])
+    with opened({job.info.file for job in jobs}) as fds, ThreadPoolExecutor(threads) as pool:
         for future in [pool.submit(work, fds) for _ in range(threads)]:
             future.result()

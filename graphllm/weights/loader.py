@@ -38,9 +38,10 @@ from graphllm.weights.expr import (
     Values,
     walk,
 )
+from graphllm.weights.files import opened
 from graphllm.weights.match import check_checkpoint, regions_of, tensor_of
 from graphllm.weights.plan import Entry, WeightPlan
-from graphllm.weights.readers import Bytes, Chunk, Job, Loading, Progress, opened, read_all
+from graphllm.weights.readers import Bytes, Chunk, Job, Loading, Progress, read_all
 from graphllm.weights.simplify import Region, at_rank, is_same, region_of, simplify
 
 _CHUNK = 16 << 20  # one read; also a slot of pinned memory

@@ -6,7 +6,6 @@ buffer. There is no memory map: its pages would count as resident memory and arr
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import threading
@@ -19,7 +18,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from graphllm.weights.checkpoint import WeightError
+from graphllm.weights.files import read_into
 
 Progress = Callable[[int, int], None]
 
@@ -59,13 +58,7 @@ class Bytes:
     def read(self, into: Tensor) -> Tensor:
         """The numbers, read into the bytes of ``into``. Raises WeightError when the file ends before them."""
         nbytes = self.nbytes
-        buffer = into[:nbytes].numpy().data
-        done = 0
-        while done < nbytes:
-            n = os.preadv(self.fd, [buffer[done:]], self.offset + done)
-            if n == 0:
-                raise WeightError(self.file, ["ends too early: the file has changed since it was opened"])
-            done += n
+        read_into(into[:nbytes].numpy().data, self.file, self.fd, self.offset)
         return into[:nbytes].view(self.dtype).as_strided(self.shape, self.strides)
 
 
@@ -174,17 +167,6 @@ class Loading:
     def __exit__(self, *error: object) -> None:
         self._stopped.set()
         wait([self._reading])
-
-
-@contextlib.contextmanager
-def opened(files: Sequence[Path]) -> Iterator[dict[Path, int]]:
-    """File descriptors of the files."""
-    with contextlib.ExitStack() as stack:
-        fds = {}
-        for file in files:
-            fds[file] = os.open(file, os.O_RDONLY)
-            stack.callback(os.close, fds[file])
-        yield fds
 
 
 class _Counter:

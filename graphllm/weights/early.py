@@ -1,0 +1,173 @@
+"""Reads weights into a GPU's memory while torch is imported, through the CUDA driver. Imports no torch before that.
+
+Only for weights that a `Layout` describes, and for a process that has not imported torch; `graphllm.weights.loader` is
+for the others, and gives every error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from graphllm.config import ConfigError
+from graphllm.cuda_driver import CudaDriver, CudaError
+from graphllm.weights.files import opened, read_into
+from graphllm.weights.layout import Layout, Move, Place
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphllm.weights.readers import Loading
+
+# While torch is imported each call of a reader waits for the interpreter, so there are more readers of larger chunks
+# than where it is there.
+_READERS = 8
+_CHUNK = 32 << 20  # bytes of one read, and of a reader's pinned memory
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: a stream that does not wait for the others
+
+
+class EarlyWeights:
+    """Read from when this is made on, in threads, until all are there or `close`."""
+
+    def __init__(self, find: Callable[[], Layout | None]) -> None:
+        """find: the layout, called in a thread; what it raises is left to the loader, which raises the same."""
+        self._lock, self._ended, self._done = threading.Lock(), threading.Event(), 0
+        self._report: Callable[[int, int], None] = lambda done, total: None
+        self._readers: list[Future[None]] = []
+        self._pool = ThreadPoolExecutor(1 + _READERS, "graphllm-weights")
+        self._begun = self._pool.submit(self._begin, find)
+
+    def loading(self) -> Loading | None:
+        """The parameters, as `loader.begin_weights` gives them; None where they cannot be read this way."""
+        if (begun := self._begun.result()) is None:
+            return None
+        import torch
+
+        from graphllm.weights.readers import Loading
+
+        layout, block = begun
+        whole = torch.as_tensor(block, device="cuda")
+        return Loading({name: _view(whole, place) for name, place in layout.places.items()}, self.finish)
+
+    def finish(self, report: Callable[[int, int], None]) -> None:
+        """Wait until all are read. report: told the bytes read so far and in all; what it raises ends the reading.
+        Raises what reading raised."""
+        self._report = report
+        for reader in self._readers:
+            reader.result()
+        self._pool.shutdown()
+
+    def close(self) -> None:
+        """Read no more."""
+        self._ended.set()
+        self._pool.shutdown()
+
+    def _begin(self, find: Callable[[], Layout | None]) -> tuple[Layout, Block] | None:
+        """Allocate, and begin the readers."""
+        try:
+            if (layout := find()) is None:
+                return None
+            driver = CudaDriver()
+            driver.enter()
+            block = Block(driver, layout)
+        except (ConfigError, CudaError, OSError):
+            return None
+        moves = sorted(_chunks(layout))
+        total, todo = sum(move.nbytes for move in moves), iter(moves)
+        work = (self._pool.submit(self._read, driver, block, layout, todo, total) for _ in range(_READERS))
+        self._readers += work
+        return layout, block
+
+    def _read(self, driver: CudaDriver, block: Block, layout: Layout, todo: Iterator[Move], total: int) -> None:
+        """One of the readers."""
+        driver.enter()
+        try:
+            with opened({move.file for move in layout.moves}) as fds, _Slot(driver) as slot:
+                while (move := self._next(todo)) is not None:
+                    read_into(slot.memory(move.nbytes), move.file, fds[move.file], move.offset)
+                    slot.copy_to(block.address + move.at, move.nbytes)
+                    with self._lock:
+                        self._done += move.nbytes
+                        self._report(self._done, total)
+        except BaseException:
+            self._ended.set()  # for the others, too
+            raise
+
+    def _next(self, todo: Iterator[Move]) -> Move | None:
+        with self._lock:
+            return None if self._ended.is_set() else next(todo, None)
+
+
+class Block:
+    """Memory of a GPU, which torch takes by ``__cuda_array_interface__``, as bytes, and which goes with its last
+    tensor. Raises CudaError where there is not enough of it."""
+
+    def __init__(self, driver: CudaDriver, layout: Layout) -> None:
+        """Of that size, all zeros but for the constants."""
+        self._driver, address = driver, ctypes.c_uint64()
+        driver.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(layout.nbytes))
+        self.address, self.nbytes = address.value, layout.nbytes
+        driver.call("cuMemsetD8_v2", address, ctypes.c_ubyte(), ctypes.c_size_t(layout.nbytes))
+        driver.call("cuCtxSynchronize")  # the readers' streams do not wait for that
+        for at, values in layout.constants.items():
+            place = ctypes.c_uint64(self.address + at)
+            driver.call("cuMemcpyHtoD_v2", place, values, ctypes.c_size_t(len(values)))
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3, "stream": None}
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            self._driver.library.cuMemFree_v2(ctypes.c_uint64(self.address))
+
+
+class _Slot:
+    """Pinned memory of a reader, and the stream of its copies. A context manager."""
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self._call, self._undo = driver.call, contextlib.ExitStack()
+        self._pinned, self._stream = ctypes.c_void_p(), ctypes.c_void_p()
+
+    def __enter__(self) -> _Slot:
+        with self._undo:
+            self._call("cuMemHostAlloc", ctypes.byref(self._pinned), ctypes.c_size_t(_CHUNK), 0)
+            self._undo.callback(self._call, "cuMemFreeHost", self._pinned)
+            self._call("cuStreamCreate", ctypes.byref(self._stream), _NON_BLOCKING)
+            self._undo.callback(self._call, "cuStreamDestroy_v2", self._stream)
+            self._undo = self._undo.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._undo.close()
+
+    def memory(self, nbytes: int) -> memoryview:
+        """The first so many bytes."""
+        return memoryview((ctypes.c_ubyte * nbytes).from_address(self._pinned.value or 0)).cast("B")
+
+    def copy_to(self, address: int, nbytes: int) -> None:
+        """Copy the first so many bytes to the GPU, where they are when this returns."""
+        place, count = ctypes.c_uint64(address), ctypes.c_size_t(nbytes)
+        self._call("cuMemcpyHtoDAsync_v2", place, self._pinned, count, self._stream)
+        self._call("cuStreamSynchronize", self._stream)
+
+
+def _chunks(layout: Layout) -> Iterator[Move]:
+    """The moves in parts that fit into a slot."""
+    for move in layout.moves:
+        for start in range(0, move.nbytes, _CHUNK):
+            yield Move(move.file, move.offset + start, min(_CHUNK, move.nbytes - start), move.at + start)
+
+
+def _view(block: torch.Tensor, place: Place) -> torch.Tensor:
+    """A parameter in the bytes of the block."""
+    import torch
+
+    dtype = getattr(torch, place.dtype)
+    nbytes = math.prod(place.shape) * dtype.itemsize
+    return block[place.at : place.at + nbytes].view(dtype).view(place.shape)
