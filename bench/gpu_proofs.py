@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from gpu_engine import add
 from gpu_step import COMPILERS, SHAPES, write_checkpoint
-from gpu_table import BANDWIDTH, compile_to, load
+from gpu_table import RATES, compile_to, load, this_gpu
 
 GIB = 2**30
 _CALLS = 8  # in one graph
@@ -247,7 +247,7 @@ def attention() -> dict[str, Any]:
         if causal:
             row["TFLOP/s"] = {n: round(4 * S * H * E * (new * (new + 1) / 2) / t / 1e6) for n, t in row.items()}
         else:
-            least = S * context * 2 * K * E * 2 / BANDWIDTH * 1e6
+            least = S * context * 2 * K * E * 2 / RATES[this_gpu()][0] * 1e6
             row["share of the floor"] = {n: round(least / t, 2) for n, t in row.items()}
         result[name] = row
         del q, k, v, args, ours, q4, k4, v4
