@@ -15,7 +15,19 @@ PACKAGE = Path(graphllm.__file__).parent
 
 # From the ground up. Names on one line may import each other.
 FLOORS = (
-    ("config", "cpp", "cuda_driver", "expr", "hugepages", "imports", "machine", "specs", "embedded", "version"),
+    (
+        "config",
+        "cpp",
+        "cuda_driver",
+        "expr",
+        "garbage",
+        "hugepages",
+        "imports",
+        "machine",
+        "specs",
+        "embedded",
+        "version",
+    ),
     ("ir",),
     ("ops",),
     ("weights",),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import shutil
 import signal
 import sys
@@ -228,19 +229,24 @@ class _Loop:
             self.live[request.id] = front
 
 
-def run_core(load: MakeCore, preload: Callable[[], None] = lambda: None) -> None:
+def run_core(
+    load: MakeCore,
+    preload: Callable[[], None] = lambda: None,
+    begin: Callable[[dict[str, Any]], None] = lambda settings: None,
+) -> None:
     """The child's whole life: read the settings from stdin, load the core, serve it; exits with 1 after a failure.
 
     load: makes the core from the settings, and tells the name and seconds of each phase. preload: imports what that
-    needs, before there are settings.
+    needs, before there are settings. begin: told the settings as soon as they are there, in a thread, while `preload`
+    may still be running.
     """
     begun = time.monotonic()
+    given: queue.SimpleQueue[Launch | None] = queue.SimpleQueue()
+    threading.Thread(target=_read_settings, args=(given, begin), daemon=True).start()
     preload()
     preloaded = time.monotonic()
-    line = _read_line(0)
-    if not line:  # the front has ended without a model
-        sys.exit(0)
-    launch = msgspec.json.decode(line, type=Launch)
+    if (launch := given.get()) is None:
+        sys.exit("graphllm.engine.process: no settings on stdin; it is started by CoreClient, not by hand")
     progress = _Progress()
     phases = {
         "process": begun - launch.started,
@@ -294,15 +300,20 @@ def run_core(load: MakeCore, preload: Callable[[], None] = lambda: None) -> None
     sys.exit(0)
 
 
-def _read_line(fd: int) -> bytes:
-    """Unbuffered: another thread reads on from here, and a lock on stdin would break the interpreter's shutdown."""
-    line = b""
-    while not line.endswith(b"\n"):
-        piece = os.read(fd, 1 << 16)
-        if not piece:
-            sys.exit("graphllm.engine.process: no settings on stdin; it is started by CoreClient, not by hand")
-        line += piece
-    return line
+def _read_settings(given: queue.SimpleQueue[Launch | None], begin: Callable[[dict[str, Any]], None]) -> None:
+    """From stdin; None where it ends without them. Unbuffered: another thread reads on from here, and a lock on stdin
+    would break the interpreter's shutdown."""
+    line, launch = b"", None
+    try:
+        while not line.endswith(b"\n"):
+            piece = os.read(0, 1 << 16)
+            if not piece:
+                return
+            line += piece
+        launch = msgspec.json.decode(line, type=Launch)
+        begin(launch.settings)
+    finally:
+        given.put(launch)
 
 
 def _beat(context: zmq.Context[Any], launch: Launch, progress: _Progress, done: threading.Event) -> None:

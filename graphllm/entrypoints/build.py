@@ -5,10 +5,8 @@ The compiler is imported only when something must be built.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
-import gc
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -23,6 +21,7 @@ from graphllm.entrypoints.build_lock import build_lock
 from graphllm.entrypoints.memory import check_cache_memory
 from graphllm.entrypoints.resolve import check_devices, compile_config, kernel_threads
 from graphllm.entrypoints.source import Source
+from graphllm.garbage import keep_all, no_collections
 from graphllm.weights import baked
 
 Policy = Literal["build", "use", "require", "rebuild"]
@@ -100,7 +99,7 @@ def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, 
     from graphllm.compile.workers import open_workers
 
     # On a GPU, garbage may hold memory that tuning needs.
-    collections = _no_collections() if native else contextlib.nullcontext()
+    collections = _compiling() if native else contextlib.nullcontext()
     kept = env.cache_dir / "objects" if native else None
     with collections, Objects(kept) as objects, open_workers(config) as workers:
         if native:
@@ -130,19 +129,14 @@ def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, 
 
 
 @contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """While the compiler is imported and runs, Python does not look for garbage: it would walk through a million
-    objects again and again, a sixth of the time. What is left is not looked through later either: that would take 0.7 s
-    and return 10 MB."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        atexit.register(gc.unfreeze)  # extension modules report what is not collected in the end
-        if collects:
-            gc.enable()
+def _compiling() -> Iterator[None]:
+    """While the compiler is imported and runs, Python does not look for garbage, and what is left is not looked through
+    later either: that would take 0.7 s and return 10 MB."""
+    with no_collections():
+        try:
+            yield
+        finally:
+            keep_all()
 
 
 def _check_model(place: Path, manifest: Mapping[str, Any], source: Source) -> None:

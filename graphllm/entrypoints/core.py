@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import time
 import weakref
@@ -12,19 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from graphllm import artifact
 from graphllm.config import ConfigError, CoreConfig, SchedulerConfig
+from graphllm.entrypoints.early import Begun, begin_early
 from graphllm.entrypoints.host import host_executor, without_torch
 from graphllm.entrypoints.memory import cache_counts, cpu_cache_memory
 from graphllm.entrypoints.ranks import join_ranks, start_ranks
-from graphllm.entrypoints.share import (
-    begin_weights,
-    early_weights,
-    join_cores,
-    rank_device,
-    rank_place,
-    rank_threads,
-    stage_manifest,
-)
-from graphllm.runtime.cuda_functions import CudaFunctions
+from graphllm.entrypoints.share import begin_weights, join_cores, rank_device, rank_place, rank_threads, stage_manifest
+from graphllm.garbage import keep_all, no_collections
 
 if TYPE_CHECKING:
     import torch
@@ -41,18 +35,21 @@ _WARM_UP_TOKENS = 128  # of a prompt
 _WARM_UPS = 8  # after 2 the first request takes 1.25 times as long as later ones, after 8 1.15
 
 
+@no_collections()
 def load_core(
     config: CoreConfig,
     phases: Callable[[str, float], None] = lambda name, seconds: None,
     processors: Sequence[LogitsProcessor] = (),
     exits: bool = False,
     waiting: WaitingRanks | None = None,
+    begun: Begun | None = None,
 ) -> EngineCore:
     """Load weights, open the artifact and make an engine core.
 
     phases: told the seconds of each start-up phase. processors: further logits processors, as objects. exits: the
     process is the core's own, and ends where a rank is gone whose work its threads wait for in vain. waiting:
-    processes for the other ranks. Raises ConfigError when memory does not suffice, RankError when a rank dies.
+    processes for the other ranks. begun: what has begun already. Raises ConfigError when memory does not suffice,
+    RankError when a rank dies.
     """
     clock = _Phases(phases)
     place = Path(config.load.artifact)
@@ -76,24 +73,18 @@ def load_core(
             arrays = load()
             clock("weights")
             return _make_core(config, compiled, host_executor(config, manifest, arrays, counts, cache), (), clock, None)
-        functions = early = None
-        # Where torch is imported already, nothing is gained, and its current device may not be the first.
-        if compiled["target"]["device"] == "cuda" and ranks is None and "torch" not in sys.modules:
-            functions = CudaFunctions(place / "pieces")
-            functions.begin()
-            if config.peers is None:
-                early = early_weights(config)
-                undo.callback(early.close)
+        if begun is None:  # where torch is there, nothing is gained, and its current device may not be the first
+            begun = Begun() if "torch" in sys.modules else begin_early(config, manifest)
+        undo.callback(begun.close)
         clock("artifact")
-        import torch  # noqa: F401 - here, to be measured alone
-
+        _import_torch()
         clock("import torch")
         from graphllm.runtime.stream import alone
 
         threads = rank_threads(config, own.here)  # of the process: within `alone` there is one
         with alone():
             device = rank_device(compiled["target"]["device"], own)
-            loading = undo.enter_context(begin_weights(config, compiled, device, own, early))
+            loading = undo.enter_context(begin_weights(config, compiled, device, own, begun.weights))
             weights = loading.tensors
             if ranks is not None or config.peers is not None:
                 loading.finish()  # others wait for this process where it waits for them
@@ -105,8 +96,9 @@ def load_core(
                 from graphllm.runtime.executor import Executor
 
                 counts = counts or cache_counts(manifest, config.cache)  # on a GPU, of what the weights have left
+                blocks, snapshots = counts
                 executor = Executor(
-                    place, manifest, weights, counts.blocks, threads, cache, counts.snapshots, functions=functions
+                    place, manifest, weights, blocks, threads, cache, snapshots, functions=begun.functions
                 )
             waves = None
             if config.peers is not None:
@@ -122,6 +114,12 @@ def load_core(
             weakref.finalize(core, executor.close)
         undo.pop_all()
         return core
+
+
+def _import_torch() -> None:
+    if "torch" not in sys.modules:
+        importlib.import_module("torch")
+        keep_all()
 
 
 def _check_peers(config: CoreConfig, sharing: int) -> None:

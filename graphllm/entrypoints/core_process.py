@@ -3,41 +3,61 @@ argument, if any: how many ranks this machine will have; the others' processes a
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from graphllm import artifact
+from graphllm.config import ConfigError, CoreConfig
 from graphllm.engine.process import run_core
 from graphllm.engine.request import Core
+from graphllm.entrypoints.early import Begun, begin_early
 from graphllm.entrypoints.rank_process import COMMAND
+from graphllm.garbage import keep_all, no_collections
 from graphllm.machine import gpu_count
 from graphllm.runtime.rank_processes import WaitingRanks
 
 
-def _load(waiting: WaitingRanks | None, settings: dict[str, Any], phase: Callable[[str, float], None]) -> Core:
-    """The real engine core; settings: a CoreConfig as plain JSON."""
-    from graphllm.config import CoreConfig
-    from graphllm.entrypoints.core import load_core
+class _Loading:
+    """Makes the real engine core. Settings are a CoreConfig as plain JSON. waiting: processes for the other ranks."""
 
-    return load_core(msgspec.convert(settings, CoreConfig), phase, exits=True, waiting=waiting)
+    def __init__(self, waiting: WaitingRanks | None) -> None:
+        self._waiting = waiting
+        self._begun: Begun | None = None
 
+    def preload(self) -> None:
+        """Import what loading needs."""
+        names = ["graphllm.entrypoints.core", "graphllm.engine.core", "graphllm.runtime.executor", "tokenizers"]
+        # On a CPU most models need no torch (`graphllm.entrypoints.host`).
+        with no_collections():
+            for name in [*(("torch", "graphllm.weights.loader") if gpu_count() else ()), *names]:
+                importlib.import_module(name)
+        keep_all()
 
-def _preload() -> None:
-    names = ["graphllm.entrypoints.core", "graphllm.engine.core", "graphllm.runtime.executor", "tokenizers"]
-    # On a CPU most models need no torch (`graphllm.entrypoints.host`).
-    for name in [*(("torch", "graphllm.weights.loader") if gpu_count() else ()), *names]:
-        importlib.import_module(name)
+    def begin(self, settings: dict[str, Any]) -> None:
+        """Begin what needs none of that. What is wrong with the settings `load` says."""
+        with contextlib.suppress(ConfigError, OSError):
+            config = msgspec.convert(settings, CoreConfig)
+            self._begun = begin_early(config, artifact.read_manifest(Path(config.load.artifact)))
+
+    def load(self, settings: dict[str, Any], phase: Callable[[str, float], None]) -> Core:
+        """The engine core."""
+        from graphllm.entrypoints.core import load_core
+
+        config = msgspec.convert(settings, CoreConfig)
+        return load_core(config, phase, exits=True, waiting=self._waiting, begun=self._begun)
 
 
 def main() -> None:
     """The process's whole life."""
     degree = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    waiting = WaitingRanks(COMMAND, degree - 1) if degree > 1 else None
-    run_core(functools.partial(_load, waiting), _preload)
+    loading = _Loading(WaitingRanks(COMMAND, degree - 1) if degree > 1 else None)
+    run_core(loading.load, loading.preload, loading.begin)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from graphllm.config import ConfigError, CoreConfig, Peers
 from graphllm.entrypoints.memory import CacheCounts, cache_counts
 from graphllm.entrypoints.source import open_tensors
 from graphllm.weights import baked
-from graphllm.weights.early import EarlyWeights
-from graphllm.weights.layout import Layout, baked_layout, checkpoint_layout
 from graphllm.weights.plan import WeightPlan
 
 if TYPE_CHECKING:
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from graphllm.runtime.executor import Executor
     from graphllm.runtime.groups import Meeting
     from graphllm.runtime.rank_process import Settings
+    from graphllm.weights.early import EarlyWeights
     from graphllm.weights.readers import Loading
 
 _SPIN = 200e-6  # seconds, on a GPU; a CPU's kernels need the core
@@ -115,21 +114,6 @@ def stage_manifest(artifact: Path, manifest: Mapping[str, Any], stage: Stage | N
     return {**manifest, "memory": memory}
 
 
-def early_weights(config: CoreConfig) -> EarlyWeights:
-    """The parameters of an engine on one GPU, which are read from now on."""
-    artifact = Path(config.load.artifact)
-
-    def find() -> Layout | None:
-        if baked.is_baked(artifact):
-            return baked_layout(artifact / baked.DATA, baked.check(artifact)["tensors"])
-        found = open_tensors(Path(config.model.model), config.load.load_format, config.model.speculative_model)
-        if found[0] is None:
-            return None
-        return checkpoint_layout(WeightPlan.from_json((artifact / "weights.json").read_text()), found[0])
-
-    return EarlyWeights(find)
-
-
 def begin_weights(
     config: CoreConfig,
     compiled: Mapping[str, Any],
@@ -138,7 +122,7 @@ def begin_weights(
     early: EarlyWeights | None = None,
 ) -> Loading:
     """The parameters of a rank, from the artifact or the checkpoint, or random; they may still be being read (see
-    `graphllm.weights.loader.begin_weights`). compiled: of the artifact's key. early: those, if they have been begun.
+    `graphllm.weights.loader.begin_weights`). compiled: of the artifact's key. early: where reading them has begun.
     Raises ConfigError."""
     if early is not None and (loading := early.loading()) is not None:
         return loading

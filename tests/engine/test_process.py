@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
@@ -122,8 +123,19 @@ class StubCore:
             Path(self._closed).touch()
 
 
+def _run() -> None:
+    """What is imported beforehand is there once the settings are known, so only where those are read meanwhile."""
+    told = threading.Event()
+
+    def preload() -> None:
+        if "--meanwhile" in sys.argv:
+            assert told.wait(60)
+
+    run_core(lambda settings, phase: StubCore(phase, **settings), preload, lambda settings: told.set())
+
+
 if __name__ == "__main__":
-    run_core(lambda settings, phase: StubCore(phase, **settings))
+    _run()
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
@@ -181,6 +193,25 @@ def gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:
         return True
+
+
+def test_loading_begins_while_modules_are_imported() -> None:
+    async def run() -> None:
+        client = CoreClient({}, (*COMMAND, "--meanwhile"), heartbeat=0.1, grace=1.0)
+        async with asyncio.timeout(300):
+            await client.start()
+            client.add([request("r", [1], 3)])
+            assert await collect(client, 1) == {"r": (expected([1], 3), "length")}
+            await client.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("said", [b"", b"{"], ids=["nothing", "half a line"])
+def test_settings_that_never_come(said: bytes) -> None:
+    done = subprocess.run(COMMAND, input=said, capture_output=True, check=False, timeout=300)
+    assert done.returncode == 1
+    assert b"no settings on stdin" in done.stderr
 
 
 def test_many_requests_get_their_tokens() -> None:

@@ -24,21 +24,30 @@ from graphllm.weights.plan import WeightPlan
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 ROOT = Path(__file__).parents[2]
 PROMPT = [5, 9, 77, 31]
-# Prints how many allocations hold the parameters, and greedy tokens.
+# Prints how many allocations hold the parameters, greedy tokens, and how many of those were given back in the end.
 SCRIPT = f"""
 import json, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT / "tests" / "engine")!r})
 from harness import finish, open_core, request
 assert "torch" not in sys.modules
+from graphllm.weights import early
+given_back = []
+class Watched(early.Block):
+    def __del__(self):
+        super().__del__()
+        given_back.append(self)
+early.Block = Watched
 checkpoint, place, found = sys.argv[1:]
 core = open_core(Path(checkpoint), Path(place))
 from safetensors.torch import save_file
 weights = core._executor.worker.weights
 save_file({{name: weight.cpu().clone() for name, weight in weights.items()}}, found)
 blocks = {{weight.untyped_storage().data_ptr() for weight in weights.values()}}
-print(json.dumps([len(blocks), finish(core, [request("r", {PROMPT})])["r"].tokens]))
+tokens = finish(core, [request("r", {PROMPT})])["r"].tokens
+del weights
 core.close()
+print(json.dumps([len(blocks), tokens, len(given_back)]))
 """
 
 
@@ -59,12 +68,12 @@ def _start(checkpoint: Path, artifact: Path, found: Path) -> list[Any]:
 def test_weights_and_tokens(with_weights: bool, checkpoint: Path, tmp_path: Path) -> None:
     artifact = tmp_path / "artifact"
     _compile(checkpoint, artifact, with_weights)
-    blocks, given = _start(checkpoint, artifact, tmp_path / "found.safetensors")
+    blocks, given, given_back = _start(checkpoint, artifact, tmp_path / "found.safetensors")
     plan = WeightPlan.from_json((artifact / "weights.json").read_text())
     expected, found = load_weights(plan, Checkpoint.open(checkpoint)), load_file(tmp_path / "found.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-    assert blocks == 1  # else they were read later
+    assert (blocks, given_back) == (1, 1)  # of parameters that are read later each has its own
     model = LlamaForCausalLM.from_pretrained(checkpoint).eval()
     tokens = model.generate(
         torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None
