@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import sys
 import time
@@ -119,6 +120,7 @@ def load_core(
 def _import_torch() -> None:
     if "torch" not in sys.modules:
         importlib.import_module("torch")
+        gc.collect()  # tracebacks of what it tried hold the frames of whoever imports it
         keep_all()
 
 

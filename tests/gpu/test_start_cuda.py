@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PROMPT = [5, 9, 77, 31]
 # Prints how many allocations hold the parameters, greedy tokens, and how many of those were given back in the end.
 SCRIPT = f"""
-import json, sys
+import gc, json, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT / "tests" / "engine")!r})
 from harness import finish, open_core, request
@@ -47,6 +47,7 @@ blocks = {{weight.untyped_storage().data_ptr() for weight in weights.values()}}
 tokens = finish(core, [request("r", {PROMPT})])["r"].tokens
 del weights
 core.close()
+gc.collect()
 print(json.dumps([len(blocks), tokens, len(given_back)]))
 """
 
