@@ -58,6 +58,7 @@ class EarlyWeights:
         """Wait until all are read. report: told the bytes read so far and in all; what it raises ends the reading.
         Raises what reading raised."""
         self._report = report
+        self._begun.result()
         for reader in self._readers:
             reader.result()
         self._pool.shutdown()
