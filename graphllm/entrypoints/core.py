@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from graphllm import artifact
 from graphllm.config import ConfigError, CoreConfig, SchedulerConfig
-from graphllm.entrypoints.early import Begun, begin_early
 from graphllm.entrypoints.host import host_executor, without_torch
 from graphllm.entrypoints.memory import cache_counts, cpu_cache_memory
 from graphllm.entrypoints.ranks import join_ranks, start_ranks
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from graphllm.engine.core_waves import CoreWaves
     from graphllm.engine.options import LogitsProcessor
     from graphllm.engine.request import Adapter
+    from graphllm.entrypoints.early import Begun
     from graphllm.runtime.executor import Executor
     from graphllm.runtime.rank_processes import WaitingRanks
 
@@ -74,6 +74,8 @@ def load_core(
             arrays = load()
             clock("weights")
             return _make_core(config, compiled, host_executor(config, manifest, arrays, counts, cache), (), clock, None)
+        from graphllm.entrypoints.early import Begun, begin_early  # here, because without torch there is no need of it
+
         if begun is None:  # where torch is there, nothing is gained, and its current device may not be the first
             begun = Begun() if "torch" in sys.modules else begin_early(config, manifest)
         undo.callback(begun.close)

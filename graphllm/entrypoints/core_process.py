@@ -8,7 +8,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,31 +16,39 @@ from graphllm import artifact
 from graphllm.config import ConfigError, CoreConfig
 from graphllm.engine.process import run_core
 from graphllm.engine.request import Core
-from graphllm.entrypoints.early import Begun, begin_early
 from graphllm.entrypoints.rank_process import COMMAND
 from graphllm.garbage import keep_all, no_collections
 from graphllm.machine import gpu_count
 from graphllm.runtime.rank_processes import WaitingRanks
+
+if TYPE_CHECKING:
+    from graphllm.entrypoints.early import Begun
 
 
 class _Loading:
     """Makes the real engine core. Settings are a CoreConfig as plain JSON. waiting: processes for the other ranks."""
 
     def __init__(self, waiting: WaitingRanks | None) -> None:
-        self._waiting = waiting
+        self._waiting, self._on_gpu = waiting, gpu_count() > 0
         self._begun: Begun | None = None
+        if self._on_gpu:  # now, because `begin` runs while others are imported
+            importlib.import_module("graphllm.entrypoints.early")
 
     def preload(self) -> None:
         """Import what loading needs."""
         names = ["graphllm.entrypoints.core", "graphllm.engine.core", "graphllm.runtime.executor", "tokenizers"]
         # On a CPU most models need no torch (`graphllm.entrypoints.host`).
         with no_collections():
-            for name in [*(("torch", "graphllm.weights.loader") if gpu_count() else ()), *names]:
+            for name in [*(("torch", "graphllm.weights.loader") if self._on_gpu else ()), *names]:
                 importlib.import_module(name)
         keep_all()
 
     def begin(self, settings: dict[str, Any]) -> None:
         """Begin what needs none of that. What is wrong with the settings `load` says."""
+        if not self._on_gpu:
+            return
+        from graphllm.entrypoints.early import begin_early
+
         with contextlib.suppress(ConfigError, OSError):
             config = msgspec.convert(settings, CoreConfig)
             self._begun = begin_early(config, artifact.read_manifest(Path(config.load.artifact)))
