@@ -26,7 +26,9 @@ from graphllm.ops.all_reduce.op import all_reduce
 _COUNTER, _OWN, _GIVE, _TAKE = (tl.constexpr(place) for place in (COUNTER, OWN, GIVE, TAKE))
 _CALL = tl.constexpr(1 << 20)  # what a launch adds to the counter, however many programs it has
 _SLOT_OF_TWO, _SLOT_OF_MORE = tl.constexpr(exchange_bytes(2)), tl.constexpr(exchange_bytes(3))
-_MOST_THREADS = tl.constexpr(1024)  # of a program
+# Below so many numbers several of a program's threads may have the same one, and one alone may have seen it. Triton's
+# interpreter reads a number's bytes one by one, so that one of them may be from before.
+_SEEN_TWICE = tl.constexpr(1 << 30 if triton.knobs.runtime.interpret else 1024)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK = 1024  # numbers of a program
 _TRIP = 480 << 10  # bytes that cross a link while another trip begins, on H200s
@@ -64,7 +66,7 @@ def arrived(here, at, inside):
     words = tl.load(here + at, mask=inside, other=0, volatile=True)
     while tl.max((words == -1).to(tl.int32), axis=0) > 0:
         words = tl.load(here + at, mask=inside, other=0, volatile=True)
-    if at.shape[0] < _MOST_THREADS:  # several threads have a number then, of which one alone may have seen it
+    if at.shape[0] < _SEEN_TWICE:
         tl.debug_barrier()
         words = tl.load(here + at, mask=inside, other=0, volatile=True)
     tl.debug_barrier()  # nobody empties what another thread has not seen
