@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from graphllm.config import ConfigError
 from graphllm.cuda_driver import CudaDriver, CudaError
 from graphllm.weights.files import opened, read_into
 from graphllm.weights.layout import Layout, Move, Place
+from graphllm.weights.todo import Counter, Todo, run
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +36,10 @@ class EarlyWeights:
 
     def __init__(self, find: Callable[[], Layout | None]) -> None:
         """find: the layout, called in a thread; what it raises is left to the loader, which raises the same."""
-        self._lock, self._ended, self._done = threading.Lock(), threading.Event(), 0
-        self._report: Callable[[int, int], None] = lambda done, total: None
-        self._readers: list[Future[None]] = []
-        self._pool = ThreadPoolExecutor(1 + _READERS, "graphllm-weights")
+        self._todo, self._counter = Todo[Move](()), Counter(0, None)
+        self._pool = ThreadPoolExecutor(2, "graphllm-weights")
         self._begun = self._pool.submit(self._begin, find)
+        self._reading = self._pool.submit(self._read_all)
 
     def loading(self) -> Loading | None:
         """The parameters, as `loader.begin_weights` gives them; None where they cannot be read this way."""
@@ -57,19 +56,19 @@ class EarlyWeights:
     def finish(self, report: Callable[[int, int], None]) -> None:
         """Wait until all are read. report: told the bytes read so far and in all; what it raises ends the reading.
         Raises what reading raised."""
-        self._report = report
-        self._begun.result()
-        for reader in self._readers:
-            reader.result()
+        wait([self._begun])
+        self._counter.report = report
+        self._reading.result()
         self._pool.shutdown()
 
     def close(self) -> None:
         """Read no more."""
-        self._ended.set()
+        wait([self._begun])
+        self._todo.stop()
         self._pool.shutdown()
 
     def _begin(self, find: Callable[[], Layout | None]) -> tuple[Layout, Block] | None:
-        """Allocate, and begin the readers."""
+        """Allocate, and say what is to be read."""
         try:
             if (layout := find()) is None:
                 return None
@@ -78,30 +77,25 @@ class EarlyWeights:
             block = Block(driver, layout)
         except (ConfigError, CudaError, OSError):
             return None
-        moves = sorted(_chunks(layout))
-        total, todo = sum(move.nbytes for move in moves), iter(moves)
-        work = (self._pool.submit(self._read, driver, block, layout, todo, total) for _ in range(_READERS))
-        self._readers += work
+        self._todo = Todo(sorted(_chunks(layout)))
+        self._counter = Counter(sum(move.nbytes for move in layout.moves), None)
         return layout, block
 
-    def _read(self, driver: CudaDriver, block: Block, layout: Layout, todo: Iterator[Move], total: int) -> None:
-        """One of the readers."""
-        driver.enter()
-        try:
-            with opened({move.file for move in layout.moves}) as fds, _Slot(driver) as slot:
-                while (move := self._next(todo)) is not None:
-                    read_into(slot.memory(move.nbytes), move.file, fds[move.file], move.offset)
-                    slot.copy_to(block.address + move.at, move.nbytes)
-                    with self._lock:
-                        self._done += move.nbytes
-                        self._report(self._done, total)
-        except BaseException:
-            self._ended.set()  # for the others, too
-            raise
+    def _read_all(self) -> None:
+        if (begun := self._begun.result()) is None:
+            return
+        layout, block = begun
+        with opened({move.file for move in layout.moves}) as fds:
 
-    def _next(self, todo: Iterator[Move]) -> Move | None:
-        with self._lock:
-            return None if self._ended.is_set() else next(todo, None)
+            def work() -> None:
+                block.driver.enter()
+                with _Slot(block.driver) as slot:
+                    for move in self._todo:
+                        read_into(slot.memory(move.nbytes), move.file, fds[move.file], move.offset)
+                        slot.copy_to(block.address + move.at, move.nbytes)
+                        self._counter.add(move.nbytes)
+
+            run(work, _READERS, self._todo)
 
 
 class Block:
@@ -110,7 +104,7 @@ class Block:
 
     def __init__(self, driver: CudaDriver, layout: Layout) -> None:
         """Of that size, all zeros but for the constants."""
-        self._driver, address = driver, ctypes.c_uint64()
+        self.driver, address = driver, ctypes.c_uint64()
         driver.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(layout.nbytes))
         self.address, self.nbytes = address.value, layout.nbytes
         driver.call("cuMemsetD8_v2", address, ctypes.c_ubyte(), ctypes.c_size_t(layout.nbytes))
@@ -125,7 +119,7 @@ class Block:
 
     def __del__(self) -> None:
         if hasattr(self, "address"):
-            self._driver.library.cuMemFree_v2(ctypes.c_uint64(self.address))
+            self.driver.library.cuMemFree_v2(ctypes.c_uint64(self.address))
 
 
 class _Slot:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from graphllm.weights.files import opened, read_into
 from graphllm.weights.host_array import HostArray, bfloat16_bits
 from graphllm.weights.plan import Entry, WeightPlan
 from graphllm.weights.tensor_info import TensorInfo
+from graphllm.weights.todo import Todo, run
 
 _ALIGN = 64  # bytes: a cache line
 _CHUNK = 1 << 20  # bytes read at once
@@ -226,26 +225,13 @@ def _tiling(form: Tiled, routine: Any, head: int) -> Callable[[np.ndarray, HostA
 
 
 def _run(jobs: Sequence[_Job]) -> None:
-    """Run all jobs, in several threads. When one fails, the others stop and its error is raised."""
-    todo, lock = iter(jobs), threading.Lock()
-    size = max((job.nbytes for job in jobs), default=0)
+    """Run all jobs, in several threads."""
+    todo, size = Todo(jobs), max((job.nbytes for job in jobs), default=0)
+    with opened({job.info.file for job in jobs}) as fds:
 
-    def work(fds: Mapping[Path, int]) -> None:
-        nonlocal todo
-        stage = np.empty(size, np.uint8)
-        try:
-            while True:
-                with lock:
-                    job = next(todo, None)
-                if job is None:
-                    return
+        def work() -> None:
+            stage = np.empty(size, np.uint8)
+            for job in todo:
                 job.run(fds[job.info.file], stage)
-        except BaseException:
-            with lock:
-                todo = iter(())
-            raise
 
-    threads = min(_READERS, usable_cores())
-    with opened({job.info.file for job in jobs}) as fds, ThreadPoolExecutor(threads) as pool:
-        for future in [pool.submit(work, fds) for _ in range(threads)]:
-            future.result()
+        run(work, min(_READERS, usable_cores()), todo)

@@ -114,10 +114,8 @@ def _move(region: Region, at: int, dtype: str, checkpoint: Checkpoint) -> Move:
     name = tensor_of(region.read, checkpoint)
     assert name is not None
     info, size = checkpoint.tensors[name], ITEMSIZE[dtype]
-    stops = (n if stop is None else stop for n, stop in zip(info.shape, region.stops, strict=True))
-    shape = tuple(stop - start for start, stop in zip(region.starts, stops, strict=True))
+    shape, first = region.within(info.shape)
     cut = (d for d, (n, whole) in enumerate(zip(shape, info.shape, strict=True)) if n != whole)
     if info.dtype not in BY_TAG or BY_TAG[info.dtype].name != dtype or any(math.prod(shape[:d]) != 1 for d in cut):
         raise _MoreError
-    first = sum(start * math.prod(info.shape[d + 1 :]) for d, start in enumerate(region.starts))
     return Move(info.file, info.offset + first * size, math.prod(shape) * size, at)

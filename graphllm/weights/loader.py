@@ -371,9 +371,7 @@ class _Lowering:
         info = self._checkpoint.tensors[name]
         dtype: torch.dtype = getattr(torch, BY_TAG[info.dtype].name)
         strides = tuple(math.prod(info.shape[d + 1 :]) for d in range(len(info.shape)))
-        stops = (n if stop is None else stop for n, stop in zip(info.shape, region.stops, strict=True))
-        shape = tuple(stop - start for start, stop in zip(region.starts, stops, strict=True))
-        first = sum(start * by for start, by in zip(region.starts, strides, strict=True))
+        shape, first = region.within(info.shape)
         return Bytes(info.file, self._fds[info.file], info.offset + first * dtype.itemsize, dtype, shape, strides)
 
     @staticmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from graphllm.weights.files import read_into
+from graphllm.weights.todo import Counter, Todo, run
 
 Progress = Callable[[int, int], None]
 
@@ -128,7 +129,7 @@ def read_all(jobs: Sequence[Job], device: torch.device, progress: Progress | Non
     """Run all jobs in the order of their places in the files. progress(done, total): bytes read so far; called from
     reader threads, one call at a time."""
     jobs = sorted(jobs, key=lambda job: (str(job.file), job.offset))
-    counter = _Counter(sum(job.nbytes for job in jobs), progress)
+    counter = Counter(sum(job.nbytes for job in jobs), progress)
     if device.type == "cuda":
         _read_to_cuda(jobs, device, counter)
     else:
@@ -169,41 +170,8 @@ class Loading:
         wait([self._reading])
 
 
-class _Counter:
-    """Adds up what was read and reports it, from any thread."""
-
-    def __init__(self, total: int, report: Progress | None) -> None:
-        self._total, self._report, self._done = total, report, 0
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-            if self._report is not None:
-                self._report(self._done, self._total)
-
-
-class _Todo:
-    """The jobs, handed out in order to whichever reader asks; none any more once one has failed."""
-
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self._jobs, self._lock = iter(jobs), threading.Lock()
-
-    def __iter__(self) -> Iterator[Job]:
-        while True:
-            with self._lock:
-                job = next(self._jobs, None)
-            if job is None:
-                return
-            yield job
-
-    def stop(self) -> None:
-        with self._lock:
-            self._jobs = iter(())
-
-
-def _read_on_cpu(jobs: Sequence[Job], device: torch.device, counter: _Counter) -> None:
-    todo = _Todo(jobs)
+def _read_on_cpu(jobs: Sequence[Job], device: torch.device, counter: Counter) -> None:
+    todo = Todo(jobs)
     size = max((job.staging for job in jobs), default=0)
 
     def fill() -> None:
@@ -212,7 +180,7 @@ def _read_on_cpu(jobs: Sequence[Job], device: torch.device, counter: _Counter) -
             job.run(stage, device)
             counter.add(job.nbytes)
 
-    _run(fill, min(_READERS, len(os.sched_getaffinity(0))), todo)
+    run(fill, min(_READERS, len(os.sched_getaffinity(0))), todo)
 
 
 def _copy_serially(dst: Tensor, src: Tensor) -> None:
@@ -222,9 +190,9 @@ def _copy_serially(dst: Tensor, src: Tensor) -> None:
         part.copy_(numbers)
 
 
-def _read_to_cuda(jobs: Sequence[Job], device: torch.device, counter: _Counter) -> None:
+def _read_to_cuda(jobs: Sequence[Job], device: torch.device, counter: Counter) -> None:
     """Each reader has a stream of its own and pinned slots: it reads into one while the other is being copied."""
-    todo = _Todo(jobs)
+    todo = Todo(jobs)
     size = max((job.nbytes for job in jobs if isinstance(job, Chunk)), default=0)
 
     def fill() -> None:
@@ -240,22 +208,4 @@ def _read_to_cuda(jobs: Sequence[Job], device: torch.device, counter: _Counter) 
         stream.synchronize()
 
     torch.cuda.synchronize(device)  # the parameters' memory may have been in use on another stream until now
-    _run(fill, _READERS, todo)
-
-
-def _run(reader: Callable[[], None], threads: int, todo: _Todo) -> None:
-    """Run the reader in so many threads. When one fails, the others stop and its error is raised."""
-
-    def work() -> None:
-        try:
-            reader()
-        except BaseException:
-            todo.stop()
-            raise
-
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for future in [pool.submit(work) for _ in range(threads)]:
-                future.result()
-        finally:
-            todo.stop()  # an interrupt of this thread ends them too
+    run(fill, _READERS, todo)

@@ -178,6 +178,12 @@ class Region(NamedTuple):
     starts: tuple[int, ...]
     stops: tuple[int | None, ...]  # None: to the end, where the extent does not matter
 
+    def within(self, extents: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+        """Of a tensor of these extents: the box's shape, and how many numbers lie before its first one."""
+        stops = (n if stop is None else stop for n, stop in zip(extents, self.stops, strict=True))
+        shape = tuple(stop - start for start, stop in zip(self.starts, stops, strict=True))
+        return shape, sum(start * math.prod(extents[d + 1 :]) for d, start in enumerate(self.starts))
+
 
 def region_of(expr: Expr) -> Region | None:
     """The box that a read, or slices of one, take; None for other expressions. Ranks must be numbers."""

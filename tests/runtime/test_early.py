@@ -27,7 +27,7 @@ if begun.functions is not None:
 if begun.weights is not None:
     layout, _ = begun.weights._begun.result()
     begun.weights.finish(lambda done, total: None)
-    print(begun.weights._done == sum(move.nbytes for move in layout.moves))
+    print(begun.weights._counter.done == sum(move.nbytes for move in layout.moves))
 begun.close()
 assert "torch" not in sys.modules
 """

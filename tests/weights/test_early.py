@@ -63,11 +63,10 @@ try:
         if told:
             assert told[-1][0] == told[-1][1] == sum(move.nbytes for move in layout.moves)
         del block
-        del begun
-        weights._begun = None
 except Exception as failure:
     print(type(failure).__name__, failure)
 weights.close()
+del weights, begun
 assert "torch" not in sys.modules
 """
 A = torch.arange(48, dtype=torch.float32).view(6, 8)
