@@ -138,17 +138,6 @@ class Cpu:
         self._objects.link(own, bodies.values(), header, inductor.cpp_compile_command, calls, library)
 
 
-def takes_torch(built: Iterable[Built], folder: Path) -> bool:
-    """Whether an artifact's programs run on torch, not only on kernels. folder: of its pieces."""
-    library = folder / "kernels.so"
-    if any(instruction[0] in _OF_TORCH for b in built for instruction in b.bundle["code"]) or not library.exists():
-        return True
-    return b"libtorch" in library.read_bytes()  # among the libraries that it needs
-
-
-_OF_TORCH = ("op", "call", "ir", "extern")  # instructions of pieces
-
-
 def _own(kernels: Mapping[str, Any]) -> set[Path]:
     """The sources of the hand-written ones among a bundle's kernels."""
     return {c_kernel(k["c"]).source for k in kernels.values() if "c" in k}

@@ -1,5 +1,6 @@
 """BUILD: every distinct piece for every bucket, each as soon as the sites in it are tuned. Where there are processes to
-build in, they compile what can be chosen among first, then pieces in which nothing is; this process times meanwhile."""
+build in, they find what can be chosen among and compile it first, then pieces in which nothing is; this process times
+meanwhile."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def begin_builds(
         for job in order:
             begin(job)
         return begun
-    waiting = {(id, bucket): tuner.add(linked.pieces[id].json, bucket) for id, bucket in wanted}
+    found = {(id, bucket): tuner.find(linked.pieces[id].json, bucket) for id, bucket in wanted}
+    waiting = {job: tuner.add(sites()) for job, sites in found.items()}
     for job in order:
         if not waiting[job]:
             begin(job)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -33,15 +34,29 @@ class Build(msgspec.Struct, tag=True):
     choices: dict[str, ImplChoice]
 
 
-class Candidate(msgspec.Struct, tag=True):
-    """Compile the kernels of an implementation that tuning may choose, into Triton's cache; see
-    `graphllm.compile.tune.Tunable`. tensors, plain: the arguments that are tensors, and the others. The answer is why
-    they cannot be compiled, or nothing."""
+class Tunable(NamedTuple):
+    """A site with more than one candidate. tensors, plain: the arguments that are tensors, and the others. sizes: T and
+    S to run at."""
 
     op: str
     tensors: dict[str, TensorSpec]
     plain: dict[str, Any]
     sizes: dict[str, int]
+    candidates: list[ImplChoice]
+
+
+class Find(msgspec.Struct, tag=True):
+    """Find the sites to tune in a piece, given by its canonical JSON, at a bucket. The answer is each by its key."""
+
+    piece: dict[str, Any]
+    bucket: Bucket
+
+
+class Candidate(msgspec.Struct, tag=True):
+    """Compile the kernels of an implementation that tuning may choose at a site, into Triton's cache. The answer is why
+    they cannot be compiled, or nothing."""
+
+    site: Tunable
     choice: ImplChoice
 
 
@@ -54,7 +69,19 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """A job's answer: a `Built`, or why a candidate cannot be compiled, empty where it can."""
+    """A job's answer: a `Built`, or why a candidate cannot be compiled, empty where it can, or sites."""
 
     built: Built | None = None
     problem: str = ""
+    sites: dict[str, Tunable] = {}
+
+
+def takes_torch(built: Iterable[Built], folder: Path) -> bool:
+    """Whether an artifact's programs run on torch, not only on kernels. folder: of its pieces."""
+    library = folder / "kernels.so"
+    if any(instruction[0] in _OF_TORCH for b in built for instruction in b.bundle["code"]) or not library.exists():
+        return True
+    return b"libtorch" in library.read_bytes()  # among the libraries that it needs
+
+
+_OF_TORCH = ("op", "call", "ir", "extern")  # instructions of pieces

@@ -1,17 +1,22 @@
-"""Kernels compiled for a GPU without touching one: what processes do that compile candidates for tuning. Triton is told
-the target, and finds what they leave in its cache where the same kernel is started."""
+"""What processes do for tuning without touching a GPU: find sites, and compile candidates. Triton is told the target,
+and finds what they leave in its cache where the same kernel is started."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+from types import SimpleNamespace
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 
-from graphllm.compile.jobs import Candidate, Done
-from graphllm.compile.tune import Tunable, build_candidate
-from graphllm.config import Target
+from graphllm.compile.jobs import Candidate, Done, Find
+from graphllm.compile.tune import build_candidate, tunables
+from graphllm.config import CompileConfig, Target
+from graphllm.ir.graph import Shapes
 
 _WARP = 32
 
@@ -35,14 +40,34 @@ class TargetOnly:
         return 0
 
 
-def compile_for(target: Target, job: Candidate) -> Done:
-    """Compile the kernels of a candidate for a target; the answer says why that is impossible, if it is."""
-    _aim_at(target)
-    return Done(problem=build_candidate(Tunable(job.op, job.tensors | job.plain, job.sizes, []), job.choice))
+def prepare() -> None:
+    """Do once, before processes are forked, what each of them would: fake tensors import a lot, and Triton has a C
+    compiler make the module that loads kernels. CUDA is not begun."""
+    Shapes("cpu")
+    with contextlib.suppress(Exception):  # whoever starts a kernel is told
+        nvidia.CudaUtils()
+
+
+def work(config: CompileConfig, job: Find | Candidate) -> Done:
+    """Do a job; where a candidate cannot be compiled, the answer says why."""
+    _prepare_process(config.target)
+    if isinstance(job, Find):
+        return Done(sites=tunables([(job.piece, job.bucket)], config))
+    return Done(problem=build_candidate(job.site, job.choice))
 
 
 @functools.cache
-def _aim_at(target: Target) -> None:
+def _prepare_process(target: Target) -> None:
     capability = next(int(a.removeprefix("sm_")) for a in target.arch if a.startswith("sm_"))
-    driver: Any = TargetOnly(GPUTarget("cuda", capability, _WARP))
-    triton.runtime.driver.set_active(driver)
+    only: Any = TargetOnly(GPUTarget("cuda", capability, _WARP))
+    triton.runtime.driver.set_active(only)
+    if hasattr(nvidia, "make_launcher"):
+        triton.knobs.compilation.listener = _make_launcher
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else fake tensors of a GPU begin CUDA in each process
+
+
+def _make_launcher(*, src: Any, metadata: dict[str, Any], **_: Any) -> None:
+    """Compile the C function that starts a kernel, which Triton 3.6 makes for each signature and keeps: half a second
+    that whoever times kernels would wait for."""
+    with contextlib.suppress(Exception):  # likewise
+        nvidia.CudaLauncher(src, SimpleNamespace(**metadata))

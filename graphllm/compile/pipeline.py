@@ -19,6 +19,7 @@ from graphllm.compile import drafting
 from graphllm.compile.building import begin_builds, finish_builds
 from graphllm.compile.cost import step_costs
 from graphllm.compile.drafting import joined
+from graphllm.compile.jobs import Built, takes_torch
 from graphllm.compile.link import Linked, link
 from graphllm.compile.objects import Objects
 from graphllm.compile.passes import pipeline
@@ -51,7 +52,6 @@ from graphllm.weights.table import table
 
 if TYPE_CHECKING:
     from graphllm.compile.backends import Backend
-    from graphllm.compile.jobs import Built
     from graphllm.compile.tune import Tuner
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -413,8 +413,6 @@ def write_program(
             {"name": graph.graph.name, "task": graph.graph.task, "inputs": {n: plain(s) for n, s in inputs.items()},
              "buckets": [asdict(b) for b in buckets], "optional": linked.optional[number], "programs": programs}
         )  # fmt: skip
-    from graphllm.compile.backends import takes_torch  # here: with it comes a compiler
-
     states = {n: place for n, place in layout.states.items() if n in read}
     blocks = layout.blocks
     description = {

@@ -22,29 +22,19 @@ from typing import Any, NamedTuple
 import torch
 
 from graphllm.compile.example_inputs import example
-from graphllm.compile.jobs import Candidate
+from graphllm.compile.jobs import Candidate, Tunable
 from graphllm.compile.objects import BuildError
 from graphllm.compile.specialize import specialize
 from graphllm.compile.turns import turn
 from graphllm.compile.workers import Workers
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.expr import value
-from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import all_ops, op_of
 from graphllm.rewrite import ImplChoice, choices, fake_values, site_key, site_of
 
 _COLD_BYTES = 256 * 2**20  # calls in turn over weights of this size find none of them in a cache
 _MOST_COPIES = 32
 _SHORT_ROW = 1024  # numbers
-
-
-class Tunable(NamedTuple):
-    """A site with more than one candidate. args: a `TensorSpec` for each tensor. sizes: T and S to run at."""
-
-    op: str
-    args: dict[str, Any]
-    sizes: dict[str, int]
-    candidates: list[ImplChoice]
 
 
 class Measured(NamedTuple):
@@ -65,9 +55,9 @@ class _Problem(NamedTuple):
 class Tuner:
     """Finds the fastest implementation and launch constants on this GPU at every site that has some to choose among.
 
-    workers: processes that compile candidates. progress: is told how many candidates of those known so far are timed.
-    folder: where what was found is kept for later compiles. measured: what was found so far, by `site_key`. seconds:
-    how long candidates were timed.
+    workers: processes that find sites and compile candidates. progress: is told how many candidates of those known so
+    far are timed. folder: where what was found is kept for later compiles. measured: what was found so far, by
+    `site_key`. seconds: how long candidates were timed.
     """
 
     def __init__(
@@ -84,9 +74,14 @@ class Tuner:
         self.measured: dict[str, Measured] = {}
         self.seconds = 0.0
 
-    def add(self, piece: Mapping[str, Any], bucket: Bucket) -> set[str]:
-        """Have a piece's candidates compiled for a bucket; the keys of its sites that are not known yet."""
-        sites = tunables([(piece, bucket)], self._config)
+    def find(self, piece: Mapping[str, Any], bucket: Bucket) -> Callable[[], dict[str, Tunable]]:
+        """Have a piece's sites found for a bucket; what waits for them, or does it."""
+        if self._workers is None:
+            return functools.partial(tunables, [(piece, bucket)], self._config)
+        return self._workers.sites(piece, bucket).result
+
+    def add(self, sites: Mapping[str, Tunable]) -> set[str]:
+        """Have the candidates of these sites compiled; the keys of those that are not known yet."""
         self.measured |= {key: self._kept[key] for key in sites if key in self._kept}
         for key, site in sites.items():
             if key not in self.measured:
@@ -122,10 +117,7 @@ class Tuner:
     def _compile(self, site: Tunable) -> list[concurrent.futures.Future[str]]:
         if self._workers is None:
             return []
-        tensors = {n: s for n, s in site.args.items() if isinstance(s, TensorSpec)}
-        plain = {n: v for n, v in site.args.items() if n not in tensors}
-        jobs = [Candidate(site.op, tensors, plain, site.sizes, choice) for choice in site.candidates]
-        return [self._workers.problem(job) for job in jobs]
+        return [self._workers.problem(Candidate(site, choice)) for choice in site.candidates]
 
     def _measured(self, problem: _Problem) -> Measured:
         site = problem.site
@@ -144,19 +136,18 @@ class Tuner:
             ) from full
         if found is None:
             told = [p for p in (*problems, *failed) if p][-1]
-            raise BuildError(f"no implementation of {site.op} runs on this GPU with {site.args}: {told}")
+            given = site.tensors | site.plain
+            raise BuildError(f"no implementation of {site.op} runs on this GPU with {given}: {told}")
         return found
 
 
 def _equal_to(site: Tunable) -> str:
     """The same text for sites whose calls have equal arguments and the same candidates."""
-    args = {
-        n: [a.dtype, *([value(d, site.sizes) for d in dims] for dims in (a.shape, a.stride))]
-        if isinstance(a, TensorSpec)
-        else a
-        for n, a in site.args.items()
+    tensors = {
+        n: [spec.dtype, *([value(d, site.sizes) for d in dims] for dims in (spec.shape, spec.stride))]
+        for n, spec in site.tensors.items()
     }
-    return repr((site.op, args, site.candidates))
+    return repr((site.op, tensors, site.plain, site.candidates))
 
 
 def tunables(pieces: Sequence[tuple[Mapping[str, Any], Bucket]], config: CompileConfig) -> dict[str, Tunable]:
@@ -173,8 +164,10 @@ def tunables(pieces: Sequence[tuple[Mapping[str, Any], Bucket]], config: Compile
             site = site_of(op, op.bind(args, kwargs), unit.shapes, config, bucket)
             offered = choices(op, site)
             if len(offered) > 1:
-                specs = {n: unit.shapes.spec(v) if isinstance(v, torch.Tensor) else v for n, v in site.args.items()}
-                found[site_key(node, op, unit.shapes, bucket)] = Tunable(op.name, specs, sizes, offered)
+                specs = {n: unit.shapes.spec(v) for n, v in site.args.items() if isinstance(v, torch.Tensor)}
+                plain = {n: v for n, v in site.args.items() if n not in specs}
+                key = site_key(node, op, unit.shapes, bucket)
+                found[key] = Tunable(op.name, specs, plain, sizes, offered)
     return found
 
 
@@ -207,8 +200,7 @@ def write_measured(file: Path, found: Mapping[str, Measured]) -> None:
 def build_candidate(tunable: Tunable, choice: ImplChoice) -> str:
     """Compile the kernels of one candidate, running none; why that is impossible, empty where it is not. For worker
     processes."""
-    specs = {n: s for n, s in tunable.args.items() if isinstance(s, TensorSpec)}
-    given = {**tunable.args, **{n: example(s, tunable.sizes, "meta") for n, s in specs.items()}}
+    given = tunable.plain | {n: example(s, tunable.sizes, "meta") for n, s in tunable.tensors.items()}
     try:
         _calls(tunable, choice, [given])[0]()
     except Exception as error:
@@ -242,10 +234,9 @@ def measure(tunable: Tunable, candidates: Sequence[ImplChoice]) -> tuple[Measure
 def inputs_of(tunable: Tunable, most: int, device: str = "cuda") -> list[dict[str, Any]]:
     """Arguments for at most so many calls in turn, which differ in their largest tensor, the weights or a cache. They
     are scratch: what a call writes in place is written there."""
-    specs = {n: s for n, s in tunable.args.items() if isinstance(s, TensorSpec)}
-    made = {n: example(s, tunable.sizes, device) for n, s in specs.items()}
-    given = all_ops()[tunable.op].with_tuning_inputs({**tunable.args, **made})
-    largest = max(specs, key=lambda n: given[n].nbytes)
+    made = {n: example(s, tunable.sizes, device) for n, s in tunable.tensors.items()}
+    given = all_ops()[tunable.op].with_tuning_inputs(tunable.plain | made)
+    largest = max(made, key=lambda n: given[n].nbytes)
     copies = min(most, max(3, -(-_COLD_BYTES // max(given[largest].nbytes, 1))))
     return [given, *({**given, largest: given[largest].clone()} for _ in range(copies - 1))]
 

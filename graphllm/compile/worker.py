@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from graphllm.compile.jobs import Build, Candidate, Done, Failed
+from graphllm.compile.jobs import Build, Candidate, Done, Failed, Find
 from graphllm.compile.objects import BuildError
 from graphllm.compile.pipeline import open_backend
 from graphllm.compile.workers import Ended, Start, receive, send
@@ -64,11 +64,11 @@ def main() -> None:
     load_ops()
     load_passes()
     if start.candidates:
-        from graphllm.compile.offline import compile_for
+        from graphllm.compile import offline
 
-        target = start.config.target
+        offline.prepare()
         for own in start.candidates:
-            forks.fork(own, lambda job: compile_for(target, job))
+            forks.fork(own, lambda job: offline.work(start.config, job))
     backend = open_backend(start.config, None, Path(start.turns))
     backend.prepare()
     sink = os.open(os.devnull, os.O_WRONLY)  # what Inductor prints is for nobody
@@ -85,7 +85,7 @@ def serve(connection: socket.socket, work: Callable[[Any], Done]) -> None:
     with connection.makefile("rwb") as pipe:
         while True:
             try:
-                job = receive(pipe, Build | Candidate)
+                job = receive(pipe, Build | Find | Candidate)
             except EOFError:
                 return
             try:

@@ -1,9 +1,9 @@
 """Processes that compile beside each other, seen from the one that has started them.
 
 They come from one process, `graphllm.compile.worker`, that imports what they need and forks them as soon as it has:
-first those that compile candidates for tuning, which need Triton, then those that build pieces, which need Inductor. So
-they begin warm, and what was imported is in memory once. It is started as a program: a user's script needs no main
-guard for it. Jobs and answers cross a socket of each as msgpack, each behind its length.
+first those that find what to tune and compile candidates for it, which need Triton, then those that build pieces, which
+need Inductor. So they begin warm, and what was imported is in memory once. It is started as a program: a user's script
+needs no main guard for it. Jobs and answers cross a socket of each as msgpack, each behind its length.
 
 Imports nothing heavy: they are started before torch is imported here.
 """
@@ -35,7 +35,7 @@ from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.imports import import_path
 
 if TYPE_CHECKING:
-    from graphllm.compile.jobs import Build, Built, Candidate, Done
+    from graphllm.compile.jobs import Build, Built, Candidate, Done, Find, Tunable
     from graphllm.rewrite import ImplChoice
 
 Pipe: TypeAlias = IO[bytes] | io.BufferedRWPair
@@ -154,6 +154,13 @@ class Workers:
 
         return self._builders.threads.submit(self._built, Build(dict(piece), bucket, dict(choices)))
 
+    def sites(self, piece: Mapping[str, Any], bucket: Bucket) -> concurrent.futures.Future[dict[str, Tunable]]:
+        """What `tune.tunables` finds, later."""
+        from graphllm.compile.jobs import Find
+
+        job = Find(dict(piece), bucket)
+        return self._candidates.threads.submit(lambda: self._run(self._candidates, job).sites)
+
     def problem(self, candidate: Candidate) -> concurrent.futures.Future[str]:
         """Why its kernels cannot be compiled, empty where they are; later."""
         return self._candidates.threads.submit(lambda: self._run(self._candidates, candidate).problem)
@@ -163,7 +170,7 @@ class Workers:
         assert built is not None
         return built
 
-    def _run(self, crew: _Crew, job: Build | Candidate) -> Done:
+    def _run(self, crew: _Crew, job: Build | Find | Candidate) -> Done:
         """Have an idle process do a job. Raises what it raised: ConfigError, else BuildError."""
         from graphllm.compile.jobs import Done, Failed
 

@@ -25,6 +25,7 @@ from graphllm.compile.pipeline import compile_model, find_model, run_passes
 from graphllm.compile.row_order import require_row_orders
 from graphllm.compile.specialize import specialize
 from graphllm.compile.trace import plan_layout, trace_model, trace_unit
+from graphllm.compile.workers import Workers
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target, default_buckets
 from graphllm.config.compilation import check
 from graphllm.ir import Cost, Op
@@ -184,7 +185,7 @@ def test_sites_to_tune(linked: Linked, config: CompileConfig, tmp_path: Path) ->
     ones = [s for key, s in sites.items() if " decode-1 " in key and s.op in linear]
     assert len(ones) == 5  # qkv, o, gate and up, down, head
     assert all({c.impl for c in s.candidates} == {"triton_row", "cublas", "triton_tile"} for s in ones)
-    mixed = {s.args["x_TI"].shape[0] for key, s in sites.items() if " mixed-" in key and s.op in linear}
+    mixed = {s.tensors["x_TI"].shape[0] for key, s in sites.items() if " mixed-" in key and s.op in linear}
     assert mixed == {"R"}  # where few rows are sampled from, kernels for few rows serve long steps, too
     special = specialize(_middle(linked).json, config.buckets[1], config)
     keys = [
@@ -201,6 +202,18 @@ def test_sites_to_tune(linked: Linked, config: CompileConfig, tmp_path: Path) ->
     tune.write_measured(file, found)
     assert tune.read_measured(file) == found
     assert [f.name for f in file.parent.iterdir()] == ["tuned.json"]
+
+
+def test_processes_find_the_same_sites(linked: Linked, config: CompileConfig) -> None:
+    """In the same order, with the same arguments and candidates, without a GPU."""
+    pieces = [(p.json, bucket) for p in linked.pieces.values() for bucket in config.buckets[1::2]]
+    with Workers(dataclasses.replace(config, tune=True), 1) as workers:
+        tuner = tune.Tuner(config, workers, lambda done, total: None, None)
+        found = [tuner.find(piece, bucket) for piece, bucket in pieces]
+        for (piece, bucket), sites in zip(pieces, found, strict=True):
+            own = tune.tunables([(piece, bucket)], config)
+            assert list(sites()) == list(own)
+            assert sites() == own
 
 
 def test_attention_is_tuned_on_a_step_as_they_are(linked: Linked, config: CompileConfig) -> None:
@@ -240,7 +253,7 @@ def test_what_was_found_is_kept(
 
     def tuned(given: list[Any], folder: Path) -> tune.Tuner:
         tuner = tune.Tuner(config, None, lambda done, total: told.append((done, total)), folder)
-        keys = {key for piece, bucket in given for key in tuner.add(piece, bucket)}
+        keys = {key for piece, bucket in given for key in tuner.add(tuner.find(piece, bucket)())}
         assert set(tuner.results()) == keys
         return tuner
 
@@ -269,7 +282,7 @@ def test_equal_calls_are_timed_once(config: CompileConfig, linked: Linked, monke
         buckets=(Bucket("decode", 2, config.max_num_seqs), Bucket("mixed", 2, config.max_num_batched_tokens)),
     )
     tuner = tune.Tuner(full, None, lambda done, total: None, None)
-    keys = {k for p in linked.pieces.values() for b in full.buckets for k in tuner.add(p.json, b)}
+    keys = {k for p in linked.pieces.values() for b in full.buckets for k in tuner.add(tuner.find(p.json, b)())}
     monkeypatch.setattr(
         tune, "measure", lambda site, candidates: (tune.Measured(candidates[-1], {site.op: len(candidates)}), [])
     )

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 import graphllm
-from graphllm.compile.jobs import Build, Built, Candidate, Done
+from graphllm.compile.jobs import Build, Built, Candidate, Done, Find, Tunable
 from graphllm.compile.objects import BuildError
 from graphllm.compile.turns import turn
 from graphllm.compile.workers import Workers
@@ -87,7 +87,7 @@ def test_candidates_compile_without_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
     choice = ImplChoice("triton_row", {"block_n": 8, "block_k": 64, "warps": 1})
     with Workers(config, 1) as workers:
         told = [
-            workers.problem(Candidate(op, tensors, plain, {"T": 1}, choice)).result()
+            workers.problem(Candidate(Tunable(op, tensors, plain, {"T": 1}, []), choice)).result()
             for op in ("fused_linear", "no_such_op")
         ]
     assert told == ["", 'triton_row {"block_n": 8, "block_k": 64, "warps": 1}: KeyError: \'no_such_op\'']
@@ -183,11 +183,15 @@ def _until(reached: Callable[[], bool]) -> None:
 def test_jobs_and_answers_are_plain_data() -> None:
     choices = {"linear mixed-2-16": ImplChoice("triton_row", {"BLOCK": 64, "stages": 3})}
     spec = TensorSpec("bfloat16", ("T", 64), (64, 1))
+    plain = {"eps": 1e-6, "bias": None, "sizes": [1, 2]}
+    site = Tunable("linear", {"x": spec}, plain, {"T": 16, "S": 2}, list(choices.values()))
     built = Built({"code": [["empty", "o0"]]}, {"k": "int x;"}, {"a.cubin": b"\x00\xff"}, ("all: reference",), "", [{}])
     for message in (
         Build({"nodes": [[1, None, 0.5]]}, CONFIG.buckets[0], choices),
-        Candidate("linear", {"x": spec}, {"eps": 1e-6, "bias": None}, {"T": 16, "S": 2}, choices["linear mixed-2-16"]),
+        Find({"nodes": [[1, None, 0.5]]}, CONFIG.buckets[0]),
+        Candidate(site, choices["linear mixed-2-16"]),
         Done(built, "triton: no room"),
+        Done(sites={"linear mixed-2-16": site}),
     ):
         data = msgspec.msgpack.encode(message)
         assert msgspec.msgpack.decode(data, type=type(message)) == message
