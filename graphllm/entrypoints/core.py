@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,9 +120,10 @@ def load_core(
 
 
 def _import_torch() -> None:
+    """In a thread: tracebacks of what the import tries are kept, and hold the frames of all who called for it."""
     if "torch" not in sys.modules:
-        importlib.import_module("torch")
-        gc.collect()  # tracebacks of what it tried hold the frames of whoever imports it
+        with ThreadPoolExecutor(1, "graphllm-import") as importing:
+            importing.submit(importlib.import_module, "torch").result()
         keep_all()
 
 
