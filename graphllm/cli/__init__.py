@@ -47,13 +47,25 @@ def command() -> None:
 
 
 def main() -> None:
-    """What the ``graphllm`` command does; `graphllm.cli.endings` says how it ends."""
+    """What the ``graphllm`` command does; `graphllm.cli.endings` says how it ends.
+
+    ``graphllm serve`` begins with the process of its engine, before the command line is read: on a GPU nothing takes
+    longer than its import of torch.
+    """
     set_environment()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that lacks a character shows its escape
         sys.stdout.reconfigure(errors="backslashreplace")
     from graphllm.cli.endings import endings
+    from graphllm.engine.spawn import Child, spawn
 
+    early: list[Child] = []
     with endings():
-        from graphllm.cli.app import app
+        try:
+            if sys.argv[1:2] == ["serve"]:
+                early.append(spawn())
+            from graphllm.cli.app import app
 
-        app()
+            app(obj=early)
+        finally:
+            for child in early:
+                child.kill()

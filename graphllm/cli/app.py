@@ -191,6 +191,7 @@ class _ServeCommand(EngineCommand):
 @engine_options(without=("dump",), max_num_queued_reqs=2048)
 def serve_command(
     args: EngineArgs,
+    context: typer.Context,
     model: ModelArgument = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
@@ -310,7 +311,7 @@ def serve_command(
     """Serve OpenAI's and Anthropic's APIs over HTTP, and a chat page."""
     from graphllm.config.parallel import ParallelConfig, check_parallel
     from graphllm.config.setting import assemble
-    from graphllm.engine.spawn import spawn, spawn_cores
+    from graphllm.engine.spawn import Child, spawn, spawn_cores
 
     alone, gpus = args.data_parallel_rank is not None, (args.tensor_parallel_size or 1) * args.pipeline_parallel_size
     parallel = assemble(ParallelConfig, vars(args))
@@ -342,7 +343,10 @@ def serve_command(
     # First of all: what takes longest is their import of torch.
     # A cluster says later which devices ranks have.
     here = 1 if args.distributed_executor_backend == "ray" else parallel.ranks_of_node(gpus)
-    children = spawn_cores(1 if alone else args.data_parallel_size, here)
+    early: list[Child] = context.obj or []
+    children = spawn_cores(1 if alone else args.data_parallel_size, here, early)
+    while early:  # they were not what is needed
+        early.pop().kill()
     others = [spawn() for _ in also or ()]
     try:
         from graphllm.cli import serve as told

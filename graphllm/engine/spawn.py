@@ -39,7 +39,9 @@ def spawn(command: Sequence[str] = COMMAND, gpus: str | None = None, ranks: int 
     return Child(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True, env=env), started)
 
 
-def spawn_cores(count: int, ranks: int) -> list[Child]:
+def spawn_cores(count: int, ranks: int, early: list[Child]) -> list[Child]:
     """A process for each of so many engine cores, each of so many ranks, and for several cores GPUs of their own, one
-    for each rank."""
+    for each rank. early: of `spawn`, from before this was known; taken out where that is what is needed."""
+    if count == ranks == 1 and early:
+        return [early.pop()]
     return [spawn(gpus=None if count == 1 else gpus_of(core, ranks), ranks=ranks) for core in range(count)]

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -62,12 +64,12 @@ def _connect(server: Served) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=60)
 
 
-def _within(seconds: float, look: Callable[[], bool]) -> float:
+def _within(seconds: float, look: Callable[[], bool], often: float = 0.05) -> float:
     """Seconds until it is true."""
     begun = time.monotonic()
     while not look():
         assert time.monotonic() - begun < seconds
-        time.sleep(0.05)
+        time.sleep(often)
     return time.monotonic() - begun
 
 
@@ -410,6 +412,20 @@ def test_requests_before_the_engine_is_ready(serve: Callable[..., Served]) -> No
     assert server.stop() == 0
     line = next(line for line in server.log.read_text().splitlines() if "ready in" in line)
     assert all(f"{name}=" in line for name in ("imports", "open", "application", "total"))
+
+
+def test_the_engines_process_is_there_before_the_command_line_is_read(embedded_artifact: Path) -> None:
+    """On a GPU its import of torch is most of the start. A command line that is wrong ends it, in silence."""
+    command = [sys.executable, "-m", "graphllm.cli", "serve", "--artifact", str(embedded_artifact), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as front:
+        try:
+            children = Path(f"/proc/{front.pid}/task/{front.pid}/children")
+            _within(30, lambda: bool(children.read_text()), often=0.001)
+            assert "pydantic_core" not in Path(f"/proc/{front.pid}/maps").read_text()  # which checks options
+        finally:
+            front.kill()
+    done = subprocess.run([*command, "--no-such-option"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 4), done.stderr
 
 
 def test_mistakes_end_the_start(cli: Any, tmp_path: Any) -> None:
