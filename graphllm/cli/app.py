@@ -311,16 +311,19 @@ def serve_command(
     """Serve OpenAI's and Anthropic's APIs over HTTP, and a chat page."""
     from graphllm.config.parallel import ParallelConfig, check_parallel
     from graphllm.config.setting import assemble
-    from graphllm.engine.spawn import Child, spawn, spawn_cores
+    from graphllm.engine.spawn import Child, end, spawn, spawn_cores
 
     alone, gpus = args.data_parallel_rank is not None, (args.tensor_parallel_size or 1) * args.pipeline_parallel_size
     parallel = assemble(ParallelConfig, vars(args))
     check_parallel(parallel, gpus)
+    early: list[Child] = context.obj or []
     if headless:
+        end(early)
         from graphllm.cli.serve_node import serve_headless
 
         raise typer.Exit(serve_headless(args, model, log_format, log_level))
     if data_parallel_multi_port_external_lb and not alone:
+        end(early)
         from graphllm.cli.serve_ranks import serve_ranks
         from graphllm.server.ranks.options import RankOptions
 
@@ -343,10 +346,8 @@ def serve_command(
     # First of all: what takes longest is their import of torch.
     # A cluster says later which devices ranks have.
     here = 1 if args.distributed_executor_backend == "ray" else parallel.ranks_of_node(gpus)
-    early: list[Child] = context.obj or []
     children = spawn_cores(1 if alone else args.data_parallel_size, here, early)
-    while early:  # they were not what is needed
-        early.pop().kill()
+    end(early)
     others = [spawn() for _ in also or ()]
     try:
         from graphllm.cli import serve as told
@@ -414,8 +415,7 @@ def serve_command(
         beside = told.parse_also(also or (), args)
         raise typer.Exit(told.serve(replace(args, model=model), beside, options, watched, children, others))
     finally:
-        for child in (*children, *others):
-            child.kill()
+        end([*children, *others])
 
 
 @app.command("chat")

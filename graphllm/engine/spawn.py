@@ -39,6 +39,12 @@ def spawn(command: Sequence[str] = COMMAND, gpus: str | None = None, ranks: int 
     return Child(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True, env=env), started)
 
 
+def end(children: list[Child]) -> None:
+    """Those that nobody took."""
+    while children:
+        children.pop().kill()
+
+
 def spawn_cores(count: int, ranks: int, early: list[Child]) -> list[Child]:
     """A process for each of so many engine cores, each of so many ranks, and for several cores GPUs of their own, one
     for each rank. early: of `spawn`, from before this was known; taken out where that is what is needed."""
