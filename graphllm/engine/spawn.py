@@ -40,7 +40,7 @@ def spawn(command: Sequence[str] = COMMAND, gpus: str | None = None, ranks: int 
 
 
 def end(children: list[Child]) -> None:
-    """Those that nobody took."""
+    """Kill them, whatever they do; the list is empty then."""
     while children:
         children.pop().kill()
 
