@@ -185,10 +185,10 @@ def _steps(folder: Path, manifest: Mapping[str, Any]) -> dict[str, float]:
     plan = WeightPlan.from_json((folder / "weights.json").read_text())
     device = manifest["factors"]["compile"]["target"]["device"]
     executor = Executor(folder, manifest, random_weights(plan, device, kernels=folder / KERNELS), 2)
-    executor.warm_up()
     found = {}
     program = "plain" if executor.task == "generate" else executor.task
     for bucket in executor.buckets:
+        executor.warm_up(bucket)
         if bucket.query_len > 1:
             continue
         sequences = min(bucket.hi, executor.max_num_seqs)

@@ -29,7 +29,9 @@ def begin_builds(
     workers: Workers | None,
 ) -> dict[Job, Callable[[], Built]]:
     """Tune, and begin every build; what waits for each, or does it. First those that are one op, whose kernels compile
-    beside the others, and these bucket by bucket: what a piece has built for one bucket it often finds for the next."""
+    beside the others, and these bucket by bucket: what a piece has built for one bucket it often finds for the next.
+    Candidates begin with those of single ops at the largest sizes: attention of prompts compiles ten times as long as a
+    linear layer, and would be waited for."""
     begun: dict[Job, Callable[[], Built]] = {}
     buckets = list(dict.fromkeys(bucket for _, bucket in wanted))
     order = sorted(wanted, key=lambda job: (not linked.pieces[job[0]].boundary, buckets.index(job[1])))
@@ -46,7 +48,8 @@ def begin_builds(
         for job in order:
             begin(job)
         return begun
-    found = {(id, bucket): tuner.find(linked.pieces[id].json, bucket) for id, bucket in wanted}
+    first = sorted(order, key=lambda job: (not linked.pieces[job[0]].boundary, -buckets.index(job[1])))
+    found = {(id, bucket): tuner.find(linked.pieces[id].json, bucket) for id, bucket in first}
     waiting = {job: tuner.add(sites()) for job, sites in found.items()}
     for job in order:
         if not waiting[job]:

@@ -15,7 +15,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,7 +95,7 @@ class Tuner:
     def results(self) -> Iterator[str]:
         """Time the candidates of what was added, as they come; each key, once `measured` has it."""
         total, done = self.counts["candidates"], 0
-        for problem in self._problems.values():
+        for problem in _as_compiled(self._problems.values()):
             self._progress(done, total)
             found = self._measured(problem)
             self.measured |= dict.fromkeys(problem.keys, found)
@@ -139,6 +139,19 @@ class Tuner:
             given = site.tensors | site.plain
             raise BuildError(f"no implementation of {site.op} runs on this GPU with {given}: {told}")
         return found
+
+
+def _as_compiled(problems: Iterable[_Problem]) -> Iterator[_Problem]:
+    """Each once its candidates are compiled; of several, the one that was added first."""
+    waiting = list(problems)
+    while waiting:
+        compiled = next((p for p in waiting if all(f.done() for f in p.problems)), None)
+        if compiled is None:
+            unfinished = [f for p in waiting for f in p.problems if not f.done()]
+            concurrent.futures.wait(unfinished, return_when=concurrent.futures.FIRST_COMPLETED)
+            continue
+        waiting.remove(compiled)
+        yield compiled
 
 
 def _equal_to(site: Tunable) -> str:

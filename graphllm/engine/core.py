@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import msgspec
 import numpy as np
 
-from graphllm.config import ConfigError, SchedulerConfig, SpeculationConfig
+from graphllm.config import Bucket, ConfigError, SchedulerConfig, SpeculationConfig
 from graphllm.config.compilation import ranked_logprobs
 from graphllm.config.sampling import SamplingParams
 from graphllm.config.token_tree import GrownTree, TokenTree, of_parents
@@ -88,7 +88,8 @@ class EngineCore:
     """Feeds one executor. max_len: tokens of prompt and output together. grammars: compiles structured outputs, None
     where there is no tokenizer. processors: see docs/logits-processors.md. overlapping: steps that the executor runs
     at once, in the stages of a pipeline; up to ``together`` sequences are in one all the same. balancer: says which
-    experts move, where they do. waves: of the cores that step together with this one."""
+    experts move, where they do. waves: of the cores that step together with this one. cold: buckets whose first step is
+    slow, which run when there is nothing else to do."""
 
     def __init__(
         self,
@@ -103,9 +104,10 @@ class EngineCore:
         together: int = 1,
         balancer: ExpertBalancer | None = None,
         waves: CoreWaves | None = None,
+        cold: Iterable[Bucket] = (),
     ) -> None:
         self._executor, self.grammars, self._processors = executor, grammars, processors
-        self._balancer, self._waves = balancer, waves
+        self._balancer, self._waves, self._cold = balancer, waves, list(cold)
         limits = SchedulerLimits(
             max_num_seqs=executor.max_num_seqs,
             max_num_batched_tokens=executor.max_num_batched_tokens,
@@ -643,6 +645,12 @@ class EngineCore:
         """What a function returns on every rank, between two steps. Raises RankCallError when a rank could not,
         RankError when one is gone, or takes longer than ``timeout`` seconds."""
         return values(self._executor.call(call, timeout))
+
+    def warm_up(self) -> bool:
+        """Run a step of a bucket that is still cold, while no request is there; whether there are more."""
+        if self._cold:
+            self._executor.warm_up(self._cold.pop(0))
+        return bool(self._cold)
 
     def check_health(self) -> None:
         """Raise what a step would raise because a process that it needs is gone."""

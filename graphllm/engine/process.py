@@ -129,6 +129,7 @@ class _Loop:
         self._watching: set[bytes] = set()  # fronts that want to know the load
         self._told, self._load = 0.0, Load(0)  # when they were told last, and what
         self._shutdown: Shutdown | None = None
+        self._cold = True  # as far as is known, something is slow the first time
         self._aborted = False  # the update of an abort comes with the next step, even when nothing else is left
 
     def run(self) -> None:
@@ -139,8 +140,11 @@ class _Loop:
                 progress.activity, progress.unfinished = "idle", 0
                 if progress.terminate:  # SIGTERM before the line above; from there on it raises
                     return
-                while not self._poller.poll(_CHECKED):
-                    self._core.check_health()
+                while not self._poller.poll(0 if self._cold else _CHECKED):
+                    if self._cold:
+                        self._cold = self._core.warm_up()
+                    else:
+                        self._core.check_health()
                 self._core.hear_bell()
             while self._requests.poll(0):
                 self._handle(*self._requests.recv_multipart())

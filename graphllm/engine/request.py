@@ -293,6 +293,10 @@ class Core(Protocol):
     def stats(self) -> CoreStats: ...
     def reset_prefix_cache(self) -> bool: ...
     def collective_rpc(self, call: Call, timeout: float | None = None) -> list[Any]: ...
+    def warm_up(self) -> bool:
+        """Get something ready that no request has needed yet, in some tens of milliseconds, for whoever has none to
+        run; whether there is more."""
+
     def check_health(self) -> None:
         """Raise when what runs its steps is gone; for whoever has none to run."""
 

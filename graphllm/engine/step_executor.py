@@ -91,6 +91,9 @@ class StepExecutor(DeviceStates, Protocol):
     ) -> None:
         """Go on with a step of the program "full"; see `Executor.sample`."""
 
+    def warm_up(self, bucket: Bucket) -> None:
+        """See `Executor.warm_up`."""
+
     def call(self, call: Call, timeout: float | None = None) -> list[Answered]:
         """See `Executor.call`."""
 

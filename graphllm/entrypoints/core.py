@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphllm import artifact
-from graphllm.config import ConfigError, CoreConfig, SchedulerConfig
+from graphllm.config import Bucket, ConfigError, CoreConfig, SchedulerConfig
 from graphllm.entrypoints.host import host_executor, without_torch
 from graphllm.entrypoints.memory import cache_counts, cpu_cache_memory
 from graphllm.entrypoints.ranks import join_ranks, start_ranks
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from graphllm.runtime.rank_processes import WaitingRanks
 
 _WARM_UP_TOKENS = 128  # of a prompt
-_WARM_UPS = 8  # after 2 the first request takes 1.25 times as long as later ones, after 8 1.15
+_WARM_UPS = 2  # after these the first request takes 1.25 times as long as later ones, after 8 1.15
 
 
 @no_collections()
@@ -163,8 +163,14 @@ def _make_core(
         backend = config.model.structured_outputs_backend
         grammars = GrammarCompilers(tokenizer, executor.vocab, frozenset(config.stop_ids), backend)
     clock("executor")
+    cold: list[Bucket] = []
     if executor.device.type == "cuda":
-        executor.warm_up()
+        for bucket in executor.buckets:
+            # Those of a single request now. Cores that step together begin together, so that none waits for another.
+            if bucket.lo == 1 or waves is not None:
+                executor.warm_up(bucket)
+            else:
+                cold.append(bucket)
         warm_up_host(executor, compiled["max_model_len"], compiled["max_num_batched_tokens"])
         clock("warm up")
     told = ProcessorConfig(
@@ -185,6 +191,7 @@ def _make_core(
         executor.together,
         None if executor.experts is None else ExpertBalancer(executor.experts, config.parallel),
         waves,
+        cold,
     )
 
 

@@ -100,6 +100,10 @@ class ReplicatedCore:
         assert self._client is not None
         return self._wait(self._client.collective_rpc(call, timeout))
 
+    def warm_up(self) -> bool:
+        """The processes do that themselves."""
+        return False
+
     def check_health(self) -> None:
         """Raises EngineDeadError when all cores are gone."""
         assert self._client is not None

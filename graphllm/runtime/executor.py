@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from graphllm.config import ConfigError
+from graphllm.config import Bucket, ConfigError
 from graphllm.config.token_tree import token_tree
 from graphllm.program.linking import EXCHANGE, ZEROED
 from graphllm.program.schema import CacheLayout, ExpertLayout, ExpertMoves, expert_layout
@@ -411,21 +411,20 @@ class Executor:
         """Run one plain step to its end."""
         return self.start(step, "plain" if self.task == "generate" else self.task).wait()
 
-    def warm_up(self) -> None:
-        """Run a step of each bucket's largest size and a short prompt, so that kernels and libraries are loaded before
-        the first request. It writes to block 0 and the scrap slot only."""
-        for bucket in self.buckets:
-            prompt = bucket.kind == "mixed"
-            count = max(bucket.lo, min(bucket.hi, _WARM_PROMPT)) if prompt else bucket.query_len * bucket.hi
-            sequences = 1 if prompt else bucket.hi
-            step = ragged([[0] * (count // sequences)] * sequences, [0] * sequences)
-            if bucket.query_len > 1 and not prompt:
-                rows = {"logits_indices": np.arange(count, dtype=np.int32)}
-                step = StepInput(count, sequences, count, bucket.query_len, {**step.arrays, **rows})
-            self.run(step)
-            if optional := self._main.optional:
-                given = {n: np.zeros((1,) * len(self._main.inputs[n].shape), np.int32) for n in optional}
-                self.run(step._replace(arrays={**step.arrays, **given}))
+    def warm_up(self, bucket: Bucket) -> None:
+        """Run a step of a bucket's largest size, or a short prompt, so that its kernels are loaded and its graph is
+        captured before a request needs them. It writes to block 0 and the scrap slot only."""
+        prompt = bucket.kind == "mixed"
+        count = max(bucket.lo, min(bucket.hi, _WARM_PROMPT)) if prompt else bucket.query_len * bucket.hi
+        sequences = 1 if prompt else bucket.hi
+        step = ragged([[0] * (count // sequences)] * sequences, [0] * sequences)
+        if bucket.query_len > 1 and not prompt:
+            rows = {"logits_indices": np.arange(count, dtype=np.int32)}
+            step = StepInput(count, sequences, count, bucket.query_len, {**step.arrays, **rows})
+        self.run(step)
+        if optional := self._main.optional:
+            given = {n: np.zeros((1,) * len(self._main.inputs[n].shape), np.int32) for n in optional}
+            self.run(step._replace(arrays={**step.arrays, **given}))
 
     def write_entry(self, entry: int, values: Mapping[str, np.ndarray]) -> None:
         """Write the beginnings of a slot's states, by name, in order with the steps."""

@@ -295,6 +295,38 @@ def test_equal_calls_are_timed_once(config: CompileConfig, linked: Linked, monke
     assert len({str(m) for m in of_head}) == 1
 
 
+def test_sites_are_timed_as_their_candidates_are_compiled(
+    config: CompileConfig, linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever times does not wait for the first site while others are compiled."""
+    compiled: list[tuple[str, concurrent.futures.Future[str]]] = []
+
+    class Slow:
+        turns = None
+
+        def problem(self, candidate: Candidate) -> concurrent.futures.Future[str]:
+            compiled.append((candidate.site.op, concurrent.futures.Future()))
+            return compiled[-1][1]
+
+    tuner = tune.Tuner(config, cast(Workers, Slow()), lambda done, total: None, None)
+    tuner.add(tune.tunables([(p.json, config.buckets[-1]) for p in linked.pieces.values()], config))
+    monkeypatch.setattr(
+        tune, "measure", lambda site, candidates: (tune.Measured(candidates[-1], {site.op: 1.0}), [])
+    )
+    first = compiled[0][0]
+    for op, future in compiled:
+        if op != first:
+            future.set_result("")
+    results = tuner.results()
+    others = [next(results) for _ in range(sum(m != first for m in {op for op, _ in compiled}))]
+    assert all(first not in tuner.measured[key].microseconds for key in others)
+    waits = threading.Timer(0.2, lambda: [future.set_result("") for op, future in compiled if op == first])
+    waits.start()
+    rest = list(results)
+    assert any(first in tuner.measured[key].microseconds for key in rest)
+    assert len({*others, *rest}) == len(others) + len(rest) == tuner.counts["sites"]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
 def test_inputs_to_run_on(dtype: str) -> None:
     """Of every dtype that a tensor may have: numbers that differ, and zeros where they are ids."""

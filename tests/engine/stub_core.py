@@ -88,6 +88,9 @@ class StubCore:
     def hear_bell(self) -> None:
         pass
 
+    def warm_up(self) -> bool:
+        return False
+
     def check_health(self) -> None:
         pass
 

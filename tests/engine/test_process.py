@@ -47,6 +47,7 @@ class StubCore:
         queue: int = 10_000,
         closed: str = "",
         kernels: int = 0,
+        cold: int = 0,
     ) -> None:
         if load == "error":
             raise RuntimeError("no weights here")
@@ -62,7 +63,7 @@ class StubCore:
         self._live: dict[str, tuple[EngineRequest, int]] = {}
         self._news: list[EngineCoreOutput] = []
         self._steps = self.kernels_done = 0
-        self._kernels = kernels
+        self._kernels, self._cold = kernels, cold
 
     @property
     def unfinished(self) -> int:
@@ -105,12 +106,19 @@ class StubCore:
         return news
 
     def stats(self) -> CoreStats:
-        return CoreStats(steps=self._steps, running=len(self._live))
+        return CoreStats(steps=self._steps, running=len(self._live), waiting=self._cold)
 
     bell = None
 
     def hear_bell(self) -> None:
         pass
+
+    def warm_up(self) -> bool:
+        if self._cold:
+            assert not self._live
+            time.sleep(0.05)
+            self._cold -= 1
+        return self._cold > 0
 
     def check_health(self) -> None:
         pass
@@ -227,6 +235,20 @@ def test_many_requests_get_their_tokens() -> None:
             found = await collect(client, 64)
             assert found == {id: (expected(p, 10 + int(id)), "length") for id, p in prompts.items()}
             assert client.health() == Health("ready")
+
+    asyncio.run(run())
+
+
+def test_what_is_cold_is_warmed_up_between_requests() -> None:
+    async def run() -> None:
+        async with running({"cold": 40}) as client:
+            client.add([request("first", [1], 3)])
+            assert await collect(client, 1) == {"first": (expected([1], 3), "length")}
+            assert (await client.stats()).waiting > 0  # the request did not wait for all of it
+            while (await client.stats()).waiting:
+                pass
+            client.add([request("later", [2], 3)])
+            assert await collect(client, 1) == {"later": (expected([2], 3), "length")}
 
     asyncio.run(run())
 

@@ -15,7 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphllm import artifact
-from graphllm.config import Bucket, CompileConfig, ConfigError, Target
+from graphllm.config import Bucket, CompileConfig, ConfigError, SchedulerConfig, Target
+from graphllm.config.sampling import SamplingParams
+from graphllm.engine.core import EngineCore
+from graphllm.engine.request import EngineRequest
 from graphllm.entrypoints.core import warm_up_host
 from graphllm.entrypoints.source import open_source
 from graphllm.program.schema import CacheGroup
@@ -133,7 +136,8 @@ def test_warming_up_touches_nothing_of_a_request(executors: tuple[Executor, Exec
         expected = executor.run(prefilled).logits[0].clone()
         pool, last = executor.states._pool, executor.states.tensors["state.last_token"]
         before = [blocks[1:].clone() for blocks in pool], last[:-1].clone()
-        executor.warm_up()
+        for bucket in executor.buckets:
+            executor.warm_up(bucket)
         assert all(torch.equal(blocks[1:], old) for blocks, old in zip(pool, before[0], strict=True))
         assert torch.equal(last[:-1], before[1])
         ran = {size.bucket.name for _, size in executor._main._bound}
@@ -143,6 +147,25 @@ def test_warming_up_touches_nothing_of_a_request(executors: tuple[Executor, Exec
         assert torch.isfinite(decode).all()
         assert float((decode - again).norm() / again.norm()) < 1e-5
         assert torch.equal(executor.run(prefilled).logits[0], expected)
+
+
+def test_a_core_warms_up_what_is_cold(executors: tuple[Executor, Executor]) -> None:
+    """Bucket by bucket, as often as it is asked, while requests come and go."""
+    for executor in executors:
+        cold = [b for b in executor.buckets if b.lo > 1]
+        core = EngineCore(executor, 24, SchedulerConfig(), cold=cold)
+        prompt = [3, 1, 4, 1, 5]
+        found = []
+        for number in range(len(cold) + 2):
+            params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+            core.add(EngineRequest(id=f"{number}", prompt=prompt, params=params, stop_ids=[], limit=4, seed=0))
+            tokens: list[int] = []
+            while core.unfinished:
+                tokens += [token for update in core.step() for token in update.tokens]
+            found.append(tokens)
+            assert core.warm_up() == (number + 1 < len(cold))
+        assert len(found[0]) == 4
+        assert found == [found[0]] * len(found)
 
 
 def test_warming_up_leaves_nothing_behind(executors: tuple[Executor, Executor]) -> None:
