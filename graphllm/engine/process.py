@@ -137,19 +137,23 @@ class _Loop:
         while not self._over():
             if not self._busy():
                 self._tell_load()
+                self._warm_up()
                 progress.activity, progress.unfinished = "idle", 0
                 if progress.terminate:  # SIGTERM before the line above; from there on it raises
                     return
-                while not self._poller.poll(0 if self._cold else _CHECKED):
-                    if self._cold:
-                        self._cold = self._core.warm_up()
-                    else:
-                        self._core.check_health()
+                while not self._poller.poll(_CHECKED):
+                    self._core.check_health()
                 self._core.hear_bell()
             while self._requests.poll(0):
                 self._handle(*self._requests.recv_multipart())
             if self._busy() and not self._over():
                 self._step()
+
+    def _warm_up(self) -> None:
+        """As long as nothing comes. A step is let finish, as those of requests are."""
+        while self._cold and not self._progress.terminate and not self._poller.poll(0):
+            self._progress.since, self._progress.activity = time.monotonic(), "step"
+            self._cold = self._core.warm_up()
 
     def _busy(self) -> bool:
         return self._core.unfinished > 0 or self._aborted

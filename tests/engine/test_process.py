@@ -116,7 +116,10 @@ class StubCore:
     def warm_up(self) -> bool:
         if self._cold:
             assert not self._live
-            time.sleep(0.05)
+            try:
+                time.sleep(0.05)
+            except BaseException as torn:  # as a capture of a graph
+                raise RuntimeError("interrupted") from torn
             self._cold -= 1
         return self._cold > 0
 
@@ -249,6 +252,19 @@ def test_what_is_cold_is_warmed_up_between_requests() -> None:
                 pass
             client.add([request("later", [2], 3)])
             assert await collect(client, 1) == {"later": (expected([2], 3), "length")}
+
+    asyncio.run(run())
+
+
+def test_sigterm_while_something_is_warmed_up() -> None:
+    """That is let finish: it is no failure."""
+
+    async def run() -> None:
+        async with running({"cold": 1000}) as client:
+            while (await client.stats()).waiting > 990:
+                pass
+            os.kill(client.pid, signal.SIGTERM)
+            assert (await death(client)).kind == "terminated"
 
     asyncio.run(run())
 
