@@ -55,22 +55,23 @@ class Cuda:
     def _cubins(
         self, generated: Generated, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig
     ) -> dict[str, Any]:
-        """See `inductor.cubins`. A piece without Triton kernels is not run: what it calls may need other processes."""
+        """See `inductor.cubins`. A piece of our kernels alone is not run: what it calls may need other processes."""
         from graphllm.compile import inductor
-        from graphllm.compile.gluon import described
+        from graphllm.compile.cubins import described, described_gluon
 
         calls = generated.bundle.kernels
-        names = {name: k["triton"] for name, k in calls.items() if "triton" in k}
-        others = {name: described(k, config.target) for name, k in calls.items() if "gluon" in k}
+        names = {name: k["generated"] for name, k in calls.items() if "generated" in k}
+        ours = {name: described(k, config.target) for name, k in calls.items() if "call" in k}
+        ours |= {name: described_gluon(k, config.target) for name, k in calls.items() if "gluon" in k}
         if not names:
-            return others
+            return ours
         module = inductor.load_module(generated.source)
         usual = replace(bucket, hi=max(bucket.lo, min(bucket.hi, _TUNING_SIZE)))
         sizes = usual.limits(min(config.max_num_seqs, _TUNING_SEQUENCES))
         with turn(self._turns, alone=False), standing_in(config.tensor_parallel_size, config.data_parallel_experts):
             examples = [example(s, sizes) for s in input_specs(piece)]
             sizes_given = [sizes[name] for name in generated.hidden]
-            return others | inductor.cubins(module, [*examples, *sizes_given], names)
+            return ours | inductor.cubins(module, [*examples, *sizes_given], names)
 
     def assemble(self, built: Iterable[Built], folder: Path) -> None:
         """Nothing is shared: every piece names its cubins."""

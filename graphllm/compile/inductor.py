@@ -7,6 +7,7 @@ Inductor is used as a code generator. What it generates is taken apart by `trans
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch._inductor.ir import ExternKernel, MultiOutput
 from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._inductor.virtualized import V
 
+from graphllm.compile.cubins import kind_of, launched
 from graphllm.ir.exchange import exchange
 from graphllm.ir.graph import Shapes
 from graphllm.ir.kernels import zeroed
@@ -119,7 +121,11 @@ def _keep_apart(lowering: GraphLowering) -> None:
 
 
 def load_module(source: str) -> ModuleType:
-    """A generated module, which compiles its Triton kernels, all configurations of each."""
+    """A generated module, which compiles its Triton kernels, all configurations of each. With Triton's own assembler:
+    Inductor would name another one to this process, and what was tuned and what is built would come from two."""
+    import triton
+
+    os.environ.setdefault("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
     with inductor_config.patch(settings("cuda")):
         return PyCodeCache.load(source)
 
@@ -128,10 +134,8 @@ def cubins(module: ModuleType, inputs: Sequence[torch.Tensor | int], names: Mapp
     """The Triton kernels of a generated module, found by running it once on real inputs, tensors and hidden sizes:
     of several configurations it takes the fastest.
 
-    Returns for each name: cubin (bytes), symbol, shared (bytes), warps, scratch (bytes of global memory for each of its
-    programs), early (whether it may start while the kernel before it runs, because it waits for that one itself), names
-    (of the arguments of ``.run``), args (their kinds; None for what the kernel was specialized on), prefix and grid
-    (integer expressions over the names).
+    Returns for each name what `launched` says of it, and: names (of the arguments of ``.run``), args (their kinds; None
+    for what the kernel was specialized on), prefix and grid (integer expressions over the names).
     """
     with inductor_config.patch(settings("cuda")), torch.no_grad():
         module.call(list(inputs))
@@ -144,32 +148,16 @@ def _cubin(kernel: Any) -> dict[str, Any]:
     known = (r for r in kernel.compile_results if r.config is launcher.config)
     # A configuration that coordinate descent found is not among the results; Triton's cache has its binary.
     compiled = next(known, None) or kernel._precompile_config(launcher.config)
-    binary, signature = compiled.kernel, compiled.compile_meta["signature"]
-    metadata = binary.metadata
-    if getattr(metadata, "num_ctas", 1) != 1:
-        raise NotImplementedError(f"kernel {metadata.name} wants clusters, which pieces do not provide")
+    signature = compiled.compile_meta["signature"]
     grid = GridExpr.from_meta(compiled.inductor_meta, launcher.config)
     parameters = [p for p in inspect.signature(launcher).parameters if p != "stream"]
     return {
-        "cubin": binary.asm["cubin"],
-        "symbol": metadata.name,
-        "shared": metadata.shared,
-        "warps": metadata.num_warps,
-        "scratch": getattr(metadata, "global_scratch_size", 0),
-        "early": "griddepcontrol.wait" in binary.asm["ptx"],
+        **launched(compiled.kernel),
         "names": parameters,
-        "args": [_kind(signature.get(p, "constexpr")) for p in parameters],
+        "args": [kind_of(signature.get(p, "constexpr")) for p in parameters],
         "prefix": [[part.strip() for part in line.split("=", 1)] for line in grid.prefix],
         "grid": [int(g) if str(g).isdigit() else str(g) for g in (grid.x_grid, grid.y_grid, grid.z_grid)],
     }
-
-
-def _kind(triton_type: str) -> str | None:
-    if triton_type == "constexpr":
-        return None
-    if triton_type.startswith("*"):
-        return "ptr"
-    return {"i1": "i8", "u1": "u8", "fp32": "f32", "fp64": "f64"}.get(triton_type, triton_type)
 
 
 def cpp_compile_command(source: Path, output: Path) -> list[str]:

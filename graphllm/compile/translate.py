@@ -20,6 +20,7 @@ from graphllm.ir.externs import EXTERN_NAMESPACE
 from graphllm.ir.gluon import GLUON_NAMESPACE, gluon_kernel
 from graphllm.ir.graph import Shapes, TensorSpec, evaluate, target_of
 from graphllm.ir.kernels import C_NAMESPACE, c_kernel
+from graphllm.ir.triton import TRITON_NAMESPACE, TritonCall, changing
 
 _IGNORED_CALLS = {"assert_size_stride", "assert_alignment", "args.clear", "torch.cuda.set_device", "set_device"}
 _EXTERN = {
@@ -37,8 +38,9 @@ class Bundle:
     """A compiled piece before packaging.
 
     inputs, outputs: value names. code: instructions in order. kernels: by name, the ABI ("args" as "ptr", "i64", "f64")
-    and where the code is: "cpp" source text, "c" symbol of a `CKernel`, "triton" name in the generated module, or
-    "gluon" name of a `GluonKernel` with what it is built from.
+    and where the code is: "cpp" source text, "c" symbol of a `CKernel`, "generated" name of a Triton kernel in
+    the generated module, "call" of a Triton kernel of ours or "gluon" name of a `GluonKernel`, with what they are built
+    from (`graphllm.compile.cubins`).
     """
 
     inputs: list[str]
@@ -136,7 +138,7 @@ class _Translator:
         elif function in self.definitions:
             self.cpp_kernel(function, node)
         elif function.endswith(".run") and function[:-4] in self.definitions:
-            self.triton_kernel(function[:-4], node)
+            self.generated_kernel(function[:-4], node)
         elif function.startswith("extern_kernels."):
             base = function.removeprefix("extern_kernels.")
             if base not in _EXTERN:
@@ -205,12 +207,12 @@ class _Translator:
         ]
         self.bundle.code.append(["kernel", symbol, arguments])
 
-    def triton_kernel(self, function: str, node: ast.Call) -> None:
+    def generated_kernel(self, function: str, node: ast.Call) -> None:
         arguments = []
         for a in node.args:
             is_tensor = (isinstance(a, ast.Name) and a.id in self.specs) or isinstance(a, ast.Call)
             arguments.append(["t", self.tensor(a)] if is_tensor else self.scalar(a))
-        self.bundle.kernels[function] = {"triton": function}
+        self.bundle.kernels[function] = {"generated": function}
         self.bundle.code.append(["kernel", function, arguments])
 
     def operator(self, target: str, node: ast.Call, name: str | None) -> None:
@@ -233,6 +235,8 @@ class _Translator:
             self.bundle.code.append(["kernel", kernel.symbol, _arguments(args)])
         elif namespace == GLUON_NAMESPACE:
             self.gluon_kernel(rest.split(".")[0], args)
+        elif namespace == TRITON_NAMESPACE:
+            self.triton_kernel(*args)
         elif namespace == EXTERN_NAMESPACE:
             self.bundle.code.append(["extern", rest.split(".")[0], _arguments(args)])
         elif "out" in kwargs:
@@ -241,6 +245,16 @@ class _Translator:
             assert name is not None, f"{target} returns nothing and has no out argument"
             made = self.fresh_outputs(target, args, kwargs, name)
             self.bundle.code.append(["call", made, target, args, kwargs])
+
+    def triton_kernel(self, tensors: list[Any], numbers: list[Any], grid: list[Any], text: str) -> None:
+        call = TritonCall.of(text)
+        dtypes = [self.specs[tensor["t"]].dtype for tensor in tensors]
+        same = [n if isinstance(n, int) else None for n in (_unwrapped(n) for n in numbers)]
+        built = {"call": text, "dtypes": dtypes, "numbers": same}
+        symbol = f"{call.kernel.rpartition('.')[2]}_{hashlib.sha256(repr(built).encode()).hexdigest()[:16]}"
+        given = dict(zip([*call.tensors, *call.numbers], [*tensors, *numbers], strict=True)) | call.fixed
+        self.bundle.kernels[symbol] = built
+        self.bundle.code.append(["kernel", symbol, _arguments([*(given[name] for name in changing(call)), *grid])])
 
     def gluon_kernel(self, kernel: str, args: list[Any]) -> None:
         *given, constants = args
@@ -291,6 +305,10 @@ class _Translator:
         if isinstance(node, ast.UnaryOp):
             return ast.literal_eval(node)
         return {"i": self.integer(node)}
+
+
+def _unwrapped(argument: Any) -> Any:
+    return argument["i"] if isinstance(argument, dict) else argument
 
 
 def _is_tensor(argument: Any) -> bool:

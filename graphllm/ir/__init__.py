@@ -3,7 +3,7 @@
 from graphllm.ir.exchange import exchange
 from graphllm.ir.externs import Extern
 from graphllm.ir.gluon import GluonKernel, runs_gluon
-from graphllm.ir.kernels import CKernel, launch_triton, zeroed
+from graphllm.ir.kernels import CKernel, zeroed
 from graphllm.ir.model import (
     AttentionMetadata,
     ForwardContext,
@@ -15,6 +15,7 @@ from graphllm.ir.model import (
     select_rows,
 )
 from graphllm.ir.op import CallSite, Cost, Impl, Op, each_alone, nbytes, op
+from graphllm.ir.triton import launch_triton
 from graphllm.ir.weight import Weight
 from graphllm.specs import InputSpec, OutputSpec, StateSpec
 

@@ -1,8 +1,7 @@
 """Kernels in Gluon, Triton's language beneath Triton: layouts, shared memory and which warps do what are written down.
 
-Inductor can write down a Triton kernel and not one of these, so they are declared like those in C++ and built by
-`graphllm.compile.gluon`. Triton's interpreter does not know them: an implementation that launches one supports no site
-under TRITON_INTERPRET=1.
+They are declared like those in C++ and built by `graphllm.compile.cubins`. Triton's interpreter does not know them: an
+implementation that launches one supports no site under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphllm.config import Target
-from graphllm.ir.kernels import give_scratch
+from graphllm.ir.triton import give_scratch
 
 GLUON_NAMESPACE = "graphllm_gluon"
 _library = torch.library.Library(GLUON_NAMESPACE, "FRAGMENT")

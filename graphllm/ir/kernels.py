@@ -1,7 +1,7 @@
-"""How an implementation calls a hand-written kernel so that both plain execution and the compiler see it.
+"""How an implementation calls a kernel in C++ so that both plain execution and the compiler see it.
 
-`CKernel` is a C++ function with a plain C ABI; `launch_triton` starts a Triton kernel. Under a tracer both leave one
-node in the graph, which the packager turns into a direct call: no dispatcher, no Python wrapper at serve time.
+`CKernel` is a C++ function with a plain C ABI. Under a tracer it leaves one node in the graph, which the packager turns
+into a direct call: no dispatcher, no Python wrapper at serve time. Kernels in Triton: `graphllm.ir.triton`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import itertools
 import os
 import subprocess
 import tempfile
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from graphllm.config import ConfigError
 from graphllm.cpp import compiler_command, content
@@ -104,41 +102,6 @@ def build_library(sources: Sequence[Path]) -> Path:
             raise RuntimeError(f"g++ failed on {', '.join(s.name for s in sources)}:\n{done.stderr[-4000:]}")
         partial.replace(library)
     return library
-
-
-def launch_triton(kernel: Any, grid: tuple[Any, ...], *args: Any, **kwargs: Any) -> None:
-    """Start a Triton kernel so that tracers record it; runs it directly otherwise (also under TRITON_INTERPRET=1).
-
-    A kernel that waits on the device for the one before it is started early, as in an artifact. With tensors on "meta"
-    it is only compiled, into Triton's cache.
-    """
-    if type(kernel).__name__ == "InterpretedFunction":
-        kernel[grid](*args, **kwargs)
-    elif any(isinstance(a, FakeTensor) for a in args):
-        torch.library.wrap_triton(kernel)[grid](*args, **kwargs)
-    else:
-        early = "gdc_wait" in kernel.src
-        if any(isinstance(a, torch.Tensor) and a.is_meta for a in args):
-            kernel.warmup(*args, grid=grid, launch_pdl=early, **kwargs)
-            return
-        give_scratch()
-        kernel[grid](*args, launch_pdl=early, **kwargs)
-
-
-@functools.cache
-def give_scratch() -> None:
-    """Triton asks a function for the memory in which kernels build descriptors; an artifact has its own. A launch has
-    other memory than the last one, which may still run."""
-    import triton
-
-    turns = itertools.cycle((0, 1))
-    triton.set_allocator(lambda size, align, stream: _scratch(size)[next(turns)])
-
-
-@functools.cache
-def _scratch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    one, other = (torch.empty(size, dtype=torch.int8, device="cuda") for _ in range(2))
-    return one, other
 
 
 @torch.library.custom_op(f"{C_NAMESPACE}::zeroed", mutates_args=())

@@ -21,7 +21,7 @@ _FEW = 64  # rows up to which the inner dimension is divided among programs
 _MOST_RANK = 256  # whose B fits into registers and shared memory
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def _expand_kernel(
     y_ptr, low_ptr, b_ptr, ids_ptr, out_ptr, T, y_stride, N: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr, W5: tl.constexpr,

@@ -56,7 +56,7 @@ def _shrink_row_kernel(
     tl.store(low_ptr + t * R + r, low)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def _shrink_kernel(
     x_ptr, a_ptr, ids_ptr, low_ptr,
     partial_ptr,  # float32 [row blocks, adapters, rank blocks, SPLITS, ROWS, BR]

@@ -141,7 +141,7 @@ def sum_over_ranks(own, row, at, inside, few, exchange_ptr, half, DTYPE: tl.cons
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["count"])
 def _sum_kernel(
     x_ptr,
     out_ptr,

@@ -67,7 +67,7 @@ def _attend_tiles(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["S"])
 def _encoder_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, query_start_ptr, S,
     Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr,

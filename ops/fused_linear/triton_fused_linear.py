@@ -299,7 +299,7 @@ def fetch_ahead(weight_ptr, weight_row, in_row, first, WEIGHT_ROW: tl.constexpr,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def tile_kernel(
     x_ptr,
     weight_ptr,
@@ -408,7 +408,7 @@ def tile_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def norm_kernel(
     x_ptr,  # [T, K], or [PARTS, T, K] float32 parts of a sum
     bias_ptr,

@@ -19,7 +19,7 @@ from graphllm.ops.fused_moe.op import fused_moe
 from graphllm.ops.fused_moe.triton_common import SHARED, added, experts_of, supports
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["P"])
 def place_rows_kernel(
     x_ptr,  # [T, K]
     experts_ptr,  # [P] int32, negative for none

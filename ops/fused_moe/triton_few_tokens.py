@@ -133,7 +133,7 @@ def one_sum_kernel(
     tl.store(out_ptr + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def few_kernel(
     x_ptr,  # [T, K], or [P, K] by pair of a token and an expert
     weight_ptr,  # [N, ROWS, K], or encoded

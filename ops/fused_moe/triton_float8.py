@@ -175,7 +175,7 @@ def _product(
     return acc * 64.0
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def halves_experts_kernel(
     x_ptr,  # [T, X_ROW / 2] halves of tokens, or of pairs of a token and an expert
     row_scales_ptr,  # [T]

@@ -23,7 +23,7 @@ from graphllm.ops.fused_moe.triton_adapters import NO_LORA, lora_of, plus_low_ra
 from graphllm.ops.fused_moe.triton_common import Experts, activated, added, experts_of, programs_at_once, supports
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["P"])
 def count_kernel(
     experts_ptr,  # [P] int32, negative for none
     counts_ptr,  # [2, N_PAD] of zeros, to the first row of which the pairs of each expert are added
@@ -48,7 +48,7 @@ def _counts(experts_ptr, begin, P, N_PAD: tl.constexpr, BLOCK: tl.constexpr):
     return tl.histogram(tl.maximum(expert, 0), N_PAD) - tl.where(tl.arange(0, N_PAD) == 0, none, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["P"])
 def place_kernel(
     experts_ptr,  # [P]
     counts_ptr,  # [2, N_PAD]: the pairs of each expert, and zeros, to which the places are added that programs take
@@ -102,7 +102,7 @@ def place_kernel(
             tl.store(tiles_ptr + i * 3 + 2, tl.where(at < N, pairs, 0), mask=i < TILES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["P"])
 def experts_kernel(
     x_ptr,  # [T, K] of which rows are gathered, or [P, K] in the order of experts
     weight_ptr,  # [N, ROWS, K], or encoded

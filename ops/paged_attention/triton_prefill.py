@@ -125,7 +125,7 @@ def _attend_tiles(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["S"])
 def _flash_kernel(
     q_ptr,
     cache_ptr,

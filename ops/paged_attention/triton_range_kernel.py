@@ -155,7 +155,7 @@ def _attend_all(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["S"])
 def range_kernel(
     q_ptr,
     k_ptr,  # these two if SINGLE

@@ -23,7 +23,7 @@ from graphllm.ops.paged_attention.triton_common import (
 _WRITE_TOKENS = 32  # tokens whose keys and values one program stores, for one head
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["S"])
 def _write_kernel(
     k_ptr,
     v_ptr,

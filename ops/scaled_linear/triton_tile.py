@@ -21,7 +21,7 @@ from graphllm.ops.scaled_linear.library import FEWEST
 from graphllm.ops.scaled_linear.op import scaled_linear
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def scaled_tile_kernel(
     x_ptr,  # [T, K / 2] int16: float8 in pairs
     row_scales_ptr,  # [T]

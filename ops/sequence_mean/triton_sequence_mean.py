@@ -15,7 +15,7 @@ from graphllm.ops.sequence_mean.op import sequence_mean
 _COLUMNS, _ROWS = 128, 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["S"])
 def _mean_kernel(
     x_ptr, starts_ptr, rows_ptr, out_ptr, S,
     ROW: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,

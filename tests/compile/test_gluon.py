@@ -73,7 +73,7 @@ def test_a_launch_is_one_instruction_between_what_is_compiled(bundle: Bundle) ->
 PROGRAM = """
 import json, sys
 import graphllm.ops.fused_moe, graphllm.ops.paged_attention
-from graphllm.compile.gluon import described
+from graphllm.compile.cubins import described_gluon as described
 from graphllm.config import Target
 
 made = described(json.load(sys.stdin), Target("cuda", ("sm_90", "sms_132")))

@@ -8,30 +8,22 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch.fx.experimental.proxy_tensor import make_fx
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
-from graphllm.compile.gluon import compiled
+from graphllm.compile.cubins import compiled, compiled_gluon, typed
 from graphllm.config import Target
 from graphllm.ir.gluon import GLUON_NAMESPACE, gluon_kernel
 from graphllm.ir.op import CallSite, Impl, Op
 from graphllm.ir.registry import load_ops
 from graphllm.ir.testing import Maker
 from graphllm.ir.testing.check import cases_of
+from graphllm.ir.triton import TRITON_NAMESPACE, TritonCall
 
 TARGET = Target("cuda", ("sm_90", "sms_132"), "H200")
-POINTERS = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16",
-    torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.int32: "*i32",
-    torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
-    torch.float8_e4m3fn: "*fp8e4nv",
-}  # fmt: skip
 
 
 def launches(op: Op, impl: Impl) -> Iterator[torch.fx.Node]:
@@ -51,68 +43,53 @@ def launches(op: Op, impl: Impl) -> Iterator[torch.fx.Node]:
         for config in configs[:: max(1, len(configs) - 1)]:
             fn = functools.partial(impl.fn, **others, **config)
             graph = make_fx(_of_names(fn), tracing_mode="fake")(tensors).graph
-            yield from (n for n in graph.nodes if "triton_kernel_wrapper" in str(n.target) or _gluon_name(n))
+            yield from (n for n in graph.nodes if _called(n)[0] in (TRITON_NAMESPACE, GLUON_NAMESPACE))
 
 
 def _of_names(fn: Callable[..., Any]) -> Callable[[dict[str, torch.Tensor]], Any]:
     return lambda tensors: fn(**tensors)
 
 
-def _gluon_name(node: torch.fx.Node) -> str:
-    """Of the Gluon kernel that a node calls, empty where it calls none."""
+def _called(node: torch.fx.Node) -> tuple[str, str]:
+    """Namespace and name of the operator that a node calls, empty where it calls none."""
     schema = getattr(node.target, "_schema", None)
     namespace, _, name = schema.name.partition("::") if schema else ("", "", "")
-    return name if namespace == GLUON_NAMESPACE else ""
+    return namespace, name
 
 
 def build(node: torch.fx.Node, built: dict[str, str]) -> str:
     """PTX of a recorded launch; equal ones are built once."""
-    return _build_gluon(node, built) if _gluon_name(node) else _build_triton(node.kwargs, built)
+    namespace, name = _called(node)
+    return _build_gluon(name, node, built) if namespace == GLUON_NAMESPACE else _build_triton(node, built)
 
 
-def _build_gluon(node: torch.fx.Node, built: dict[str, str]) -> str:
-    kernel, constants = gluon_kernel(_gluon_name(node)), json.loads(node.args[-1])
+def _build_gluon(name: str, node: torch.fx.Node, built: dict[str, str]) -> str:
+    kernel, constants = gluon_kernel(name), json.loads(node.args[-1])
     names = kernel.function.arg_names
     given = {n: v.meta["val"] for n, v in zip(names, node.args, strict=False) if isinstance(v, torch.fx.Node)}
-    dtypes = {n: str(v.dtype).removeprefix("torch.") for n, v in given.items() if isinstance(v, torch.Tensor)}
+    dtypes = {n: _dtype(v) for n, v in given.items() if isinstance(v, torch.Tensor)}
     key = repr((kernel.name, dtypes, constants))
     if key not in built:
-        built[key] = compiled(kernel, dtypes, constants, TARGET).asm["ptx"]
+        built[key] = compiled_gluon(kernel, dtypes, constants, TARGET).asm["ptx"]
     return built[key]
 
 
-def _build_triton(call: Mapping[str, Any], built: dict[str, str]) -> str:
-    kernel = kernel_side_table.get_kernel(call["kernel_idx"])
-    given = {**kernel_side_table.get_constant_args(call["constant_args_idx"]), **call["kwargs"]}
-    options = {}
-    if hasattr(kernel, "configs"):  # what the tracer makes of launch options
-        (config,) = kernel.configs
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        kernel = kernel.fn
-    constant = {p.name for p in kernel.params if p.is_constexpr}
-    signature, constants, aligned = {}, {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        value = given[name]
-        value = value.meta["val"] if isinstance(value, torch.fx.Node) else value
-        if name in constant:
-            signature[name], constants[(i,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name], aligned[(i,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-    key = repr((kernel.fn, signature, constants, sorted(aligned), options))
+def _build_triton(node: torch.fx.Node, built: dict[str, str]) -> str:
+    tensors, numbers, _, text = node.args
+    call = TritonCall.of(text)
+    dtypes = [_dtype(tensor.meta["val"]) for tensor in tensors]
+    types = typed(call, dtypes, [n if isinstance(n, int) else None for n in numbers])
+    key = repr((call.kernel, types, call.fixed))
     if key not in built:
-        built[key] = _ptx(kernel, signature, constants, aligned, options)
+        built[key] = compiled(call, types, TARGET).asm["ptx"]
     return built[key]
 
 
-def _ptx(kernel: Any, signature: dict, constants: dict, aligned: dict, options: dict) -> str:
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def main(names: Collection[str]) -> None:
-    assert triton_kernel_wrapper_functional  # registers the operator that tracers record
     for op in load_ops().values():
         for impl in op.impls.values():
             if impl.device == "cuda" and (not names or op.name in names):
