@@ -83,8 +83,8 @@ def compiled(call: TritonCall, types: Typed, target: Target) -> Any:
 
 
 def compiled_gluon(kernel: GluonKernel, dtypes: Mapping[str, str], constants: Mapping[str, Any], target: Target) -> Any:
-    """The same of a Gluon kernel. dtypes: of the arguments that are tensors. constants: those of the kernel, and options
-    of Triton's compiler."""
+    """The same of a Gluon kernel. dtypes: of the arguments that are tensors. constants: those of the kernel, and
+    options of Triton's compiler."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
     names = kernel.function.arg_names
