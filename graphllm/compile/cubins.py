@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from graphllm.compile.turns import kernel_turn
 from graphllm.config import Target
 from graphllm.ir.gluon import GluonKernel, gluon_kernel
 from graphllm.ir.triton import GRID, TritonCall, changing, starts_early, triton_kernel
@@ -107,14 +109,17 @@ def _compiled(source: Any, options: Mapping[str, Any], target: Target) -> Any:
     return compile(source, target=GPUTarget("cuda", int(target.arch[0].removeprefix("sm_")), 32), options=options)
 
 
-def described(call: Mapping[str, Any], target: Target) -> dict[str, Any]:
+def described(call: Mapping[str, Any], target: Target, turns: Path | None = None) -> dict[str, Any]:
     """A kernel of a `Bundle` as `graphllm.runtime.kernels.CudaKernels` launches it, its cubin among it. call: the
-    kernel's "call", the "dtypes" of its tensors and its "numbers", see `typed`."""
+    kernel's "call", the "dtypes" of its tensors and its "numbers", see `typed`. turns: of processes that compile beside
+    this one, see `graphllm.compile.turns`."""
     told = TritonCall.of(call["call"])
     types = typed(told, call["dtypes"], call["numbers"])
     names = changing(told)
+    with kernel_turn(turns, repr((told.kernel, types, told.fixed))):
+        binary = compiled(told, types, target)
     return {
-        **launched(compiled(told, types, target)),
+        **launched(binary),
         "names": [*names, *GRID],
         "args": [*(kind_of(types.types[name]) for name in names), *[None] * len(GRID)],
         "prefix": [],
@@ -122,13 +127,15 @@ def described(call: Mapping[str, Any], target: Target) -> dict[str, Any]:
     }
 
 
-def described_gluon(call: Mapping[str, Any], target: Target) -> dict[str, Any]:
+def described_gluon(call: Mapping[str, Any], target: Target, turns: Path | None = None) -> dict[str, Any]:
     """The same of a Gluon kernel. call: its "gluon", the kernel's name, its "dtypes" by argument and its "constants",
     as JSON."""
     kernel, constants = gluon_kernel(call["gluon"]), json.loads(call["constants"])
     names = [name for name in kernel.function.arg_names if name not in constants]
+    with kernel_turn(turns, repr(call)):
+        binary = compiled_gluon(kernel, call["dtypes"], constants, target)
     return {
-        **launched(compiled_gluon(kernel, call["dtypes"], constants, target)),
+        **launched(binary),
         "early": kernel.early,
         "names": [*names, "programs"],
         "args": [*("ptr" if name in call["dtypes"] else "i32" for name in names), None],

@@ -34,8 +34,11 @@ class Cuda:
         self._turns = turns
 
     def prepare(self) -> None:
-        """Import Inductor, which lasts seconds."""
+        """Import Inductor and what it imports with its first graph, which lasts seconds."""
         import graphllm.compile.backends  # noqa: F401
+        from graphllm.compile.inductor import warm_up
+
+        warm_up()
 
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
@@ -61,8 +64,8 @@ class Cuda:
 
         calls = generated.bundle.kernels
         names = {name: k["generated"] for name, k in calls.items() if "generated" in k}
-        ours = {name: described(k, config.target) for name, k in calls.items() if "call" in k}
-        ours |= {name: described_gluon(k, config.target) for name, k in calls.items() if "gluon" in k}
+        ours = {name: described(k, config.target, self._turns) for name, k in calls.items() if "call" in k}
+        ours |= {name: described_gluon(k, config.target, self._turns) for name, k in calls.items() if "gluon" in k}
         if not names:
             return ours
         module = inductor.load_module(generated.source)

@@ -28,10 +28,11 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import ExternKernel, MultiOutput
 from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._inductor.virtualized import V
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphllm.compile.cubins import kind_of, launched
 from graphllm.ir.exchange import exchange
-from graphllm.ir.graph import Shapes
+from graphllm.ir.graph import Shapes, TensorSpec
 from graphllm.ir.kernels import zeroed
 
 CPP_HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"  # what every generated C++ kernel begins with
@@ -105,6 +106,16 @@ def generate(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], shapes
             _keep_apart(lowering)
             code = lowering.codegen()[0]
     return code if isinstance(code, str) else code.value
+
+
+def warm_up() -> None:
+    """Generate one sum for a CPU: with its first graph Inductor imports and registers more, which processes that are
+    forked from this one have then."""
+    shapes = Shapes("cpu")
+    x = shapes.tensor(TensorSpec.contiguous("float32", "T"))
+    with shapes.mode, torch.no_grad():
+        graph = make_fx(lambda x: x + 1)(x)
+    generate(graph, [x], shapes)
 
 
 def _keep_apart(lowering: GraphLowering) -> None:
