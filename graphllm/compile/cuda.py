@@ -34,11 +34,11 @@ class Cuda:
         self._turns = turns
 
     def prepare(self) -> None:
-        """Import Inductor and what it imports with its first graph, which lasts seconds."""
+        """Import Inductor, which lasts seconds."""
         import graphllm.compile.backends  # noqa: F401
-        from graphllm.compile.inductor import warm_up
+        from graphllm.compile import inductor
 
-        warm_up()
+        inductor.prepare()
 
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]

@@ -18,6 +18,7 @@ import torch
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.codegen.common import init_backend_registration
 from torch._inductor.compile_fx import view_to_reshape
 from torch._inductor.cpp_builder import CppTorchOptions
 from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -28,14 +29,18 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import ExternKernel, MultiOutput
 from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._inductor.virtualized import V
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphllm.compile.cubins import kind_of, launched
 from graphllm.ir.exchange import exchange
-from graphllm.ir.graph import Shapes, TensorSpec
+from graphllm.ir.graph import Shapes
 from graphllm.ir.kernels import zeroed
 
 CPP_HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"  # what every generated C++ kernel begins with
+
+
+def prepare() -> None:
+    """Import what Inductor imports with its first graph."""
+    init_backend_registration()
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -106,16 +111,6 @@ def generate(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], shapes
             _keep_apart(lowering)
             code = lowering.codegen()[0]
     return code if isinstance(code, str) else code.value
-
-
-def warm_up() -> None:
-    """Generate one sum for a CPU: with its first graph Inductor imports and registers more, which processes that are
-    forked from this one have then."""
-    shapes = Shapes("cpu")
-    x = shapes.tensor(TensorSpec.contiguous("float32", "T"))
-    with shapes.mode, torch.no_grad():
-        graph = make_fx(lambda x: x + 1)(x)
-    generate(graph, [x], shapes)
 
 
 def _keep_apart(lowering: GraphLowering) -> None:
