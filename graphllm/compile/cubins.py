@@ -1,14 +1,14 @@
 """Triton and Gluon kernels to cubins: as a call of one says what its arguments are, built by Triton without running it.
 
-Arguments are typed as Triton does where it starts a kernel, so what tuning compiled is found in its cache.
+A Triton kernel is compiled as tuning compiles it, so what that left in Triton's cache is found there.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,27 +17,43 @@ from graphllm.config import Target
 from graphllm.ir.gluon import GluonKernel, gluon_kernel
 from graphllm.ir.triton import GRID, TritonCall, changing, starts_early, triton_kernel
 
-_POINTERS = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
-    torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
-    torch.bool: "*i1", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
-}  # fmt: skip
-_KINDS = {
-    "i1": "i8",
-    "u1": "u8",
-    "fp32": "f32",
-    "fp64": "f64",
-}  # of `CudaKernels`, where they differ
-_MULTIPLE = [["tt.divisibility", 16]]
+_KINDS = {"i1": "i8", "u1": "u8", "fp32": "f32", "fp64": "f64"}  # of `CudaKernels`, where they differ
+_ODD = 4  # an address that is no multiple of 16
+_ANY = 1009  # no 1 and no multiple of 16: Triton compiles for what it sees
+_WARP = 32  # threads
 
 
-class Typed(NamedTuple):
-    """Triton's types of a kernel's arguments, by name; values of those that it is compiled for; what else it may know,
-    by position."""
+class TargetOnly:
+    """What Triton asks of a driver while it compiles. Nothing is started with it, and no GPU needed."""
 
-    types: dict[str, str]
-    constants: dict[str, Any]
-    attributes: dict[tuple[int, ...], list[list[Any]]]
+    def __init__(self, target: Target) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        capability = next(int(a.removeprefix("sm_")) for a in target.arch if a.startswith("sm_"))
+        self._target = GPUTarget("cuda", capability, _WARP)
+
+    def get_current_target(self) -> Any:
+        """Of the only device."""
+        return self._target
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """One that nothing is started in."""
+        return 0
+
+
+@dataclass(frozen=True)
+class _Pointer:
+    """A tensor as Triton looks at it where it is to compile for one."""
+
+    dtype: torch.dtype
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 def kind_of(triton_type: str) -> str | None:
@@ -47,81 +63,49 @@ def kind_of(triton_type: str) -> str | None:
     return "ptr" if triton_type.startswith("*") else _KINDS.get(triton_type, triton_type)
 
 
-def typed(call: TritonCall, dtypes: Sequence[str], numbers: Sequence[int | None]) -> Typed:
-    """A Triton kernel's arguments. dtypes: of the call's tensors. numbers: the call's; None for one that differs from
-    launch to launch, of which nothing but that it fits 32 bits is known then."""
-    pointers = {n: _POINTERS[getattr(torch, d)] for n, d in zip(call.tensors, dtypes, strict=True)}
-    integers = dict(zip(call.numbers, numbers, strict=True))
-    made = Typed({}, {}, {})
-    for i, p in enumerate(triton_kernel(call.kernel).params):
-        value = integers[p.name] if p.name in integers else call.fixed.get(p.name)
-        one = p.name in integers and value == 1 and not p.do_not_specialize and not p.annotation_type
-        if p.is_constexpr or one or (value is None and p.name not in pointers and p.name not in integers):
-            made.types[p.name], made.constants[p.name] = "constexpr", value
-            continue
-        multiple = False
-        if p.name in pointers:
-            kind, multiple = pointers[p.name], p.name not in call.unaligned
-        elif p.name in integers:
-            kind = "i32" if value is None or -(2**31) <= value < 2**31 else "i64"
-            multiple = value is not None and value % 16 == 0
-        else:
-            kind = "u1" if isinstance(value, bool) else "fp32"
-        made.types[p.name] = p.annotation_type or kind
-        if not p.do_not_specialize and kind not in ("u1", "fp32"):
-            made.attributes[(i,)] = _MULTIPLE if multiple and not p.do_not_specialize_on_alignment else []
-    return made
-
-
-def compiled(call: TritonCall, types: Typed, target: Target) -> Any:
-    """Triton's compiled kernel for a GPU."""
-    from triton.compiler import ASTSource
-
+def compiled(call: TritonCall, dtypes: Sequence[str], numbers: Sequence[int | None], target: Target) -> Any:
+    """Triton's compiled kernel for a GPU. dtypes: of the call's tensors. numbers: the call's; None for one that differs
+    from launch to launch, of which nothing but that it fits 32 bits is known then."""
+    addresses = [_ODD if name in call.unaligned else 0 for name in call.tensors]
+    pointers = [_Pointer(getattr(torch, dtype), address) for dtype, address in zip(dtypes, addresses, strict=True)]
+    known = [_ANY if number is None else number for number in numbers]
     kernel = triton_kernel(call.kernel)
-    constants = {(kernel.arg_names.index(name),): value for name, value in types.constants.items()}
-    options = {name: value for name, value in call.fixed.items() if name not in kernel.arg_names}
-    source = ASTSource(kernel, types.types, constants, types.attributes)
-    return _compiled(source, {"launch_pdl": starts_early(kernel), **options}, target)
+    given = dict(zip([*call.tensors, *call.numbers], [*pointers, *known], strict=True)) | call.fixed
+    return _compiled(kernel, {**given, "launch_pdl": starts_early(kernel)}, target)
 
 
-def compiled_gluon(kernel: GluonKernel, dtypes: Mapping[str, str], constants: Mapping[str, Any], target: Target) -> Any:
-    """The same of a Gluon kernel. dtypes: of the arguments that are tensors. constants: those of the kernel, and
-    options of Triton's compiler."""
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    names = kernel.function.arg_names
-    options = {name: value for name, value in constants.items() if name not in names}
-    constants = {name: value for name, value in constants.items() if name in names}
-    pointers = {name: _POINTERS[getattr(torch, dtype)] for name, dtype in dtypes.items()}
-    source = GluonASTSource(
-        kernel.function,
-        {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): _MULTIPLE for name in dtypes},
-    )
-    return _compiled(source, {"num_warps": kernel.warps, **options}, target)
+def compiled_gluon(kernel: GluonKernel, dtypes: Mapping[str, str], constants: str, target: Target) -> Any:
+    """The same of a Gluon kernel. dtypes: of the arguments that are tensors. constants: see `GluonKernel`."""
+    options = kernel.options(constants)
+    given = {name: _ANY for name in kernel.function.arg_names if name not in options} | {
+        name: _Pointer(getattr(torch, dtype), 0) for name, dtype in dtypes.items()
+    }
+    return _compiled(kernel.function, {**given, **options}, target)
 
 
-def _compiled(source: Any, options: Mapping[str, Any], target: Target) -> Any:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import compile
+def _compiled(kernel: Any, given: Mapping[str, Any], target: Target) -> Any:
+    from triton.runtime import driver
 
-    return compile(source, target=GPUTarget("cuda", int(target.arch[0].removeprefix("sm_")), 32), options=options)
+    before = driver.active
+    driver.set_active(TargetOnly(target))
+    try:
+        return kernel.warmup(grid=(1, 1, 1), **given)
+    finally:
+        driver.set_active(before)
 
 
 def described(call: Mapping[str, Any], target: Target, turns: Path | None = None) -> dict[str, Any]:
     """A kernel of a `Bundle` as `graphllm.runtime.kernels.CudaKernels` launches it, its cubin among it. call: the
-    kernel's "call", the "dtypes" of its tensors and its "numbers", see `typed`. turns: of processes that compile beside
-    this one, see `graphllm.compile.turns`."""
+    kernel's "call", the "dtypes" of its tensors and its "numbers", see `compiled`. turns: of processes that compile
+    beside this one, see `graphllm.compile.turns`."""
     told = TritonCall.of(call["call"])
-    types = typed(told, call["dtypes"], call["numbers"])
     names = changing(told)
-    with kernel_turn(turns, repr((told.kernel, types, told.fixed))):
-        binary = compiled(told, types, target)
+    with kernel_turn(turns, repr(call)):
+        binary = compiled(told, call["dtypes"], call["numbers"], target)
     return {
         **launched(binary),
         "names": [*names, *GRID],
-        "args": [*(kind_of(types.types[name]) for name in names), *[None] * len(GRID)],
+        "args": [*(kind_of(binary.src.signature[name]) for name in names), *[None] * len(GRID)],
         "prefix": [],
         "grid": GRID,
     }
@@ -130,10 +114,10 @@ def described(call: Mapping[str, Any], target: Target, turns: Path | None = None
 def described_gluon(call: Mapping[str, Any], target: Target, turns: Path | None = None) -> dict[str, Any]:
     """The same of a Gluon kernel. call: its "gluon", the kernel's name, its "dtypes" by argument and its "constants",
     as JSON."""
-    kernel, constants = gluon_kernel(call["gluon"]), json.loads(call["constants"])
-    names = [name for name in kernel.function.arg_names if name not in constants]
+    kernel = gluon_kernel(call["gluon"])
+    names = [name for name in kernel.function.arg_names if name not in kernel.options(call["constants"])]
     with kernel_turn(turns, repr(call)):
-        binary = compiled_gluon(kernel, call["dtypes"], constants, target)
+        binary = compiled_gluon(kernel, call["dtypes"], call["constants"], target)
     return {
         **launched(binary),
         "early": kernel.early,

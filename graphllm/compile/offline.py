@@ -10,34 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
+from graphllm.compile.cubins import TargetOnly
 from graphllm.compile.jobs import Candidate, Done, Find
 from graphllm.compile.tune import build_candidate, tunables
 from graphllm.config import CompileConfig, Target
 from graphllm.ir.graph import Shapes
-
-_WARP = 32
-
-
-class TargetOnly:
-    """What Triton asks of a driver while it compiles."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
-
-    def get_current_target(self) -> GPUTarget:
-        """Of the only device."""
-        return self._target
-
-    def get_current_device(self) -> int:
-        """The only one."""
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        """One that nothing is started in."""
-        return 0
 
 
 def prepare() -> None:
@@ -58,8 +37,7 @@ def work(config: CompileConfig, job: Find | Candidate) -> Done:
 
 @functools.cache
 def _prepare_process(target: Target) -> None:
-    capability = next(int(a.removeprefix("sm_")) for a in target.arch if a.startswith("sm_"))
-    only: Any = TargetOnly(GPUTarget("cuda", capability, _WARP))
+    only: Any = TargetOnly(target)
     triton.runtime.driver.set_active(only)
     if hasattr(nvidia, "make_launcher"):
         triton.knobs.compilation.listener = _make_launcher

@@ -54,15 +54,16 @@ class GluonKernel:
     def _run(self, *args: Any) -> None:
         *given, programs, constants = args
         give_scratch()
-        self.function[(programs,)](*given, **self._options(constants))
+        self.function[(programs,)](*given, **self.options(constants))
 
     def _compile(self, *args: Any) -> None:
         """With tensors on "meta" that are no tracer's: see `launch_triton`."""
         *given, programs, constants = args
         if not any(isinstance(a, FakeTensor) for a in given):
-            self.function.warmup(*given, grid=(programs,), **self._options(constants))
+            self.function.warmup(*given, grid=(programs,), **self.options(constants))
 
-    def _options(self, constants: str) -> dict[str, Any]:
+    def options(self, constants: str) -> dict[str, Any]:
+        """What the function is compiled for, from the last argument of a call."""
         return {"num_warps": self.warps, "launch_pdl": self.early, **json.loads(constants)}
 
 

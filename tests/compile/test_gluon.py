@@ -73,10 +73,13 @@ def test_a_launch_is_one_instruction_between_what_is_compiled(bundle: Bundle) ->
 PROGRAM = """
 import json, sys
 import graphllm.ops.fused_moe, graphllm.ops.paged_attention
-from graphllm.compile.cubins import described_gluon as described
+import triton
+from graphllm.compile.cubins import TargetOnly, described_gluon
 from graphllm.config import Target
 
-made = described(json.load(sys.stdin), Target("cuda", ("sm_90", "sms_132")))
+target = Target("cuda", ("sm_90", "sms_132"))
+triton.runtime.driver.set_active(TargetOnly(target))
+made = described_gluon(json.load(sys.stdin), target)
 print(json.dumps({**made, "cubin": made["cubin"][:4].hex()}))
 """
 

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+import triton
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphllm.compile.cubins import compiled, compiled_gluon, typed
+from graphllm.compile.cubins import TargetOnly, compiled, compiled_gluon
 from graphllm.config import Target
 from graphllm.ir.gluon import GLUON_NAMESPACE, gluon_kernel
 from graphllm.ir.op import CallSite, Impl, Op
@@ -64,7 +64,7 @@ def build(node: torch.fx.Node, built: dict[str, str]) -> str:
 
 
 def _build_gluon(name: str, node: torch.fx.Node, built: dict[str, str]) -> str:
-    kernel, constants = gluon_kernel(name), json.loads(node.args[-1])
+    kernel, constants = gluon_kernel(name), node.args[-1]
     names = kernel.function.arg_names
     given = {n: v.meta["val"] for n, v in zip(names, node.args, strict=False) if isinstance(v, torch.fx.Node)}
     dtypes = {n: _dtype(v) for n, v in given.items() if isinstance(v, torch.Tensor)}
@@ -78,10 +78,10 @@ def _build_triton(node: torch.fx.Node, built: dict[str, str]) -> str:
     tensors, numbers, _, text = node.args
     call = TritonCall.of(text)
     dtypes = [_dtype(tensor.meta["val"]) for tensor in tensors]
-    types = typed(call, dtypes, [n if isinstance(n, int) else None for n in numbers])
-    key = repr((call.kernel, types, call.fixed))
+    known = [n if isinstance(n, int) else None for n in numbers]
+    key = repr((dtypes, known, text))
     if key not in built:
-        built[key] = compiled(call, types, TARGET).asm["ptx"]
+        built[key] = compiled(call, dtypes, known, TARGET).asm["ptx"]
     return built[key]
 
 
@@ -90,6 +90,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def main(names: Collection[str]) -> None:
+    triton.runtime.driver.set_active(TargetOnly(TARGET))
     for op in load_ops().values():
         for impl in op.impls.values():
             if impl.device == "cuda" and (not names or op.name in names):

@@ -1,0 +1,68 @@
+"""Triton kernels on their way into an artifact: traced, written down by Inductor, taken apart, built for sm_90; see
+triton_calls.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphllm.expr import value
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    native = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    native["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    program = Path(__file__).with_name("triton_calls.py")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, env=native)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_what_is_built_is_the_kernel_that_triton_starts(seen: dict[str, Any]) -> None:
+    """With integers that it takes for constants, for multiples of 16, and for more than 32 bits."""
+    assert seen["as started"] == [True] * 5
+
+
+def test_a_launch_is_one_instruction_between_what_is_compiled(seen: dict[str, Any]) -> None:
+    launches = [code for code in seen["apart"]["code"] if code[0] == "kernel"]
+    assert [name.split("_")[0] for _, name, _ in launches] == ["fused", "shift", "fused"]
+    (_, _, first), (_, name, given), (_, _, last) = launches
+    kernel = seen["apart"]["kernels"][name]
+    by_name = dict(zip(kernel["names"], given, strict=True))
+    assert by_name["x_ptr"] in first  # it reads what the kernel before it wrote
+    assert by_name["out_ptr"] in last  # and writes what the one behind it reads
+    assert [by_name[n] for n in ("T", "count", "wide", "by")] == [["i", "T"], ["i", 5], ["i", 2**40], 0.5]
+    assert [value(by_name[n][1], {"T": 200}) for n in kernel["grid"]] == [4, 2, 1]
+
+
+def test_a_kernel_is_described_as_a_launch_hands_over_its_arguments(seen: dict[str, Any]) -> None:
+    """None and constants are no arguments of the compiled kernel; the grid is none of the function."""
+    (kernel,) = seen["apart"]["kernels"].values()
+    kinds = dict(zip(kernel["names"], kernel["args"], strict=True))
+    assert kinds == {
+        "x_ptr": "ptr", "y_ptr": "ptr", "T": "i32", "count": "i32", "wide": "i64", "by": "f32", "turned": "u8",
+        "out_ptr": "ptr", "grid_x": None, "grid_y": None, "grid_z": None,
+    }  # fmt: skip
+    assert bytes.fromhex(kernel["cubin"]) == b"\x7fELF"
+    assert (kernel["warps"], kernel["early"], kernel["scratch"]) == (2, False, 0)
+
+
+def test_what_tuning_compiled_is_found_again(seen: dict[str, Any]) -> None:
+    """And serves the next bucket, whose sizes are others."""
+    assert seen["found again"] == {"decode-2-16": [1, 0], "decode-17-32": [0, 0]}
+
+
+def test_launches_that_cannot_be_recorded(seen: dict[str, Any]) -> None:
+    assert "not made by triton.jit alone" in seen["refused"]["autotuned"]
+    assert "is a number, a text or None" in seen["refused"]["a type"]
+    assert "T = 512" in seen["fixed"]  # lowering refuses that: see test_specialize.py

@@ -1,0 +1,177 @@
+"""Triton kernels on their way into an artifact, for `test_triton_calls.py`: a program, because it needs Triton's
+compiler where the tests have its interpreter. Prints one JSON object."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphllm.compile import inductor, offline
+from graphllm.compile.cubins import compiled, described
+from graphllm.compile.jobs import Tunable
+from graphllm.compile.translate import Bundle, translate
+from graphllm.compile.tune import build_candidate
+from graphllm.config import Bucket, Target
+from graphllm.ir import launch_triton
+from graphllm.ir.graph import Shapes, TensorSpec
+from graphllm.ir.op import all_ops
+from graphllm.ir.registry import load_ops
+from graphllm.ir.triton import TritonCall
+from graphllm.rewrite import ImplChoice
+
+TARGET = Target("cuda", ("sm_90", "sms_132"))
+
+
+@triton.jit(do_not_specialize_on_alignment=["T"])
+def shift_kernel(
+    x_ptr, y_ptr, none_ptr, T, count, wide, by, turned, out_ptr, BLOCK: tl.constexpr, MORE: tl.constexpr = 3
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < T, other=0.0) + tl.load(y_ptr + at, mask=at < T, other=0.0)
+    if none_ptr is None:
+        x += by * MORE
+    if turned:
+        x = -x
+    tl.store(out_ptr + at, x + count + (wide % 7) * 0.5, mask=at < T)
+
+
+@triton.autotune([triton.Config({"BLOCK": 16})], key=[])
+@triton.jit
+def tuned_kernel(x_ptr, BLOCK: tl.constexpr):
+    tl.store(x_ptr, 0.0)
+
+
+def shift(x: Tensor, count: int = 5, wide: int = 2**40, **changes: Any) -> Tensor:
+    """Launches the kernel on [T] numbers and what follows the first of them."""
+    out = torch.empty_like(x)
+    T = x.shape[0]
+    given = {"BLOCK": 64, "num_warps": 2} | changes
+    launch_triton(shift_kernel, (T // 64 + 1, 2), x, x[1:], None, T, count, wide, 0.5, True, out, **given)
+    return out
+
+
+def recorded(count: int, wide: int) -> tuple[TritonCall, list[str], list[int | None]]:
+    """What `compiled` is given of a launch with these."""
+    shapes = Shapes("cpu", Bucket("decode", 2, 512))
+    x = shapes.tensor(TensorSpec.contiguous("float32", "T"))
+    with shapes.mode, torch.no_grad():
+        graph = make_fx(lambda x: shift(x, count, wide))(x).graph
+    (node,) = (n for n in graph.nodes if "graphllm_triton" in str(n.target))
+    tensors, numbers, _, text = node.args
+    dtypes = [str(t.meta["val"].dtype).removeprefix("torch.") for t in tensors]
+    return TritonCall.of(text), dtypes, [n if isinstance(n, int) else None for n in numbers]
+
+
+def by_triton(count: int, wide: int) -> Any:
+    """The same launch compiled by Triton as it would start it; T is no multiple of 16, the second pointer neither."""
+    x = torch.empty(513, device="meta")
+
+    class Odd:
+        dtype = torch.float32
+
+        def data_ptr(self) -> int:
+            return 4
+
+    return shift_kernel.warmup(
+        x, Odd(), None, 513, count, wide, 0.5, True, x, grid=(9, 2), BLOCK=64, num_warps=2, launch_pdl=False
+    )
+
+
+def beside_triton() -> list[bool]:
+    """For some integers, whether what is built is the kernel that Triton starts."""
+    cases = ((5, 2**40), (1, 32), (48, 1), (2**31, -(2**31)), (0, 2**31 - 1))
+    return [compiled(*recorded(*case), TARGET).hash == by_triton(*case).hash for case in cases]
+
+
+def refused() -> dict[str, str]:
+    """What is said of launches that cannot be recorded."""
+
+    def said(launch: Any) -> str:
+        shapes = Shapes("cpu", Bucket("decode", 2, 512))
+        x = shapes.tensor(TensorSpec.contiguous("float32", "T"))
+        try:
+            with shapes.mode:
+                make_fx(launch)(x)
+        except TypeError as error:
+            return str(error)
+        return ""
+
+    return {
+        "autotuned": said(lambda x: launch_triton(tuned_kernel, (1,), x)),
+        "a type": said(lambda x: shift(x, MORE=tl.float32)),
+    }
+
+
+def fixed() -> str:
+    """The sizes that a launch with a size as a constant makes fixed."""
+    shapes = Shapes("cpu", Bucket("decode", 2, 512))
+    x = shapes.tensor(TensorSpec.contiguous("float32", "T"))
+    with shapes.mode:
+        make_fx(lambda x: shift(x, MORE=x.shape[0]))(x)
+    return shapes.fixed()
+
+
+def taken_apart() -> dict[str, Any]:
+    """A graph with a launch between two sums, as Inductor writes it down and as a bundle has it."""
+    shapes = Shapes("cpu", Bucket("decode", 2, 512))
+    x = shapes.tensor(TensorSpec.contiguous("float32", "T"))
+    with shapes.mode, torch.no_grad():
+        graph = make_fx(lambda x: shift(x + 1) * 2)(x)
+    bundle: Bundle = translate(inductor.generate(graph, [x], shapes), [x], shapes)
+    ours = {name: k for name, k in bundle.kernels.items() if "call" in k}
+    made = {name: described(k, TARGET) for name, k in ours.items()}
+    for kernel in made.values():
+        kernel["cubin"] = kernel["cubin"][:4].hex()
+    return {"code": bundle.code, "kernels": made, "again": all(json.loads(json.dumps(k)) == k for k in ours.values())}
+
+
+def _in_order(launch: Callable[..., Any]) -> Callable[[Tensor, Tensor], Any]:
+    return lambda x, weight: launch(x_TI=x, weight_OI=weight)
+
+
+def entries(folder: Path) -> set[str]:
+    """Of Triton's cache: the kernels."""
+    return {file.parent.name for file in folder.glob("*/*.cubin")}
+
+
+def found_again() -> dict[str, list[int]]:
+    """Kernels of linear layers that a worker compiles for tuning, and those that building then compiles beside them."""
+    cache, counts = Path(os.environ["TRITON_CACHE_DIR"]), {}
+    op = all_ops()["fused_linear"]
+    x, weight = TensorSpec.contiguous("bfloat16", "T", 256), TensorSpec.contiguous("bfloat16", 512, 256)
+    constants = {"block_t": 16, "block_n": 64, "block_k": 128, "splits": 2, "warps": 4, "stages": 3, "token_tiles": 1,
+                 "direct": 0, "norm": 0, "low_rows": 0, "low_splits": 1}  # fmt: skip
+    for bucket in (Bucket("decode", 2, 16), Bucket("decode", 17, 32)):
+        shapes = Shapes("cpu", bucket)
+        fakes = {"x_TI": shapes.tensor(x), "weight_OI": shapes.tensor(weight)}
+        plain = {n: v for n, v in op.bind((), fakes).items() if n not in fakes}
+        site = Tunable("fused_linear", {"x_TI": x, "weight_OI": weight}, plain, bucket.limits(64), [])
+        before = entries(cache)
+        assert build_candidate(site, ImplChoice("triton_tile", constants)) == ""
+        compiled = entries(cache)
+        with shapes.mode, torch.no_grad():
+            launch = functools.partial(op.impls["triton_tile"].fn, **plain, **constants)
+            graph = make_fx(_in_order(launch))(*fakes.values())
+        inputs = list(fakes.values())
+        bundle = translate(inductor.generate(graph, inputs, shapes), inputs, shapes)
+        for kernel in bundle.kernels.values():
+            described(kernel, TARGET)
+        counts[bucket.name] = [len(compiled - before), len(entries(cache) - compiled)]
+    return counts
+
+
+if __name__ == "__main__":
+    load_ops()
+    offline._prepare_process(TARGET)
+    told = {"as started": beside_triton(), "refused": refused(), "fixed": fixed(), "apart": taken_apart()}
+    print(json.dumps({**told, "found again": found_again()}))
