@@ -128,10 +128,13 @@ def _aligned(tensor: Tensor) -> bool:
     return statically_known_true(tensor.storage_offset() * tensor.element_size() % _ALIGNED == 0)
 
 
-def _made_fixed(constant: Any) -> int:
-    """A size as a constant is the same from then on: lowering refuses that where it is dynamic."""
+def _made_fixed(constant: Any) -> int | bool:
+    """A size as a constant is the same from then on: lowering refuses that where it is dynamic. What a comparison of
+    sizes says holds for the whole bucket."""
     if isinstance(constant, torch.SymInt):
         return int(constant)
+    if isinstance(constant, torch.SymBool):
+        return bool(constant)
     raise TypeError(f"a constant of a Triton kernel is a number, a text or None, not {constant!r}")
 
 

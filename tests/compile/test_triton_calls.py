@@ -65,4 +65,10 @@ def test_what_tuning_compiled_is_found_again(seen: dict[str, Any]) -> None:
 def test_launches_that_cannot_be_recorded(seen: dict[str, Any]) -> None:
     assert "not made by triton.jit alone" in seen["refused"]["autotuned"]
     assert "is a number, a text or None" in seen["refused"]["a type"]
-    assert "T = 512" in seen["fixed"]  # lowering refuses that: see test_specialize.py
+
+
+def test_a_size_as_a_constant_is_fixed(seen: dict[str, Any]) -> None:
+    """Which lowering refuses, see test_specialize.py. A comparison of sizes, true in the whole bucket, fixes none."""
+    size, comparison = seen["fixed"]
+    assert "T = 512" in size
+    assert not comparison

@@ -112,12 +112,12 @@ def refused() -> dict[str, str]:
     }
 
 
-def fixed() -> str:
-    """The sizes that a launch with a size as a constant makes fixed."""
+def fixed(constant: Callable[[Any], Any]) -> str:
+    """The sizes that a launch with this constant, of T, makes fixed."""
     shapes = Shapes("cpu", Bucket("decode", 2, 512))
     x = shapes.tensor(TensorSpec.contiguous("float32", "T"))
     with shapes.mode:
-        make_fx(lambda x: shift(x, MORE=x.shape[0]))(x)
+        make_fx(lambda x: shift(x, MORE=constant(x.shape[0])))(x)
     return shapes.fixed()
 
 
@@ -173,5 +173,6 @@ def found_again() -> dict[str, list[int]]:
 if __name__ == "__main__":
     load_ops()
     offline._prepare_process(TARGET)
-    told = {"as started": beside_triton(), "refused": refused(), "fixed": fixed(), "apart": taken_apart()}
+    told = {"as started": beside_triton(), "refused": refused(), "apart": taken_apart(),
+            "fixed": [fixed(lambda T: T), fixed(lambda T: T < 600)]}  # fmt: skip
     print(json.dumps({**told, "found again": found_again()}))
