@@ -3,16 +3,21 @@ triton_calls.py."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from graphllm.expr import value
+from graphllm.ops.fused_moe import fused_moe
 
 pytest.importorskip("triton")
 
@@ -60,6 +65,52 @@ def test_a_kernel_is_described_as_a_launch_hands_over_its_arguments(seen: dict[s
 def test_what_tuning_compiled_is_found_again(seen: dict[str, Any]) -> None:
     """And serves the next bucket, whose sizes are others."""
     assert seen["found again"] == {"decode-2-16": [1, 0], "decode-17-32": [0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "T"), [("triton_one", 1), ("triton_few", 2), ("triton_few", 7), ("triton_sorted", 40)]
+)
+def test_a_bundle_gives_what_its_op_gives(seen: dict[str, Any], name: str, T: int) -> None:
+    """Run by Triton's interpreter, of sizes that the bundle was not made at."""
+    made = torch.Generator().manual_seed(T)
+    x, gate_up, down = (
+        (torch.randn(*shape, generator=made) / scale).to(torch.bfloat16)
+        for *shape, scale in ((T, 64, 1), (20, 96, 64, 8), (20, 64, 48, 7))
+    )
+    weights = torch.rand(T, 2, generator=made)
+    experts = torch.stack([torch.randperm(20, generator=made)[:2] for _ in range(T)]).to(torch.int32)
+    given = (x, gate_up, down, weights, experts)
+    (found,) = _run(seen["experts"][name], given, T)
+    torch.testing.assert_close(found, fused_moe.reference(*given), rtol=2e-2, atol=2e-2)
+
+
+def _run(bundle: Mapping[str, Any], inputs: Sequence[Tensor], T: int) -> list[Tensor]:
+    """The outputs of a bundle of nothing but launches."""
+    sizes = {"T": T, "S": T, "R": T}
+    tensors = dict(zip(bundle["inputs"], inputs, strict=True))
+
+    def evaluated(argument: Any) -> Any:
+        kind, what = argument if isinstance(argument, list) else ("float", argument)
+        return tensors[what] if kind == "t" else value(what, sizes) if kind == "i" else what
+
+    for kind, name, *rest in bundle["code"]:
+        if kind == "empty":
+            shape, stride = ([value(d, sizes) for d in dims] for dims in rest[:2])
+            tensors[name] = torch.empty_strided(shape, stride, dtype=getattr(torch, rest[2]))
+        elif kind == "zeroed":
+            tensors[name] = torch.zeros(value(rest[0], sizes), dtype=torch.int32)
+        elif kind == "view":
+            shape, stride = ([value(d, sizes) for d in dims] for dims in rest[1:3])
+            tensors[name] = tensors[rest[0]].as_strided(shape, stride, value(rest[3], sizes))
+        else:
+            assert kind == "kernel"
+            path, names, fixed = bundle["kernels"][name]
+            module, _, function = path.rpartition(".")
+            named = dict(zip(names, map(evaluated, rest[0]), strict=True))
+            grid = tuple(named.pop(n) for n in names[-3:])
+            kernel = getattr(importlib.import_module(module), function)
+            kernel[grid](**named, **fixed | ({"EMULATED": True} if "EMULATED" in fixed else {}))
+    return [tensors[name] for name in bundle["outputs"]]
 
 
 def test_launches_that_cannot_be_recorded(seen: dict[str, Any]) -> None:

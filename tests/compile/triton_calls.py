@@ -24,12 +24,16 @@ from graphllm.compile.tune import build_candidate
 from graphllm.config import Bucket, Target
 from graphllm.ir import launch_triton
 from graphllm.ir.graph import Shapes, TensorSpec
-from graphllm.ir.op import all_ops
+from graphllm.ir.op import CallSite, all_ops
 from graphllm.ir.registry import load_ops
-from graphllm.ir.triton import TritonCall
+from graphllm.ir.triton import GRID, TritonCall, changing
 from graphllm.rewrite import ImplChoice
 
 TARGET = Target("cuda", ("sm_90", "sms_132"))
+EXPERTS: dict[str, tuple[Any, ...]] = {  # arguments of `fused_moe`: dtype and shape
+    "x_TD": ("bfloat16", "T", 64), "gate_up_N2FD": ("bfloat16", 20, 96, 64), "down_NDF": ("bfloat16", 20, 64, 48),
+    "weights_TA": ("float32", "T", 2), "experts_TA": ("int32", "T", 2),
+}  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["T"])
@@ -170,9 +174,37 @@ def found_again() -> dict[str, list[int]]:
     return counts
 
 
+def of_experts() -> dict[str, Any]:
+    """Each implementation of `fused_moe` for any GPU as a bundle, for a bucket that it serves; see `EXPERTS`."""
+    serves = {
+        "triton_one": Bucket("decode", 1, 1),
+        "triton_few": Bucket("decode", 2, 8),
+        "triton_sorted": Bucket("decode", 33, 64),
+    }
+    return {name: _experts(name, bucket) for name, bucket in serves.items()}
+
+
+def _experts(name: str, bucket: Bucket) -> dict[str, Any]:
+    op, shapes = all_ops()["fused_moe"], Shapes("cpu", bucket)
+    fakes = [shapes.tensor(TensorSpec.contiguous(*spec)) for spec in EXPERTS.values()]
+    args = op.bind((), dict(zip(EXPERTS, fakes, strict=True)))
+    plain = {n: v for n, v in args.items() if n not in EXPERTS}
+    site = CallSite(args, TARGET, bucket, lambda size: bucket.hi)
+    assert op.impls[name].supports(site)
+    launch = functools.partial(op.impls[name].fn, **plain, **op.impls[name].configs(site)[0])
+    with shapes.mode, torch.no_grad():
+        graph = make_fx(lambda *tensors: launch(**dict(zip(EXPERTS, tensors, strict=True))))(*fakes)
+    bundle = translate(inductor.generate(graph, fakes, shapes), fakes, shapes)
+    calls = {n: TritonCall.of(k["call"]) for n, k in bundle.kernels.items()}
+    return {
+        "inputs": bundle.inputs, "outputs": bundle.outputs, "code": bundle.code,
+        "kernels": {n: [call.kernel, [*changing(call), *GRID], call.fixed] for n, call in calls.items()},
+    }  # fmt: skip
+
+
 if __name__ == "__main__":
     load_ops()
     offline._prepare_process(TARGET)
     told = {"as started": beside_triton(), "refused": refused(), "apart": taken_apart(),
             "fixed": [fixed(lambda T: T), fixed(lambda T: T < 600)]}  # fmt: skip
-    print(json.dumps({**told, "found again": found_again()}))
+    print(json.dumps({**told, "found again": found_again(), "experts": of_experts()}))
