@@ -44,7 +44,7 @@ class TritonCall(NamedTuple):
 
 
 def triton_kernel(name: str) -> Any:
-    """The kernel of that name, by its module and function, whose launch was recorded in this process."""
+    """The kernel of that name, made of its module and function, whose launch was recorded in this process."""
     return _kernels[name]
 
 
@@ -103,9 +103,6 @@ def _record(kernel: Any, grid: Sequence[Any], args: Sequence[Any], kwargs: Mappi
         raise TypeError(
             f"{kernel} is not made by triton.jit alone; tune its constants by the implementation's configs="
         )
-    name = f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"
-    if _kernels.setdefault(name, kernel) is not kernel:
-        raise TypeError(f"two Triton kernels are named {name}; rename one of them")
     defaults = {n: p.default for n, p in kernel.signature.parameters.items() if p.default is not p.empty}
     given = {**defaults, **dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
     constant = {p.name for p in kernel.params if p.is_constexpr}
@@ -115,11 +112,18 @@ def _record(kernel: Any, grid: Sequence[Any], args: Sequence[Any], kwargs: Mappi
     }
     fixed = {n: v for n, v in given.items() if n not in tensors and n not in numbers}
     unaligned = [n for n, t in tensors.items() if not _aligned(t)]
-    call = TritonCall(name, list(tensors), list(numbers), unaligned, fixed)
+    call = TritonCall(_named(kernel), list(tensors), list(numbers), unaligned, fixed)
     whole = [*grid, *[1] * (3 - len(grid))]
     torch.ops.graphllm_triton.launch(
         list(tensors.values()), list(numbers.values()), whole, json.dumps(call, default=_made_fixed)
     )
+
+
+def _named(kernel: Any) -> str:
+    """The kernel's name for `triton_kernel`, with a number behind it where the function was defined again."""
+    own = f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"
+    names = itertools.chain([own], (f"{own}_{number}" for number in itertools.count(2)))
+    return next(name for name in names if _kernels.setdefault(name, kernel) is kernel)
 
 
 def _aligned(tensor: Tensor) -> bool:

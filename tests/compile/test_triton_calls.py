@@ -113,6 +113,12 @@ def _run(bundle: Mapping[str, Any], inputs: Sequence[Tensor], T: int) -> list[Te
     return [tensors[name] for name in bundle["outputs"]]
 
 
+def test_a_kernel_that_is_defined_again_is_another_one(seen: dict[str, Any]) -> None:
+    """As in a notebook."""
+    first, second, third = seen["again"]
+    assert first == third != second
+
+
 def test_launches_that_cannot_be_recorded(seen: dict[str, Any]) -> None:
     assert "not made by triton.jit alone" in seen["refused"]["autotuned"]
     assert "is a number, a text or None" in seen["refused"]["a type"]

@@ -20,7 +20,7 @@ import pytest
 import graphllm
 from graphllm.compile.jobs import Build, Built, Candidate, Done, Find, Tunable
 from graphllm.compile.objects import BuildError
-from graphllm.compile.turns import turn
+from graphllm.compile.turns import kernel_turn, turn
 from graphllm.compile.workers import Workers
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import TensorSpec
@@ -171,6 +171,23 @@ def test_turns(tmp_path: Path) -> None:
         for future in (one, two, timing, later):
             future.result()
     assert order[2:] == ["alone", "later"]
+
+
+def test_one_process_compiles_a_kernel_and_the_others_wait(tmp_path: Path) -> None:
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        begun: list[str] = []
+
+        def compile(kernel: str) -> None:
+            with kernel_turn(tmp_path, kernel):
+                begun.append(kernel)
+
+        with kernel_turn(tmp_path, "one"):
+            same, other = pool.submit(compile, "one"), pool.submit(compile, "other")
+            other.result(10)
+            time.sleep(0.1)
+            assert begun == ["other"]
+        same.result(10)
+    assert begun == ["other", "one"]
 
 
 def _until(reached: Callable[[], bool]) -> None:

@@ -55,21 +55,21 @@ def tuned_kernel(x_ptr, BLOCK: tl.constexpr):
     tl.store(x_ptr, 0.0)
 
 
-def shift(x: Tensor, count: int = 5, wide: int = 2**40, **changes: Any) -> Tensor:
+def shift(x: Tensor, count: int = 5, wide: int = 2**40, kernel: Any = shift_kernel, **changes: Any) -> Tensor:
     """Launches the kernel on [T] numbers and what follows the first of them."""
     out = torch.empty_like(x)
     T = x.shape[0]
     given = {"BLOCK": 64, "num_warps": 2} | changes
-    launch_triton(shift_kernel, (T // 64 + 1, 2), x, x[1:], None, T, count, wide, 0.5, True, out, **given)
+    launch_triton(kernel, (T // 64 + 1, 2), x, x[1:], None, T, count, wide, 0.5, True, out, **given)
     return out
 
 
-def recorded(count: int, wide: int) -> tuple[TritonCall, list[str], list[int | None]]:
+def recorded(count: int, wide: int, kernel: Any = shift_kernel) -> tuple[TritonCall, list[str], list[int | None]]:
     """What `compiled` is given of a launch with these."""
     shapes = Shapes("cpu", Bucket("decode", 2, 512))
     x = shapes.tensor(TensorSpec.contiguous("float32", "T"))
     with shapes.mode, torch.no_grad():
-        graph = make_fx(lambda x: shift(x, count, wide))(x).graph
+        graph = make_fx(lambda x: shift(x, count, wide, kernel))(x).graph
     (node,) = (n for n in graph.nodes if "graphllm_triton" in str(n.target))
     tensors, numbers, _, text = node.args
     dtypes = [str(t.meta["val"].dtype).removeprefix("torch.") for t in tensors]
@@ -95,6 +95,11 @@ def beside_triton() -> list[bool]:
     """For some integers, whether what is built is the kernel that Triton starts."""
     cases = ((5, 2**40), (1, 32), (48, 1), (2**31, -(2**31)), (0, 2**31 - 1))
     return [compiled(*recorded(*case), TARGET).hash == by_triton(*case).hash for case in cases]
+
+
+def defined_again() -> list[str]:
+    """The names of a kernel and of one that is made of the same function later, before and after that."""
+    return [recorded(5, 7, kernel)[0].kernel for kernel in (shift_kernel, triton.jit(shift_kernel.fn), shift_kernel)]
 
 
 def refused() -> dict[str, str]:
@@ -207,4 +212,4 @@ if __name__ == "__main__":
     offline._prepare_process(TARGET)
     told = {"as started": beside_triton(), "refused": refused(), "apart": taken_apart(),
             "fixed": [fixed(lambda T: T), fixed(lambda T: T < 600)]}  # fmt: skip
-    print(json.dumps({**told, "found again": found_again(), "experts": of_experts()}))
+    print(json.dumps({**told, "found again": found_again(), "experts": of_experts(), "again": defined_again()}))
