@@ -99,32 +99,30 @@ def described(call: Mapping[str, Any], target: Target, turns: Path | None = None
     kernel's "call", the "dtypes" of its tensors and its "numbers", see `compiled`. turns: of processes that compile
     beside this one, see `graphllm.compile.turns`."""
     told = TritonCall.of(call["call"])
-    names = changing(told)
     with kernel_turn(turns, repr(call)):
         binary = compiled(told, call["dtypes"], call["numbers"], target)
-    return {
-        **launched(binary),
-        "names": [*names, *GRID],
-        "args": [*(kind_of(binary.src.signature[name]) for name in names), *[None] * len(GRID)],
-        "prefix": [],
-        "grid": GRID,
-    }
+    return _described(binary, changing(told), GRID)
 
 
 def described_gluon(call: Mapping[str, Any], target: Target, turns: Path | None = None) -> dict[str, Any]:
     """The same of a Gluon kernel. call: its "gluon", the kernel's name, its "dtypes" by argument and its "constants",
     as JSON."""
     kernel = gluon_kernel(call["gluon"])
-    names = [name for name in kernel.function.arg_names if name not in kernel.options(call["constants"])]
+    options = kernel.options(call["constants"])
     with kernel_turn(turns, repr(call)):
         binary = compiled_gluon(kernel, call["dtypes"], call["constants"], target)
+    names = [name for name in kernel.function.arg_names if name not in options]
+    return {**_described(binary, names, ["programs"]), "early": kernel.early}
+
+
+def _described(binary: Any, names: Sequence[str], grid: Sequence[str]) -> dict[str, Any]:
+    """names: of what a launch hands over. grid: of the numbers of programs, which come behind."""
     return {
         **launched(binary),
-        "early": kernel.early,
-        "names": [*names, "programs"],
-        "args": [*("ptr" if name in call["dtypes"] else "i32" for name in names), None],
+        "names": [*names, *grid],
+        "args": [*(kind_of(binary.src.signature[name]) for name in names), *[None] * len(grid)],
         "prefix": [],
-        "grid": ["programs", 1, 1],
+        "grid": [*grid, *[1] * (3 - len(grid))],
     }
 
 

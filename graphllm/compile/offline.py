@@ -37,8 +37,7 @@ def work(config: CompileConfig, job: Find | Candidate) -> Done:
 
 @functools.cache
 def _prepare_process(target: Target) -> None:
-    only: Any = TargetOnly(target)
-    triton.runtime.driver.set_active(only)
+    triton.runtime.driver.set_active(TargetOnly(target))
     if hasattr(nvidia, "make_launcher"):
         triton.knobs.compilation.listener = _make_launcher
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else fake tensors of a GPU begin CUDA in each process

@@ -221,7 +221,7 @@ class _Translator:
         namespace, rest = target.split("::")
         if target.startswith(f"{C_NAMESPACE}::zeroed"):
             assert name is not None
-            count = args[1]["i"] if isinstance(args[1], dict) else args[1]
+            count = _unwrapped(args[1])
             self.specs[name] = TensorSpec.contiguous("int32", count)
             self.bundle.code.append(["zeroed", name, count])
         elif target.startswith(f"{C_NAMESPACE}::exchange"):
@@ -308,6 +308,7 @@ class _Translator:
 
 
 def _unwrapped(argument: Any) -> Any:
+    """An integer or the expression of one."""
     return argument["i"] if isinstance(argument, dict) else argument
 
 

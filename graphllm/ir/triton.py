@@ -105,11 +105,9 @@ def _record(kernel: Any, grid: Sequence[Any], args: Sequence[Any], kwargs: Mappi
         )
     defaults = {n: p.default for n, p in kernel.signature.parameters.items() if p.default is not p.empty}
     given = {**defaults, **dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
-    constant = {p.name for p in kernel.params if p.is_constexpr}
+    arguments = {p.name for p in kernel.params if not p.is_constexpr}
     tensors = {n: v for n, v in given.items() if isinstance(v, Tensor)}
-    numbers = {
-        n: v for n, v in given.items() if type(v) in (int, torch.SymInt) and n in kernel.arg_names and n not in constant
-    }
+    numbers = {n: v for n, v in given.items() if n in arguments and type(v) in (int, torch.SymInt)}
     fixed = {n: v for n, v in given.items() if n not in tensors and n not in numbers}
     unaligned = [n for n, t in tensors.items() if not _aligned(t)]
     call = TritonCall(_named(kernel), list(tensors), list(numbers), unaligned, fixed)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphllm.compile import inductor, offline
-from graphllm.compile.cubins import compiled, described
+from graphllm.compile import inductor
+from graphllm.compile.cubins import TargetOnly, compiled, described
 from graphllm.compile.jobs import Tunable
 from graphllm.compile.translate import Bundle, translate
 from graphllm.compile.tune import build_candidate
@@ -64,10 +64,23 @@ def shift(x: Tensor, count: int = 5, wide: int = 2**40, kernel: Any = shift_kern
     return out
 
 
+def sizes_of_a_step() -> tuple[Shapes, Tensor]:
+    """T from 2 to 512, and T numbers."""
+    shapes = Shapes("cpu", Bucket("decode", 2, 512))
+    return shapes, shapes.tensor(TensorSpec.contiguous("float32", "T"))
+
+
+def bundle_of(launch: Callable[..., Any], tensors: Mapping[str, Tensor], shapes: Shapes) -> Bundle:
+    """A function of these traced, written down and taken apart."""
+    inputs = list(tensors.values())
+    with shapes.mode, torch.no_grad():
+        graph = make_fx(lambda *given: launch(**dict(zip(tensors, given, strict=True))))(*inputs)
+    return translate(inductor.generate(graph, inputs, shapes), inputs, shapes)
+
+
 def recorded(count: int, wide: int, kernel: Any = shift_kernel) -> tuple[TritonCall, list[str], list[int | None]]:
     """What `compiled` is given of a launch with these."""
-    shapes = Shapes("cpu", Bucket("decode", 2, 512))
-    x = shapes.tensor(TensorSpec.contiguous("float32", "T"))
+    shapes, x = sizes_of_a_step()
     with shapes.mode, torch.no_grad():
         graph = make_fx(lambda x: shift(x, count, wide, kernel))(x).graph
     (node,) = (n for n in graph.nodes if "graphllm_triton" in str(n.target))
@@ -106,8 +119,7 @@ def refused() -> dict[str, str]:
     """What is said of launches that cannot be recorded."""
 
     def said(launch: Any) -> str:
-        shapes = Shapes("cpu", Bucket("decode", 2, 512))
-        x = shapes.tensor(TensorSpec.contiguous("float32", "T"))
+        shapes, x = sizes_of_a_step()
         try:
             with shapes.mode:
                 make_fx(launch)(x)
@@ -123,8 +135,7 @@ def refused() -> dict[str, str]:
 
 def fixed(constant: Callable[[Any], Any]) -> str:
     """The sizes that a launch with this constant, of T, makes fixed."""
-    shapes = Shapes("cpu", Bucket("decode", 2, 512))
-    x = shapes.tensor(TensorSpec.contiguous("float32", "T"))
+    shapes, x = sizes_of_a_step()
     with shapes.mode:
         make_fx(lambda x: shift(x, MORE=constant(x.shape[0])))(x)
     return shapes.fixed()
@@ -132,20 +143,12 @@ def fixed(constant: Callable[[Any], Any]) -> str:
 
 def taken_apart() -> dict[str, Any]:
     """A graph with a launch between two sums, as Inductor writes it down and as a bundle has it."""
-    shapes = Shapes("cpu", Bucket("decode", 2, 512))
-    x = shapes.tensor(TensorSpec.contiguous("float32", "T"))
-    with shapes.mode, torch.no_grad():
-        graph = make_fx(lambda x: shift(x + 1) * 2)(x)
-    bundle: Bundle = translate(inductor.generate(graph, [x], shapes), [x], shapes)
-    ours = {name: k for name, k in bundle.kernels.items() if "call" in k}
-    made = {name: described(k, TARGET) for name, k in ours.items()}
+    shapes, x = sizes_of_a_step()
+    bundle = bundle_of(lambda x: shift(x + 1) * 2, {"x": x}, shapes)
+    made = {name: described(k, TARGET) for name, k in bundle.kernels.items() if "call" in k}
     for kernel in made.values():
         kernel["cubin"] = kernel["cubin"][:4].hex()
-    return {"code": bundle.code, "kernels": made, "again": all(json.loads(json.dumps(k)) == k for k in ours.values())}
-
-
-def _in_order(launch: Callable[..., Any]) -> Callable[[Tensor, Tensor], Any]:
-    return lambda x, weight: launch(x_TI=x, weight_OI=weight)
+    return {"code": bundle.code, "kernels": made}
 
 
 def entries(folder: Path) -> set[str]:
@@ -168,12 +171,8 @@ def found_again() -> dict[str, list[int]]:
         before = entries(cache)
         assert build_candidate(site, ImplChoice("triton_tile", constants)) == ""
         compiled = entries(cache)
-        with shapes.mode, torch.no_grad():
-            launch = functools.partial(op.impls["triton_tile"].fn, **plain, **constants)
-            graph = make_fx(_in_order(launch))(*fakes.values())
-        inputs = list(fakes.values())
-        bundle = translate(inductor.generate(graph, inputs, shapes), inputs, shapes)
-        for kernel in bundle.kernels.values():
+        launch = functools.partial(op.impls["triton_tile"].fn, **plain, **constants)
+        for kernel in bundle_of(launch, fakes, shapes).kernels.values():
             described(kernel, TARGET)
         counts[bucket.name] = [len(compiled - before), len(entries(cache) - compiled)]
     return counts
@@ -191,15 +190,13 @@ def of_experts() -> dict[str, Any]:
 
 def _experts(name: str, bucket: Bucket) -> dict[str, Any]:
     op, shapes = all_ops()["fused_moe"], Shapes("cpu", bucket)
-    fakes = [shapes.tensor(TensorSpec.contiguous(*spec)) for spec in EXPERTS.values()]
-    args = op.bind((), dict(zip(EXPERTS, fakes, strict=True)))
+    fakes = {n: shapes.tensor(TensorSpec.contiguous(*spec)) for n, spec in EXPERTS.items()}
+    args = op.bind((), fakes)
     plain = {n: v for n, v in args.items() if n not in EXPERTS}
     site = CallSite(args, TARGET, bucket, lambda size: bucket.hi)
     assert op.impls[name].supports(site)
     launch = functools.partial(op.impls[name].fn, **plain, **op.impls[name].configs(site)[0])
-    with shapes.mode, torch.no_grad():
-        graph = make_fx(lambda *tensors: launch(**dict(zip(EXPERTS, tensors, strict=True))))(*fakes)
-    bundle = translate(inductor.generate(graph, fakes, shapes), fakes, shapes)
+    bundle = bundle_of(launch, fakes, shapes)
     calls = {n: TritonCall.of(k["call"]) for n, k in bundle.kernels.items()}
     return {
         "inputs": bundle.inputs, "outputs": bundle.outputs, "code": bundle.code,
@@ -209,7 +206,7 @@ def _experts(name: str, bucket: Bucket) -> dict[str, Any]:
 
 if __name__ == "__main__":
     load_ops()
-    offline._prepare_process(TARGET)
+    triton.runtime.driver.set_active(TargetOnly(TARGET))
     told = {"as started": beside_triton(), "refused": refused(), "apart": taken_apart(),
             "fixed": [fixed(lambda T: T), fixed(lambda T: T < 600)]}  # fmt: skip
     print(json.dumps({**told, "found again": found_again(), "experts": of_experts(), "again": defined_again()}))
