@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,20 +82,22 @@ def launch_triton(kernel: Any, grid: tuple[Any, ...], *args: Any, **kwargs: Any)
         kernel[grid](*args, launch_pdl=early, **kwargs)
 
 
-@functools.cache
 def give_scratch() -> None:
-    """Triton asks a function for the memory in which kernels build descriptors; an artifact has its own. A launch has
-    other memory than the last one, which may still run."""
+    """Before every launch: Triton asks a function for the memory in which kernels build descriptors, and each of
+    Inductor's kernels that runs in this process has another one asked from then on. An artifact has its own memory."""
     import triton
 
-    turns = itertools.cycle((0, 1))
-    triton.set_allocator(lambda size, align, stream: _scratch(size)[next(turns)])
+    triton.set_allocator(_scratch)
+
+
+def _scratch(size: int, align: int, stream: int | None) -> Tensor:
+    """Not what the last launch of that size on the stream has: that one may still run. It lets no third one begin."""
+    return next(_in_turn(size, stream))
 
 
 @functools.cache
-def _scratch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    one, other = (torch.empty(size, dtype=torch.int8, device="cuda") for _ in range(2))
-    return one, other
+def _in_turn(size: int, stream: int | None) -> Iterator[Tensor]:
+    return itertools.cycle([torch.empty(size, dtype=torch.int8, device="cuda") for _ in range(2)])
 
 
 def _record(kernel: Any, grid: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

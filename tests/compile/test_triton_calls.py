@@ -119,6 +119,11 @@ def test_a_kernel_that_is_defined_again_is_another_one(seen: dict[str, Any]) -> 
     assert first == third != second
 
 
+def test_memory_for_descriptors_is_ours_after_a_kernel_of_inductor(seen: dict[str, Any]) -> None:
+    """Which sets a function for all kernels, whose memory is that of the last launch, which may still run."""
+    assert seen["asked"]
+
+
 def test_launches_that_cannot_be_recorded(seen: dict[str, Any]) -> None:
     assert "not made by triton.jit alone" in seen["refused"]["autotuned"]
     assert "is a number, a text or None" in seen["refused"]["a type"]

@@ -26,7 +26,7 @@ from graphllm.ir import launch_triton
 from graphllm.ir.graph import Shapes, TensorSpec
 from graphllm.ir.op import CallSite, all_ops
 from graphllm.ir.registry import load_ops
-from graphllm.ir.triton import GRID, TritonCall, changing
+from graphllm.ir.triton import GRID, TritonCall, changing, give_scratch
 from graphllm.rewrite import ImplChoice
 
 TARGET = Target("cuda", ("sm_90", "sms_132"))
@@ -113,6 +113,15 @@ def beside_triton() -> list[bool]:
 def defined_again() -> list[str]:
     """The names of a kernel and of one that is made of the same function later, before and after that."""
     return [recorded(5, 7, kernel)[0].kernel for kernel in (shift_kernel, triton.jit(shift_kernel.fn), shift_kernel)]
+
+
+def asked_again() -> bool:
+    """Whether a launch of ours has memory of ours, after a kernel of Inductor, which sets Triton's function for it."""
+    function = triton.runtime._allocation._allocator
+    give_scratch()
+    triton.set_allocator(inductors := lambda size, align, stream: torch.empty(size))
+    give_scratch()
+    return function.get() is not inductors
 
 
 def refused() -> dict[str, str]:
@@ -209,4 +218,5 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(TargetOnly(TARGET))
     told = {"as started": beside_triton(), "refused": refused(), "apart": taken_apart(),
             "fixed": [fixed(lambda T: T), fixed(lambda T: T < 600)]}  # fmt: skip
-    print(json.dumps({**told, "found again": found_again(), "experts": of_experts(), "again": defined_again()}))
+    told |= {"found again": found_again(), "experts": of_experts(), "again": defined_again(), "asked": asked_again()}
+    print(json.dumps(told))
