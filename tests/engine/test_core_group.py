@@ -116,7 +116,7 @@ async def test_aborts_reach_the_core_of_the_request() -> None:
 
 @in_a_loop
 async def test_one_core_refuses_for_itself() -> None:
-    async with serving(Cores({**STEP, "queue": 1})) as llm:
+    async with serving(Cores({"step": 0.05, "queue": 1})) as llm:  # the first two run until the third has come
         work = [asyncio.create_task(tokens(llm, [i], 30, f"r{i}")) for i in range(3)]
         found = await asyncio.gather(*work, return_exceptions=True)
         assert [isinstance(one, QueueFullError) for one in found] == [False, False, True]
