@@ -13,6 +13,7 @@ from graphllm.server.http.wire import encode
 _HEADER_BYTES = 64 << 10  # of the request line and all headers
 _HEADER_SECONDS = 30.0  # from the first byte, or from the connection, to the end of the headers
 _HEADERS = 256  # of one request, with those behind a chunked body
+LINGER_SECONDS = 2.0  # for what a client still sends of a request that was refused
 _STALLED_SECONDS = 60.0  # in which a client must read something of what waits for it
 _WAITING_BYTES = 64 << 10  # of an answer that wait for a client before the writer does; it has less to join to more
 
@@ -24,6 +25,7 @@ class LimitedProtocol(HttpToolsProtocol):
     ended: Callable[[], None] | None = None
     _seen = 0
     _wrong = ""
+    _refused = False
     _timer: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
 
@@ -53,10 +55,12 @@ class LimitedProtocol(HttpToolsProtocol):
         super().timeout_keep_alive_handler()
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         super().data_received(data)
-        if self._timer is not None:  # still in the headers
+        if self._timer is not None and not self._refused:  # still in the headers
             self._seen += len(data)
-            if self._seen > _HEADER_BYTES and not self.transport.is_closing():
+            if self._seen > _HEADER_BYTES:
                 self.send_400_response("")
 
     def on_message_begin(self) -> None:
@@ -80,7 +84,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+        answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if answering or self.pipeline:
             self.transport.abort()  # in the middle of an answer there is no place for another
             return
         status, text = "400 Bad Request", self._wrong or "request: no HTTP/1.1 that can be read"
@@ -91,7 +96,20 @@ class LimitedProtocol(HttpToolsProtocol):
         body = encode({"error": {"message": text, "type": "invalid_request_error", "param": None, "code": None}})
         head = ("content-type: application/json", f"content-length: {len(body)}", "connection: close")
         self.transport.write("\r\n".join((f"HTTP/1.1 {status}", *head, "\r\n")).encode() + body)
-        self.transport.close()
+        self._linger()
+
+    def _linger(self) -> None:
+        """After a refusal, close when the client has, or a little later, and throw away what still comes: a connection
+        that is closed on a client who sends is reset, and with it the answer on its way."""
+        self._refused = True
+        self._disarm()
+        if self.cycle is not None:  # what was asked before ends as when its client leaves
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():  # not with TLS
+            self.transport.write_eof()
+        self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _watch(self, waiting: bool, before: int = 0) -> None:
         """waiting: for the client to read. before: bytes that waited when somebody looked last."""

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import msgspec
 
 from graphllm.server.access import ADMIN_PATHS, Access
+from graphllm.server.http.connection import LINGER_SECONDS
 from graphllm.server.http.errors import error_response
 from graphllm.server.http.wire import App, Message, Receive, Record, Scope, Send, record_of
 from graphllm.server.operations.metrics import Metrics
@@ -35,7 +36,6 @@ _BODY_SECONDS = 60.0  # for a whole body
 _ROOM_SECONDS = 30.0  # that it may wait for room
 _SMALL = 256 << 10  # bytes of a body that needs none
 _VALUE = 80  # bytes that a number or a short text of a body becomes
-_LINGER_SECONDS = 2.0  # for what a client still sends of a body that was refused
 _log = logging.getLogger("graphllm.access")
 
 
@@ -104,7 +104,7 @@ class Middleware:
             body = await asyncio.wait_for(self._body(headers, receive, record_of(scope)), _BODY_SECONDS)
         except TimeoutError:
             message = f"body: not complete after {_BODY_SECONDS:.0f} s"
-            await error_response(scope, 408, message, headers={"Connection": "close"})(scope, receive, send)
+            await _refuse(error_response(scope, 408, message, headers={"Connection": "close"}), scope, receive, send)
             return
         except _TooLargeError:
             message = f"body: larger than {self._max_body} bytes; shorten it, or start with a larger --max-body-size"
@@ -206,7 +206,7 @@ async def _refuse(response: App, scope: Scope, receive: Receive, send: Send) -> 
 
     await response(scope, receive, unfinished)
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(drain(), _LINGER_SECONDS)
+        await asyncio.wait_for(drain(), LINGER_SECONDS)
     await send({"type": "http.response.body", "body": b""})
 
 
