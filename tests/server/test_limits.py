@@ -171,6 +171,15 @@ def test_a_client_who_still_sends_reads_its_refusal(served: Served) -> None:
     assert served.get("/health")[0] == 200
 
 
+def test_no_refusal_in_place_of_another_answer(served: Served) -> None:
+    """Two requests wait for their answers when what follows is no HTTP: the connection ends, without any."""
+    body = json.dumps({"prompt": "Count:", "max_tokens": 500, "ignore_eos": True})
+    first = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    second = "GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    assert raw(served, f"{first}\r\n\r\n{body}{second}nothing\r\n\r\n".encode()) == b""
+    served.idle()
+
+
 def test_head(served: Served) -> None:
     """As GET without a body, wherever there is GET: load balancers ask so."""
     for path in ("/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/version", "/", "/docs"):
