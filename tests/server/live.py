@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -55,6 +56,11 @@ class Served:
         """Until it takes requests."""
         self._wait(lambda: self.get("/health/ready")[0] == 200, seconds)
         return self
+
+    def connect(self, timeout: float = 60.0) -> socket.socket:
+        """A connection for what no client would send. timeout: seconds for everything on it."""
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=timeout)
 
     def get(self, path: str, timeout: float = 30.0) -> tuple[int, str]:
         """Status and body."""

@@ -286,9 +286,8 @@ def test_any_bytes_as_a_body(fuzzed: Fuzzed) -> None:
 @settings(REPEATABLE, max_examples=100)
 def test_any_bytes_as_a_head(fuzzed: Fuzzed, headers: list[tuple[bytes, bytes]], target: bytes) -> None:
     """It is answered, or the connection is closed; what follows a whole head is never waited for longer than that."""
-    host, port = fuzzed.server.url.removeprefix("http://").split(":")
     lines = [b"GET " + target + b" HTTP/1.1", b"connection: close", *(name + b": " + value for name, value in headers)]
-    with socket.create_connection((host, int(port)), timeout=SECONDS) as connection:
+    with fuzzed.server.connect(SECONDS) as connection:
         connection.sendall(b"\r\n".join(lines) + b"\r\n\r\n")
         connection.shutdown(socket.SHUT_WR)
         answer = b""

@@ -29,7 +29,7 @@ class Stream:
     """An open stream of a completion, on a raw socket, so that it can be cut anywhere."""
 
     def __init__(self, server: Served, body: dict[str, Any] = LONG, path: str = "/v1/completions") -> None:
-        self.socket = _connect(server)
+        self.socket = server.connect()
         data = json.dumps(body).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
@@ -57,11 +57,6 @@ def bounded(embedded_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -
     yield server.wait_ready()
     server.process.kill()
     server.process.wait()
-
-
-def _connect(server: Served) -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def _within(seconds: float, look: Callable[[], bool], often: float = 0.05) -> float:
@@ -103,7 +98,7 @@ def test_connections_that_break_anywhere(served: Served) -> None:
     head = f"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     whole = head.encode() + data
     for cut in (0, 1, 30, len(head) - 1, len(head), len(head) + 5, len(whole) - 1, len(whole)) * 5:
-        with _connect(served) as connection:
+        with served.connect() as connection:
             connection.sendall(whole[:cut])
     served.idle()
     assert served.post("/v1/completions", SHORT)[0] == 200
@@ -111,7 +106,7 @@ def test_connections_that_break_anywhere(served: Served) -> None:
 
 def test_what_is_no_http(served: Served) -> None:
     for data, status in ((b"\x16\x03\x01\x02\x00\r\n\r\n", b"400"), (b"GET / HTTP/9.9\r\n\r\n", b"400")):
-        with _connect(served) as connection:
+        with served.connect() as connection:
             connection.sendall(data)
             assert status in connection.recv(4096).partition(b"\r\n")[0]
 
@@ -123,18 +118,18 @@ def test_limits(bounded: Served) -> None:
     server = bounded
     status, body, _ = server.post("/v1/completions", {"prompt": "x" * 200_000})
     assert (status, "--max-body-size" in body["error"]["message"]) == (413, True)
-    with _connect(server) as connection:  # chunked: nobody has said how long it will be
+    with server.connect() as connection:  # chunked: nobody has said how long it will be
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         for _ in range(1000):  # the answer waits for a client who sends on
             connection.sendall(b"2000\r\n" + b"x" * 0x2000 + b"\r\n")
         assert b" 413 " in connection.recv(4096)
-    with _connect(server) as connection:
+    with server.connect() as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 8000000\r\n\r\n")
         connection.sendall(b"x" * 8_000_000)
         answer = b"".join(iter(lambda: connection.recv(4096), b""))
         assert b" 413 " in answer
         assert b"--max-body-size" in answer
-    with _connect(server) as connection:
+    with server.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nx: " + b"x" * 100_000)
         assert b" 431 " in connection.recv(4096)
     for fields, named in (
