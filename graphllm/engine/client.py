@@ -20,6 +20,7 @@ from graphllm.config import ConfigError, CoreConfig
 from graphllm.engine.link import CoreLink
 from graphllm.engine.messages import DeathCause, EngineDeadError, FromCore, Heartbeat, Launch, Ready, Shutdown, address
 from graphllm.engine.spawn import COMMAND, Child, spawn
+from graphllm.runtime.silence import Silence, threads_of
 
 _NAME = "first"
 
@@ -54,7 +55,8 @@ class CoreClient(CoreLink):
         gpus: as for `spawn`.
 
         Seconds: between heartbeats; of silence until the core counts as unresponsive; of one step, without the end of
-        a kernel, until it counts as stuck; that an orderly end may take before it is forced.
+        a kernel, until it counts as stuck; that an orderly end may take before it is forced. Those of silence and of a
+        step are time in which the core could run, see `Silence`.
         """
         super().__init__(_NAME)
         self._settings, self._command = msgspec.to_builtins(settings), list(command)
@@ -63,7 +65,7 @@ class CoreClient(CoreLink):
         self._child, self._cpus, self._gpus = child, cpus, gpus
         self._folder = ""
         self._process: subprocess.Popen[bytes] | None = None
-        self._silent = 0.0  # seconds; counted in ticks of this loop, so that a front that was held up accuses nobody
+        self._silence = Silence(lambda: threads_of(self.pid), self._tick)
         self._beat: Heartbeat | None = None
         self._since = time.monotonic()  # launched or, later, died
         self._closing = False
@@ -119,8 +121,8 @@ class CoreClient(CoreLink):
         """The state of the core, from what has been heard of it."""
         if self._cause is not None:
             return Health("dead", time.monotonic() - self._since, self._cause)
-        if self._silent > self._unresponsive:
-            return Health("unresponsive", self._silent)
+        if self._silence.seconds > self._unresponsive:
+            return Health("unresponsive", self._silence.seconds)
         if self.ready is None:
             return Health("starting", time.monotonic() - self._since)
         if self._beat is not None and self._beat.activity == "step" and self._beat.quiet > self._stuck:
@@ -188,7 +190,7 @@ class CoreClient(CoreLink):
         super().end(cause)
 
     def _heard(self, message: FromCore) -> None:
-        self._silent = 0.0
+        self._silence.heard()
         if isinstance(message, Heartbeat):
             self._beat = message
         super()._heard(message)
@@ -198,7 +200,8 @@ class CoreClient(CoreLink):
         assert child is not None
         while child.poll() is None:
             await asyncio.sleep(self._tick)
-            self._silent += self._tick
+            if self._beat is not None:  # before the first heartbeat it imports what it needs
+                self._silence.look()
         await asyncio.sleep(self._tick)  # its last words are still on their way
         if not self._closing:
             self.end(self._exit_cause(child.returncode))

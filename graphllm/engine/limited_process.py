@@ -12,15 +12,16 @@ import select
 import subprocess
 import sys
 import threading
-import time
 from collections import OrderedDict
 from pathlib import Path
 
 from graphllm.engine.request import QueueFullError
 from graphllm.imports import import_path
+from graphllm.runtime.silence import Silence, threads_of
 
-_WALL_SECONDS = 20.0  # of an answer, where other programs take the CPU
+_ANSWER_SECONDS = 20.0  # in which it could run; of the CPU's time it takes less, see `limit_time`
 _START_SECONDS = 120.0
+_TICK = 0.25  # seconds between two looks at whether it could
 MAX_WAITING = 8
 
 
@@ -67,7 +68,7 @@ class LimitedProcess:
         assert process.stdin is not None
         process.stdin.write(question + b"\n")
         process.stdin.flush()
-        answer = _line(process, _WALL_SECONDS)
+        answer = _line(process, _ANSWER_SECONDS)
         if answer is not None:
             return answer
         self._process = None
@@ -104,11 +105,14 @@ def limit_time(seconds: int) -> None:
 
 
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
-    """The next line that a process writes; None, and the process is gone, when there is none in this time."""
+    """The next line that a process writes; None, and the process is gone, when there is none in this time, which counts
+    while it could run."""
     assert process.stdout is not None
-    data, deadline = b"", time.monotonic() + seconds
+    data, silence = b"", Silence(lambda: threads_of(process.pid), _TICK)
     while not data.endswith(b"\n"):
-        readable, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+        readable, _, _ = select.select([process.stdout], [], [], _TICK)
+        if not readable and silence.look() < seconds:
+            continue
         piece = os.read(process.stdout.fileno(), 1 << 16) if readable else b""
         if not piece:
             _end(process)

@@ -42,6 +42,7 @@ from graphllm.runtime.rank_messages import Call
 
 _log = logging.getLogger(__name__)
 _RETRY_MS = 10  # between two tries to connect to a core that does not listen yet
+_AGAIN = 2.0  # seconds until a core is greeted again that has not answered: the first time, then twice as long
 
 
 class CoreLink:
@@ -81,8 +82,15 @@ class CoreLink:
 
     async def _until_ready(self) -> Ready:
         self._loaded = asyncio.get_running_loop().create_future()
-        self._send(Hello(self._loads))
-        return await self._loaded
+        pause = _AGAIN
+        try:
+            while not self._loaded.done():  # the core gives up an answer that this process is too slow to take
+                self._send(Hello(self._loads))
+                await asyncio.wait({self._loaded}, timeout=pause)
+                pause *= 2
+            return self._loaded.result()
+        finally:
+            self._loaded.cancel()
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
         """Send the siblings of one user's request. Raises EngineDeadError; a refusal comes as Rejected."""

@@ -125,8 +125,8 @@ class BadMessage(msgspec.Struct, tag=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True):
-    """at: seconds, `time.monotonic`. quiet: seconds since the last step or kernel ended while there is work,
-    else 0."""
+    """at: seconds, `time.monotonic`. quiet: seconds in which the core could run since the last step or kernel ended,
+    while there is work; else 0."""
 
     at: float
     steps: int

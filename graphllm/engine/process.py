@@ -45,6 +45,7 @@ from graphllm.engine.messages import (
 )
 from graphllm.engine.request import Core, EngineCoreOutput, EngineRequest, QueueFullError
 from graphllm.runtime.rank_calls import RankCallError
+from graphllm.runtime.silence import Silence, threads_of
 
 _ORPHAN_GRACE = 5.0  # seconds that the child's orderly end may take once the front is gone
 _CHECKED = 500  # milliseconds between looks at the health of a core that has nothing to do
@@ -60,12 +61,15 @@ class _Terminated(BaseException):
 
 
 class _Progress:
-    """What the loop is at: written by it, read by the heartbeat thread and the signal handler."""
+    """What the loop is at: written by it, read by the heartbeat thread and the signal handler. heartbeat: seconds
+    between two of that thread's looks."""
 
-    def __init__(self) -> None:
+    def __init__(self, heartbeat: float) -> None:
         self.activity: Literal["loading", "idle", "step", "closing"] = "loading"
-        self.since = time.monotonic()  # when the last step ended or, if later, work began or a kernel was seen to end
-        self.steps = self.unfinished = self._kernels = 0
+        self.since = time.monotonic()  # when the last step ended or, if later, work began
+        self.steps = self.unfinished = 0
+        self._seen = (0.0, 0)  # `since` and the kernels done, at the last look
+        self._quiet = Silence(lambda: threads_of(os.getpid(), family=True), heartbeat)  # the ranks are its children
         self.core: Core | None = None  # once there is one
         self.terminate = False
 
@@ -77,11 +81,11 @@ class _Progress:
         self.terminate = True
 
     def beat(self) -> Heartbeat:
-        now = time.monotonic()
-        if self.core is not None and (kernels := self.core.kernels_done) != self._kernels:
-            self.since, self._kernels = now, kernels
-        quiet = 0.0 if self.activity == "idle" else now - self.since
-        return Heartbeat(now, self.steps, self.unfinished, quiet, self.activity)
+        seen = (self.since, 0 if self.core is None else self.core.kernels_done)
+        if self.activity == "idle" or seen != self._seen:
+            self._quiet.heard()
+        self._seen = seen
+        return Heartbeat(time.monotonic(), self.steps, self.unfinished, self._quiet.look(), self.activity)
 
 
 class _Answers:
@@ -255,7 +259,7 @@ def run_core(
     preloaded = time.monotonic()
     if (launch := given.get()) is None:
         sys.exit("graphllm.engine.process: no settings on stdin; it is started by CoreClient, not by hand")
-    progress = _Progress()
+    progress = _Progress(launch.heartbeat)
     phases = {
         "process": begun - launch.started,
         "import torch" if "torch" in sys.modules else "imports": preloaded - begun,

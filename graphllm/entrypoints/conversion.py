@@ -21,11 +21,13 @@ from graphllm.config.setting import size_text
 from graphllm.entrypoints.build_lock import build_lock
 from graphllm.entrypoints.gguf_folder import gguf_tokenizer_folder
 from graphllm.imports import import_path
+from graphllm.runtime.silence import Silence, threads_of
 from graphllm.weights.checkpoint import gguf_in
 
 _WEIGHTS = "graphllm.entrypoints.weights_worker"
 _TOKENIZER = "graphllm.entrypoints.tokenizer_worker"
-_SECONDS = 120.0  # of a conversion, and more for large files
+_SECONDS = 120.0  # of a conversion, in which it could run; and more for large files
+_TICK = 0.25  # seconds between two looks at whether it could
 _SLOW = 20e6  # bytes of weights that are read and written in a second at least
 # What tokenizers are kept in beside tokenizer.json.
 _TOKENIZER_FILES = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "vocab.bpe")
@@ -80,16 +82,30 @@ def _run(worker: str, building: Path, files: Sequence[Path], size: int, subject:
         "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
     command = [sys.executable, "-P", "-m", worker, str(building), *map(str, files)]
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
-            start_new_session=True, timeout=_SECONDS + size / _SLOW,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as late:
-        raise ConfigError(f"{subject} cannot be converted in {late.timeout:.0f} s; {_ELSEWHERE}") from late
-    if done.returncode:
-        told = done.stdout.decode(errors="replace").strip() or f"its limits are passed, or it died: {done.returncode}"
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+    seconds, silence = _SECONDS + size / _SLOW, Silence(lambda: threads_of(process.pid), _TICK)
+    with process:
+        try:
+            while (said := _said(process)) is None:
+                if silence.look() > seconds:
+                    raise ConfigError(f"{subject} cannot be converted in {seconds:.0f} s; {_ELSEWHERE}")
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        told = said.decode(errors="replace").strip() or f"its limits are passed, or it died: {process.returncode}"
         raise ConfigError(f"{subject} cannot be converted ({told:.500}); {_ELSEWHERE}")
+
+
+def _said(process: subprocess.Popen[bytes]) -> bytes | None:
+    """All that a process has said, once it has ended; None while it works, after a while."""
+    try:
+        return process.communicate(timeout=_TICK)[0]
+    except subprocess.TimeoutExpired:
+        return None
 
 
 _ELSEWHERE = (

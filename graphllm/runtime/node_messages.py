@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 from typing import Any
 
@@ -92,6 +93,12 @@ class Connection:
             return receive(self._socket.fileno())
         except OSError:  # reset by the other side, or closed here
             return None
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Receiving ends where nothing comes in that time; sending where nothing is taken in twice the time."""
+        with contextlib.suppress(OSError):  # it is over
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * seconds))
 
     def end_sending(self) -> None:
         """Nothing comes behind what was sent."""

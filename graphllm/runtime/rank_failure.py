@@ -9,9 +9,11 @@ import threading
 from collections.abc import Callable
 
 from graphllm.config import ConfigError
+from graphllm.runtime.silence import Silence, threads_of
 
 _NOTICE = 2.0  # seconds in which the death of a rank is noticed after rank 0 has felt it
-_HUNG = 8.0  # seconds without interest in the death of a rank
+_HUNG = 8.0  # seconds without interest in the death of a rank, in which this process could have had it
+_TICK = 0.25  # seconds between two looks at that
 
 _log = logging.getLogger(__name__)
 
@@ -53,9 +55,11 @@ class SharedFate:
             threading.Thread(target=self._exit_unheard, name="graphllm-rank-failure", daemon=True).start()
 
     def _exit_unheard(self) -> None:
-        if not self._told.wait(_HUNG):
-            _log.error("%s; the engine core hangs and ends", self._failure)
-            os._exit(1)
+        silence = Silence(lambda: threads_of(os.getpid()), _TICK)
+        while not self._told.wait(_TICK):
+            if silence.look() > _HUNG:
+                _log.error("%s; the engine core hangs and ends", self._failure)
+                os._exit(1)
 
     def settle(self) -> None:
         """The ranks are ended: nobody waits for their work."""

@@ -1,7 +1,8 @@
 """The processes of ranks on this host, as the process that leads them sees them: their start, what they are told, life,
 death and end. On rank 0's host it leads ranks 1, 2 ..., on another one `graphllm.runtime.node` leads that node's.
 
-A thread watches them. One that ends, or gives no sign of life, ends all of them (`rank_failure`).
+A thread watches them. One that ends, or gives no sign of life though it could (`silence`), ends all of them
+(`rank_failure`).
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ from graphllm.runtime.broadcast import Writer
 from graphllm.runtime.rank_failure import RankError, SharedFate
 from graphllm.runtime.rank_messages import Failed, Report
 from graphllm.runtime.rank_process import LIFE, Settings, receive
+from graphllm.runtime.silence import Silence, threads_of
 
 _TICK = 0.25  # seconds between two looks at the signs of life
-_SILENCE = 5.0  # seconds without one until a rank counts as dead
-_IDLE = 60.0  # seconds in which a rank takes none of the commands that it has
+_SILENCE = 5.0  # seconds in which a rank could have given one, until it counts as dead
+_IDLE = 60.0  # seconds in which a rank could have taken one of the commands that it has, and takes none
 _GRACE = 5.0  # seconds that an orderly end may take
 
 Hear = Callable[[int, Report], None]  # what is done with a report of a rank
 
 
 class _Life:
-    """How long a rank has been quiet, in ticks of the watching thread, so that one that was held up accuses nobody."""
+    """How long a rank has been quiet: without a sign of life, and with commands of which it takes none."""
 
-    def __init__(self) -> None:
+    def __init__(self, pid: int) -> None:
         self.beat, self.read = 0, 0
-        self.silent = self.idle = 0.0
+        self.silence, self.idle = (Silence(lambda: threads_of(pid), _TICK) for _ in range(2))
 
 
 class WaitingRanks:
@@ -165,7 +167,7 @@ class RankProcesses:
             assert process.stdout is not None
             ranks[process.stdout.fileno()] = rank
             poll.register(process.stdout, select.POLLIN)
-        lives = [_Life() for _ in self._processes]
+        lives = [_Life(process.pid) for process in self._processes]
         decode = msgspec.msgpack.Decoder(Report).decode
         looked = time.monotonic()
         while ranks:
@@ -189,12 +191,14 @@ class RankProcesses:
 
     def _look(self, rank: int, life: _Life) -> None:
         beat, read = self.word(rank, LIFE), self.word(rank, 0)
-        life.silent = life.silent + _TICK if beat == life.beat and beat else 0.0  # none before it serves
-        life.idle = life.idle + _TICK if read == life.read and read < self._writer.written and beat else 0.0
+        if beat != life.beat or not beat:  # there is none before it serves
+            life.silence.heard()
+        if read != life.read or read >= self._writer.written or not beat:
+            life.idle.heard()
         life.beat, life.read = beat, read
-        if life.silent > _SILENCE:
+        if life.silence.look() > _SILENCE:
             self._fate.fail(RankError(f"{self._name(rank)} has given no sign of life for {_SILENCE:.0f} seconds"))
-        elif life.idle > _IDLE:
+        elif life.idle.look() > _IDLE:
             self._fate.fail(RankError(f"{self._name(rank)} has taken no command for {_IDLE:.0f} seconds"))
 
     def _end(self, rank: int, report: Failed | None) -> None:

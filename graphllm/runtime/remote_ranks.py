@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +20,8 @@ from graphllm.runtime.rank_failure import RankError, SharedFate
 from graphllm.runtime.rank_messages import Report
 from graphllm.runtime.rank_processes import Hear
 
-_SILENCE = 5.0  # seconds without a sign of life until a node counts as dead
+_SILENCE = 5.0  # seconds without a sign of life until a node counts as dead that has given them in time
+_OFTEN, _MOST = 5, 60.0  # of one that has not, so many times its longest pause of late; and at most so many seconds
 _GREETING = 10.0  # seconds that whoever connects may take to say who it is
 _PATIENCE = 600.0  # seconds for all nodes to come
 _REMINDER = 20.0  # seconds between two lines of the log while some are waited for
@@ -104,9 +105,15 @@ class RemoteRanks:
         assert self._connection is not None
         decode = msgspec.msgpack.Decoder(FromNode).decode
         decode_report = msgspec.msgpack.Decoder(Report).decode
-        heard = time.monotonic()
-        while (data := self._connection.receive()) is not None:
-            heard = time.monotonic()
+        patience = Patience()
+        while True:
+            begun = time.monotonic()
+            data = self._connection.receive()
+            silent = time.monotonic() - begun
+            if data is None:
+                break
+            if patience.heard(silent):
+                self._connection.wait_at_most(patience.seconds)
             match decode(data):
                 case Said(rank, report):
                     self._hear(rank, decode_report(report))
@@ -120,10 +127,25 @@ class RemoteRanks:
                     return
         if self._closing.is_set() or self._fate.failed:
             return
-        if time.monotonic() - heard >= _SILENCE:
-            self._fate.fail(RankError(f"{self._name} has given no sign of life for {_SILENCE:.0f} seconds"))
+        if silent >= patience.seconds:
+            self._fate.fail(RankError(f"{self._name} has given no sign of life for {patience.seconds:.0f} seconds"))
         else:
             self._fate.fail(RankError(f"{self._name} is gone: its connection has ended{self._explain(self.node)}"))
+
+
+class Patience:
+    """How many seconds to wait for the next sign of life of a node. Nobody here sees whether it could give one, but one
+    that is starved of the processor gives them late before it gives none for long."""
+
+    def __init__(self) -> None:
+        self.seconds, self._longest = _SILENCE, 0.0
+
+    def heard(self, pause: float) -> bool:
+        """There was one, after so many seconds of waiting. Whether that changes the patience."""
+        self._longest = max(pause, self._longest - pause / _OFTEN)  # forgotten after as long as the patience was
+        seconds = min(_MOST, max(_SILENCE, float(math.ceil(_OFTEN * self._longest))))
+        changed, self.seconds = seconds != self.seconds, seconds
+        return changed
 
 
 class NodesDoor(NamedTuple):
@@ -182,7 +204,7 @@ def _receive(door: NodesDoor, nodes: Sequence[RemoteRanks], fate: SharedFate) ->
 
 def _greet(connected: socket.socket, secret: str, missing: Sequence[RemoteRanks]) -> None:
     connection = Connection(connected)
-    _wait_at_most(connected, _GREETING)
+    connection.wait_at_most(_GREETING)
     data, why = connection.receive(), "it says nothing that a node says"
     try:
         hello = None if data is None else msgspec.msgpack.decode(data, type=Hello)
@@ -195,7 +217,7 @@ def _greet(connected: socket.socket, secret: str, missing: Sequence[RemoteRanks]
         elif node is None:
             why = f"nobody waits for node {hello.number}: is its node_rank right?"
         else:
-            _wait_at_most(connected, _SILENCE)
+            connection.wait_at_most(_SILENCE)
             try:
                 node.connect(connection, hello.host)
             except OSError:  # it is gone, which its thread tells
@@ -204,9 +226,3 @@ def _greet(connected: socket.socket, secret: str, missing: Sequence[RemoteRanks]
     _log.warning("a connection from %s is refused: %s", connected.getpeername()[0], why)
     connection.end()
     connection.close()
-
-
-def _wait_at_most(connected: socket.socket, seconds: float) -> None:
-    """Reading fails where nothing comes in that time; sending where nothing is taken in twice the time."""
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * seconds))

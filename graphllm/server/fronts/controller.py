@@ -24,6 +24,7 @@ import zmq
 import zmq.asyncio
 
 from graphllm.entrypoints.model import ResolvedModel
+from graphllm.runtime.silence import Silence, threads_of
 from graphllm.server.alone import in_memory
 from graphllm.server.fronts.messages import (
     CONNECTIONS,
@@ -67,7 +68,8 @@ _COMMAND = (sys.executable, "-m", "graphllm.server.fronts.front")
 _TICK = 0.1  # seconds between two looks at the fronts
 _REPORTS = 1.0  # seconds between two reports of each: as much of what a dead one has counted may be lost
 _ANSWER = 1.0  # seconds for a report that somebody waits for
-_SILENT = 30.0  # seconds without a word after which a front is ended
+_SILENT = 30.0  # seconds in which a front could have said a word, and has not, after which it is ended
+_UNSEEN = 5.0  # seconds without a word in which nobody looks at whether it could
 _BACKOFF = (0.5, 60.0)  # seconds before a front is started that ended soon: after the first time, and at most
 _SOON = 10.0  # seconds
 _AT_ONCE = 64  # connections that are handed out before others get a turn
@@ -81,12 +83,13 @@ class _Front:
     """One process. joined: folders of the cores that it has joined; None while it takes no connections. handed:
     connections that it has not taken yet, and when they were handed to it, oldest first. taken: how many it has taken
     so far; open: how many of them have not ended. rooms: what it holds or waits for, and what gives it, by
-    ticket. writing: responses that run in the background there. silent: seconds, counted in ticks of this process."""
+    ticket. writing: responses that run in the background there. silence: since its last word."""
 
     name: str
     process: subprocess.Popen[bytes]
     doorway: socket.socket
     questions: Questions
+    silence: Silence
     started: float = field(default_factory=time.monotonic)
     greeted: bool = False
     joined: list[str] | None = None
@@ -96,7 +99,6 @@ class _Front:
     report: Report = field(default_factory=lambda: Report({}, 0, 0))
     rooms: dict[int, tuple[contextlib.ExitStack, asyncio.Task[None]]] = field(default_factory=dict)
     writing: set[str] = field(default_factory=set)
-    silent: float = 0.0
 
     @property
     def load(self) -> tuple[bool, int]:
@@ -237,7 +239,8 @@ class Fronts:
         with contextlib.suppress(BrokenPipeError):  # it is dead already, which `_watch` sees
             process.stdin.write(msgspec.json.encode(launch, enc_hook=_path) + b"\n")
             process.stdin.flush()
-        front = _Front(name, process, ours, Questions(lambda number, q: self._send(front, ControllerAsks(number, q))))
+        questions = Questions(lambda number, q: self._send(front, ControllerAsks(number, q)))
+        front = _Front(name, process, ours, questions, Silence(lambda: threads_of(process.pid), _TICK, _UNSEEN))
         self._fronts[name.encode()] = front
         asyncio.get_running_loop().add_reader(ours, self._taken, front)
 
@@ -246,9 +249,8 @@ class Fronts:
         while True:
             await asyncio.sleep(_TICK)
             for front in list(self._fronts.values()):
-                front.silent += _TICK
-                if front.greeted and front.silent > _SILENT:
-                    _log.error("%s has been silent for %.0f s", front.name, front.silent)
+                if front.greeted and front.silence.look() > _SILENT:
+                    _log.error("%s has been silent for %.0f s", front.name, front.silence.seconds)
                     front.process.kill()
                 if front.process.poll() is not None and not self._stopping:
                     self._lost(front)
@@ -430,7 +432,7 @@ class Fronts:
             front = self._fronts.get(name)
             if front is None:  # it has ended
                 continue
-            front.silent = 0.0
+            front.silence.heard()
             try:
                 message = decode(data)
             except msgspec.MsgspecError as damage:

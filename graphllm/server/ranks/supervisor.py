@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -22,6 +23,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
 from graphllm.engine.placement import cpus_of, gpus_of
+from graphllm.runtime.silence import Silence, threads_of
 from graphllm.server.network import listening
 from graphllm.server.options import ServerOptions
 from graphllm.server.ranks.options import RankOptions
@@ -38,8 +40,8 @@ _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 @dataclass
 class _Rank:
     """One server. status: starting, ready, unhealthy, dead, restarting. cause: why it is not ready. failures: of
-    probes, in a row; dying: of those for liveness. due: when it is started again; pause: seconds before the next
-    time."""
+    probes, in a row; dying: of those for liveness. silence: since a probe began. due: when it is started again; pause:
+    seconds before the next time."""
 
     number: int
     port: int
@@ -50,6 +52,7 @@ class _Rank:
     was_ready: bool = False
     failures: int = 0
     dying: int = 0
+    silence: Silence | None = None
     started: float = field(default_factory=time.monotonic)
     due: float = 0.0
     pause: float = _BACKOFF[0]
@@ -116,6 +119,8 @@ class RankSupervisor:
                         self._start(rank)
                 elif (code := rank.process.poll()) is not None:
                     self._lost(rank, code)
+                elif rank.silence is not None:
+                    rank.silence.look()
 
     def _lost(self, rank: _Rank, code: int) -> None:
         how = f"killed by signal {-code}" if code < 0 else f"ended with {code}"
@@ -168,9 +173,14 @@ class RankSupervisor:
             process = rank.process
             if process is None:
                 continue
+            pid, begun, seconds = process.pid, time.monotonic(), self._options.probe_timeout
+            rank.silence = silence = Silence(partial(threads_of, pid), _TICK, seconds / 4)
             ready, cause = await asyncio.to_thread(self._ask, rank.port, "/health")
             live = ready or (await asyncio.to_thread(self._ask, rank.port, "/health/live"))[0]
             if process is not rank.process:  # it has ended meanwhile
+                continue
+            late = time.monotonic() - begun
+            if not live and late >= seconds and silence.seconds < late / 2:  # for want of the processor: no verdict
                 continue
             rank.failures = 0 if ready else rank.failures + 1
             rank.dying = 0 if live else rank.dying + 1
