@@ -14,7 +14,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,72 +21,47 @@ from typing import Any
 
 import pytest
 
+from graphllm.artifact import source_digest
 from graphllm.machine import detect_target
+from tests.tiers import ON_GPU
+from tests.times import DURATIONS, unit_of
+from tests.waiting import PATIENCE
 
 if detect_target("auto").device == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when a Triton kernel is defined, so before any test imports the ops
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # processes that tests start take as long as users' do
 
+pytest_plugins = ["tests.recording"]
+CACHE = Path(__file__).parents[1] / "build" / "test-cache"
 CORPUS = ["hello world, the cat sat on the mat", "what is the answer to the question", "a list of words in a row"]
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
 )
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|system|>", "<|bot|>"]
-# Small enough that prompts of a few tokens are chunked and the batch fills up; context 96 needs 12 pages.
-LIMITS = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
 
-
-# What takes more than twenty seconds when the suite runs, the longest first.
-LONGEST = (
-    "tests/server/fronts/test_fronts.py",
-    "tests/ops/test_cpu_kernels.py",
-    "tests/models/test_parity.py",
-    "tests/strange/test_strange.py",
-    "tests/engine/test_draft_models.py",
-    "tests/engine/test_embedded_engine.py",
-    "tests/test_artifact.py",
-    "tests/engine/test_lora.py",
-    "tests/server/test_trouble.py",
-    "tests/engine/test_process.py",
-    "tests/cli/test_commands.py",
-    "tests/compile/test_pipeline.py",
-    "tests/ops/test_quant_linear_cpu.py",
-    "tests/weights/test_baked.py",
-    "tests/server/test_fuzz.py",
-    "tests/test_plugin.py",
-    "tests/engine/test_proposers.py",
-    "tests/engine/test_drawn_drafts.py",
-    "tests/runtime/test_executor.py",
-    "tests/ops/test_ops.py:paged_attention",
-    "tests/engine/test_embedded_drafts.py",
-    "tests/models/test_encoders.py",
-    "tests/engine/test_ranks.py",
-    "tests/compile/test_workers.py",
-    "tests/test_values.py",
-    "tests/engine/test_verification.py",
-    "tests/ops/test_gguf_cpu.py",
-    "tests/weights/test_quantized_checkpoints.py",
-    "tests/engine/test_draft_ranks.py",
-    "tests/engine/test_moving_experts.py",
-    "tests/engine/test_moe_lora.py",
-    "tests/test_quantize.py",
-    "tests/engine/test_dflash.py",
-    "tests/engine/test_sharing_cores.py",
-    "tests/server/test_adapters.py",
-    "tests/server/pooling/test_pooling_routes.py",
-)
 
 logging.getLogger("torch.__trace").disabled = True  # pytest collects logs, and the compiler's fill pages
 
 
 @dataclass(frozen=True)
 class Done:
-    """A finished command: exit status, both outputs, seconds."""
+    """A finished command: exit status, both outputs."""
 
     code: int
     out: str
     err: str
-    seconds: float = 0.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Artifacts of other sources would only fill the disk."""
+    tier = "test" if "not thorough" in config.getoption("markexpr") else "thorough"
+    os.environ["GRAPHLLM_TEST_TIER"] = tier  # read by tiers.py
+    if "PYTEST_XDIST_WORKER" not in os.environ and not config.getoption("collectonly"):
+        sources, stamp = source_digest(), CACHE / "sources"
+        if not stamp.exists() or stamp.read_text() != sources:
+            shutil.rmtree(CACHE / "artifacts", ignore_errors=True)
+            CACHE.mkdir(parents=True, exist_ok=True)
+            stamp.write_text(sources)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -100,25 +74,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class LongestFirst(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return _unit_of(nodeid)
+            return unit_of(nodeid)
 
     config.option.loadscopereorder = False  # by numbers of tests, which say little
     return LongestFirst(config, log)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--as-given", action="store_true", help="files in the order in which they are named")
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The order in which workers take files."""
-    rank = {unit: i for i, unit in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(_unit_of(item.nodeid), len(rank)))
-
-
-def _unit_of(nodeid: str) -> str:
-    """What one worker runs as a whole: a file, or one op of test_ops.py."""
-    file, _, test = nodeid.partition("::")
-    if file.endswith("/test_ops.py"):
-        return f"{file}:{test.partition('[')[2].partition('-')[0].rstrip(']')}"
-    return file
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The order in which workers take files: the longest first, as they were recorded; new ones before them."""
+    if not config.getoption("as_given"):
+        recorded = json.loads(DURATIONS.read_text())
+        tier = recorded["test" if "not thorough" in config.getoption("markexpr") else "test-all"]
+        names = {unit_of(item.nodeid) for item in items}
+        seconds = {name: tier.get(name, 0.0 if name in recorded["test-all"] else 1e9) for name in names}
+        items.sort(key=lambda item: -seconds[unit_of(item.nodeid)])
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -139,9 +113,17 @@ def compiler(shared: Callable[[str, Callable[[Path], object]], Path]) -> Iterato
         yield
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="session", autouse=True)
+def _shared_cache() -> Iterator[None]:
+    """One artifact cache for all tests and runs; what other sources made was removed as the run began."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRAPHLLM_CACHE", str(CACHE))
+        yield
+
+
+@pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test has an artifact cache of its own."""
+    """An empty artifact cache, for tests of what is there and what is not; all others share one (`_shared_cache`)."""
     monkeypatch.setenv("GRAPHLLM_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -234,27 +216,45 @@ def checkpoint(shared: Any) -> Path:
     return shared("llama", make_llama)
 
 
-def _compile(checkpoint: Path, folder: Path, backend: Any) -> None:
-    from graphllm.compile.pipeline import compile_model
-    from graphllm.config import EngineArgs
-    from graphllm.entrypoints.resolve import compile_config
-    from graphllm.entrypoints.source import open_source
-
-    source = open_source(checkpoint)
-    config = compile_config(source.config, EngineArgs(target="cpu", backend=backend, **LIMITS))
-    compile_model(source.config, source.tensors, config, folder)
-
-
 @pytest.fixture(scope="session")
-def eager_artifact(shared: Any, checkpoint: Path) -> Path:
+def eager_artifact(checkpoint: Path) -> Path:
     """The tiny Llama with the eager backend, LIMITS and default buckets. Do not write into it."""
-    return shared("eager", lambda folder: _compile(checkpoint, folder, "eager"))
+    from tests.artifacts import LIMITS, artifact_of
+
+    return artifact_of(checkpoint, backend="eager", **LIMITS)
 
 
 @pytest.fixture(scope="session")
-def compiled_artifact(shared: Any, checkpoint: Path) -> Path:
+def compiled_artifact(checkpoint: Path) -> Path:
     """The same compiled by Inductor. Do not write into it."""
-    return shared("compiled", lambda folder: _compile(checkpoint, folder, "inductor"))
+    from tests.artifacts import LIMITS, artifact_of
+
+    return artifact_of(checkpoint, **LIMITS)
+
+
+@pytest.fixture(scope="module", autouse=ON_GPU)
+def cores_of_worker() -> Iterator[None]:
+    """On a machine with a GPU each worker has its share of the cores, for transformers' models too: every process that
+    compiles takes 0.5 GB of the one GPU, and there are as many as cores."""
+    import torch
+
+    cores, worker = sorted(os.sched_getaffinity(0)), os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    os.sched_setaffinity(0, cores[int(worker.removeprefix("gw")) % len(cores) :: count])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(threads, len(os.sched_getaffinity(0))))  # more would wait for each other at every step
+    yield
+    torch.set_num_threads(threads)
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture(
+    scope="session",
+    params=["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if ON_GPU else [])],
+)
+def device(request: pytest.FixtureRequest) -> str:
+    """For tests of both: the CPU, and the GPU where there is one. `tests.artifacts.ON` has the settings of each."""
+    return request.param
 
 
 @pytest.fixture
@@ -279,36 +279,30 @@ def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> C
 
 
 @pytest.fixture
-def process(cache: Path) -> Callable[..., Done]:
-    """process(*arguments, **environment): the same in a fresh process, timed."""
+def process() -> Callable[..., Done]:
+    """process(*arguments, script="", **environment): the same in a fresh process, after that script."""
 
-    def call(*arguments: object, **environment: str) -> Done:
-        script = "from graphllm.cli import main; main()"
-        begin = time.perf_counter()
+    def call(*arguments: object, script: str = "", **environment: str) -> Done:
+        script += "from graphllm.cli import main; main()"
         done = subprocess.run(
             [sys.executable, "-c", script, *map(str, arguments)],
-            capture_output=True, text=True, env={**os.environ, **environment}, timeout=300,
+            capture_output=True, text=True, env={**os.environ, **environment}, timeout=PATIENCE,
         )  # fmt: skip
-        return Done(done.returncode, done.stdout, done.stderr, time.perf_counter() - begin)
+        return Done(done.returncode, done.stdout, done.stderr)
 
     return call
 
 
 @pytest.fixture
-def refused(process: Callable[..., Done]) -> Callable[..., Done]:
-    """refused(*arguments): a process that ended in less than a second, or on a slow or busy machine in less than half
-    of the time in which another one imports torch; the first of some that did."""
+def refused(process: Callable[..., Done], tmp_path: Path) -> Callable[..., Done]:
+    """refused(*arguments): a process that ended before it imported torch, which takes longer than all else."""
+    imported = tmp_path / "imported"
+    script = f"import atexit, sys; atexit.register(lambda: open({str(imported)!r}, 'w').write(' '.join(sys.modules)));"
 
     def call(*arguments: object) -> Done:
-        for _ in range(4):
-            done = process(*arguments)
-            if done.seconds < 1:
-                return done
-            begin = time.perf_counter()
-            subprocess.run([sys.executable, "-c", "import torch"], check=True)
-            if done.seconds < (time.perf_counter() - begin) / 2:
-                return done
-        raise AssertionError(f"{done.seconds:.2f} s: {done}")
+        done = process(*arguments, script=script)
+        assert "torch" not in imported.read_text().split()
+        return done
 
     return call
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from graphllm.entrypoints.build_lock import build_lock
+from tests.waiting import PATIENCE
 
 # Prints "compiling" when it begins to compile; goes on when the file "go" is there.
 SCRIPT = """
@@ -56,7 +57,7 @@ class Process:
 
     def end(self) -> list[str]:
         """All that it still prints."""
-        out, error = self._popen.communicate(timeout=300)
+        out, error = self._popen.communicate(timeout=PATIENCE)
         assert self._popen.returncode == 0, error
         return out.splitlines()
 
@@ -72,6 +73,7 @@ def test_the_second_waits_and_takes_what_the_first_has_made(checkpoint: Path, tm
     assert [f.name for f in (tmp_path / "artifacts").iterdir()] == [Path(place[0]).name]
 
 
+@pytest.mark.thorough
 def test_a_dead_process_holds_nobody_up(checkpoint: Path, tmp_path: Path) -> None:
     first = Process(checkpoint, tmp_path)
     first.says("compiling")

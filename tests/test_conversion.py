@@ -22,6 +22,8 @@ from graphllm.entrypoints.conversion import tokenizer_folder
 from graphllm.entrypoints.source import find_source, find_tokenizer, open_tensors
 from tests.hub import files_of, fill_cache
 
+pytestmark = pytest.mark.usefixtures("cache")  # what was converted or downloaded before is not there
+
 SENTENCES = ["hello world, the cat sat on the mat", "what is the answer to the question", "a list of words in a row"]
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 EAGER = {
@@ -63,6 +65,7 @@ def written(file: Path, tensors: Mapping[str, Any], **options: Any) -> Mapping[s
     return load_file(file.with_suffix(".safetensors"))
 
 
+@pytest.mark.thorough
 def test_an_old_checkpoint_of_the_hub_runs(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

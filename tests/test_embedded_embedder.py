@@ -25,12 +25,10 @@ EAGER: dict[str, Any] = {"backend": "eager", "target": "cpu", "dtype": "float32"
 
 
 @pytest.fixture(scope="module")
-def vectors(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def vectors() -> Any:
     """Makes vectors of texts, without a model being named."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRAPHLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        with LLM(runner="pooling", **EAGER) as llm:
-            yield lambda texts: np.array([o.outputs.embedding for o in llm.embed(texts, use_tqdm=False)])
+    with LLM(runner="pooling", **EAGER) as llm:
+        yield lambda texts: np.array([o.outputs.embedding for o in llm.embed(texts, use_tqdm=False)])
 
 
 def test_files() -> None:
@@ -80,6 +78,7 @@ def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     np.testing.assert_allclose(row["embedding"], vectors(["A cat sleeps."])[0], atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_training(tmp_path: Path) -> None:
     """A second of it: the folder is whole, and the card says what was measured."""
     command = [sys.executable, "-m", "graphllm.embedded.train_embedder", "--out", str(tmp_path / "made")]

@@ -11,18 +11,13 @@ import pytest
 import torch
 import transformers
 
-from graphllm import artifact
-from graphllm.compile.pipeline import compile_model
-from graphllm.config import Bucket, ConfigError, EngineArgs
+from graphllm.config import Bucket, ConfigError
 from graphllm.engine.expert_load import imbalance
 from graphllm.engine.metric_families import BY_NAME
 from graphllm.engine.request import CoreStats
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.staging import ragged
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import WeightPlan
+from tests.artifacts import artifact_of, open_executor
 
 N, LAYERS = 6, 3
 CONFIG = {
@@ -43,16 +38,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _compile(folder: Path, place: Path, backend: Any = "eager") -> Executor:
-    source = open_source(folder)
-    wanted = EngineArgs(
-        target="cpu", backend=backend, max_model_len=64, dtype="float32", count_expert_tokens=True,
+def _compile(folder: Path, backend: Any = "eager") -> Executor:
+    place = artifact_of(
+        folder, backend=backend, max_model_len=64, dtype="float32", count_expert_tokens=True,
         buckets=(Bucket("decode", 2, 8), Bucket("mixed", 2, 32)),
     )  # fmt: skip
-    compile_model(source.config, source.tensors, compile_config(source.config, wanted), place)
-    plan = WeightPlan.from_json((place / "weights.json").read_text())
-    assert source.checkpoint is not None
-    return Executor(place, artifact.verify(place), load_weights(plan, source.checkpoint), num_blocks=16)
+    return open_executor(folder, place)
 
 
 def _expected(folder: Path) -> np.ndarray:
@@ -68,9 +59,9 @@ def _expected(folder: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_counts_are_those_of_transformers_routers(checkpoint: Path, tmp_path: Path, backend: str) -> None:
+def test_counts_are_those_of_transformers_routers(checkpoint: Path, backend: str) -> None:
     """Of a ragged batch, padded in decode; what pads is not counted."""
-    executor = _compile(checkpoint, tmp_path / "a", backend)
+    executor = _compile(checkpoint, backend)
     tables = np.arange(1, 13, dtype=np.int32).reshape(3, 4)
     found = executor.run(ragged(PROMPTS, [0, 0, 0], [tables])).outputs["expert_tokens"]
     np.testing.assert_array_equal(found, _expected(checkpoint))
@@ -106,8 +97,6 @@ def test_metrics() -> None:
     assert imbalance([[2, 2, 2], [0, 6, 0]]) == {0: 1.0, 1: 3.0}
 
 
-def test_a_model_without_experts_has_nothing_to_count(tmp_path: Path) -> None:
-    source = open_source(None)
-    wanted = EngineArgs(target="cpu", backend="eager", max_model_len=64, count_expert_tokens=True)
+def test_a_model_without_experts_has_nothing_to_count() -> None:
     with pytest.raises(ConfigError, match="count_expert_tokens is set: this model has no experts"):
-        compile_model(source.config, source.tensors, compile_config(source.config, wanted), tmp_path / "a")
+        artifact_of(None, backend="eager", max_model_len=64, count_expert_tokens=True)

@@ -20,6 +20,7 @@ from graphllm.config import CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, target_name, verify
 from graphllm.rewrite import Unit, passes
 from graphllm.weights.plan import WeightPlan
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -50,6 +51,7 @@ def _reference(tensors: dict[str, torch.Tensor], ids: list[int]) -> torch.Tensor
     return norm(x[-1], tensors["norm.weight"]) @ tensors["tokens.weight"].T
 
 
+@pytest.mark.thorough
 def test_the_models_example(checkpoint: Path, tmp_path: Path) -> None:
     """Installed as a package, a checkpoint of the new family runs and gives what plain torch gives."""
     from safetensors.torch import save_file
@@ -70,12 +72,12 @@ def test_the_models_example(checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / "installed"
     source = shutil.copytree(DOCS / "examples" / "plugin_model", tmp_path / "source")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*install, "--target", target, source], check=True, timeout=300)
+    subprocess.run([*install, "--target", target, source], check=True, timeout=PATIENCE)
     command = [sys.executable, "-c", "from graphllm.cli import main; main()", "run", "--model", folder, "--raw"]
     command += ["--backend", "eager", "--target", "cpu", "--prompt", "the cat sat", "--prompt", "hello", "--quiet"]
     command += ["--temperature", "0", "--max-tokens", "12", "--output", tmp_path / "out.jsonl"]
     environment = {**os.environ, "PYTHONPATH": str(target)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
 
     rows = {r["id"]: r["text"] for r in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}

@@ -22,6 +22,8 @@ from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import find_source, find_tokenizer, model_files
 from tests.hub import GATED, HubServer, commit_of, files_of, fill_cache, hub_server
 
+pytestmark = pytest.mark.usefixtures("cache")  # what was converted or downloaded before is not there
+
 NAME = "tiny/llama"
 EAGER = {
     "enforce_eager": True, "target": "cpu", "kv_cache_memory_bytes": 1 << 20, "max_model_len": 96, "max_num_seqs": 4,

@@ -17,6 +17,7 @@ import graphllm
 from graphllm import artifact, version
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.machine import plugins
+from tests.tiers import thorough
 
 BUCKETS = (Bucket("decode", 1, 1), Bucket("mixed", 2, 64))
 CONFIG = CompileConfig(Target("cpu", ("x86_64", "avx2"), "a label"), buckets=BUCKETS)
@@ -81,7 +82,7 @@ def test_every_field_of_the_config(where: str, reason: str | None, config: Compi
         assert _key(config) == _key()
 
 
-@pytest.mark.parametrize("config", [LlamaConfig(), GPT2Config()], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("config", [pytest.param(LlamaConfig(), id="llama"), thorough(GPT2Config(), id="gpt2")])
 def test_every_entry_of_the_model_config(config: Any) -> None:
     full = json.loads(config.to_json_string(use_diff=False)) | {"torch_dtype": "bfloat16", "_name_or_path": "there"}
     assert len(full) > 20

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE
+
 PATHS = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "plugin_op"
 
@@ -64,7 +66,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def _installed(source: Path, target: Path) -> dict[str, str]:
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*install, "--target", target, source], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*install, "--target", target, source], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(target), *PATHS]), "COLUMNS": "200"}
 
@@ -89,7 +91,9 @@ for arguments in {commands!r}:
         assert not end.code, (arguments, end.code)
     print("=====")
 """
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     printed = done.stdout.split("=====\n")
     return {c[1]: text for c, text in zip(commands, printed, strict=False)}, json.loads(results.read_text())
@@ -122,11 +126,14 @@ def test_it_is_timed(session: tuple[dict[str, str], Any]) -> None:
 
 def test_it_is_compiled(environment: dict[str, str]) -> None:
     """Its reference is lowered and fused with its neighbours into one kernel."""
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "('squared_relu: reference',) 1"
 
 
+@pytest.mark.thorough
 def test_a_failing_op_is_reported(environment: dict[str, str], tmp_path: Path) -> None:
     """A wrong shape function: exit status 1 and the problem in words."""
     broken = shutil.copytree(environment["PYTHONPATH"].split(os.pathsep)[0], tmp_path / "broken")
@@ -135,7 +142,7 @@ def test_a_failing_op_is_reported(environment: dict[str, str], tmp_path: Path) -
     source.write_text(f"{source.read_text()}\n\n{fake}")
     command = _command("op", "test", "squared_relu")
     changed = environment | {"PYTHONPATH": os.pathsep.join([str(broken), *PATHS])}
-    done = subprocess.run(command, env=changed, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=changed, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     assert "but the fake says" in " ".join(done.stdout.split())
 
@@ -154,6 +161,7 @@ def with_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return _installed(source, tmp_path_factory.mktemp("installed"))
 
 
+@pytest.mark.thorough
 def test_its_kernel_is_listed_checked_and_compiled(with_kernel: dict[str, str]) -> None:
     script = (
         "import sys\nfrom graphllm.cli import main\n"
@@ -164,7 +172,7 @@ def test_its_kernel_is_listed_checked_and_compiled(with_kernel: dict[str, str]) 
     )
     for text in (script, COMPILE):
         command = [sys.executable, "-c", text]
-        done = subprocess.run(command, env=with_kernel, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=with_kernel, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stderr + done.stdout
         if text is COMPILE:
             assert done.stdout.splitlines()[-1].startswith("('squared_relu: cpu',)")
@@ -177,11 +185,12 @@ def test_its_kernel_is_listed_checked_and_compiled(with_kernel: dict[str, str]) 
             assert int(checks) >= 3
 
 
+@pytest.mark.thorough
 def test_a_source_that_was_not_installed_is_named(with_kernel: dict[str, str], tmp_path: Path) -> None:
     installed = shutil.copytree(with_kernel["PYTHONPATH"].split(os.pathsep)[0], tmp_path / "incomplete")
     (installed / "plugin_op" / "cpu.cpp").unlink()
     changed = with_kernel | {"PYTHONPATH": os.pathsep.join([str(installed), *PATHS])}
-    done = subprocess.run(_command("op", "list"), env=changed, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(_command("op", "list"), env=changed, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     assert "plugin_op/cpu.cpp does not exist" in " ".join(done.stderr.split())

@@ -20,13 +20,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from graphllm import artifact
-from graphllm.compile.pipeline import compile_model
 from graphllm.config import Bucket, ConfigError, EngineArgs
 from graphllm.config.sampling import SamplingParams
 from graphllm.embedded import MODEL_DIR
 from graphllm.entrypoints.llm import LLM
 from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
 from graphllm.ir.model import Model
 from graphllm.ir.weight import Weight
 from graphllm.ops.quant_linear import quant_linear
@@ -41,6 +39,7 @@ from graphllm.weights.formats.integers import INTEGERS, pack
 from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import Entry, WeightPlan, make_plan
 from graphllm.weights.random import random_weights
+from tests.artifacts import artifact_of, open_executor
 
 GROUP = {"int8": 64, "int4": 32}
 
@@ -231,13 +230,12 @@ def test_what_was_tied_to_a_replaced_entry_inherits() -> None:
 # ---- a whole model
 
 
-def _quantized_artifact(folder: Path, place: Path, quantize: Any, backend: Any = "eager", **wanted: Any) -> Executor:
-    source = open_source(folder)
-    overrides = EngineArgs(target="cpu", backend=backend, quantization=quantize, max_model_len=96, **wanted)
-    compile_model(source.config, source.tensors, compile_config(source.config, overrides), place)
-    plan = WeightPlan.from_json((place / "weights.json").read_text())
-    assert source.checkpoint is not None
-    return Executor(place, artifact.verify(place), load_weights(plan, source.checkpoint), num_blocks=16)
+def _artifact(folder: Path, quantize: Any, backend: str = "eager", **wanted: Any) -> Path:
+    return artifact_of(folder, backend=backend, quantization=quantize, max_model_len=96, **wanted)
+
+
+def _quantized(folder: Path, *settings: Any, **wanted: Any) -> Executor:
+    return open_executor(folder, _artifact(folder, *settings, **wanted))
 
 
 def _logits(executor: Executor, ids: list[int]) -> torch.Tensor:
@@ -253,7 +251,7 @@ IDS = [5, 80, 200, 17, 9, 33, 150, 61, 3]
 @pytest.mark.parametrize("fmt", INTEGERS)
 def test_logits_are_those_of_the_rounded_checkpoint(checkpoint: Path, tmp_path: Path, fmt: str) -> None:
     """transformers in float32 on a checkpoint whose linear layers and head were rounded by the formula."""
-    executor = _quantized_artifact(checkpoint, tmp_path / "a", fmt)
+    executor = _quantized(checkpoint, fmt)
     truth = _rounded_logits(checkpoint, tmp_path / "rounded", lambda name: fmt)
     with torch.inference_mode():
         exact = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)(torch.tensor([IDS])).logits[0, -1]
@@ -284,7 +282,7 @@ def _rounded_logits(checkpoint: Path, other: Path, format_of: Callable[[str], st
 def test_rules_for_single_layers(checkpoint: Path, tmp_path: Path, quantize: str | None, cli: Any) -> None:
     """Layers that are rounded in different ways stand beside each other; a head in 8 bits; merged matrices whole."""
     rules = "layers.1.*.down_proj=int8,layers.1.qkv=none,model.layers.0.*=none,lm_head=int8"
-    executor = _quantized_artifact(checkpoint, tmp_path / "a", quantize, quantization_rules=rules)
+    executor = _quantized(checkpoint, quantize, quantization_rules=rules)
 
     def format_of(name: str) -> str | None:
         if name.startswith("lm_head") or "layers.1.mlp.down_proj" in name:
@@ -293,18 +291,19 @@ def test_rules_for_single_layers(checkpoint: Path, tmp_path: Path, quantize: str
 
     truth, found = _rounded_logits(checkpoint, tmp_path / "rounded", format_of), _logits(executor, IDS)
     assert float((found - truth).norm() / truth.norm()) < 1e-5
-    shown = cli("inspect", tmp_path / "a").out
+    shown = cli("inspect", _artifact(checkpoint, quantize, quantization_rules=rules)).out
     last = "o 1 int4" if quantize else "o 0..1 float32 32"
     for row in ("qkv 0..1 float32 32", "down 0 float32 32", "down 1 int8", last):
         assert re.search(r"layers\.\*\." + r"\W+".join(row.split()), shown), (row, shown)
 
 
-def test_compiled_kernels_in_a_model(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.thorough
+def test_compiled_kernels_in_a_model(checkpoint: Path) -> None:
     """The C++ kernels, which round x too, inside a compiled artifact: prompts and decoding, int4."""
     buckets = (Bucket("mixed", 2, 32),)
-    eager = _quantized_artifact(checkpoint, tmp_path / "e", "int4")
-    compiled = _quantized_artifact(checkpoint, tmp_path / "c", "int4", "inductor", buckets=buckets)
-    chosen = artifact.verify(tmp_path / "c")["pieces"].values()
+    eager = _quantized(checkpoint, "int4")
+    compiled = _quantized(checkpoint, "int4", "inductor", buckets=buckets)
+    chosen = artifact.verify(_artifact(checkpoint, "int4", "inductor", buckets=buckets))["pieces"].values()
     assert sum("quant_linear: cpu_stream" in ops for of in chosen for ops in of.values()) >= 2
     for ids in (IDS, IDS[:1]):
         truth = _logits(eager, ids)
@@ -383,9 +382,8 @@ def test_reference_is_exact_in_float64() -> None:
     np.testing.assert_allclose(capped.numpy(), 2 * np.tanh(truth / 2), rtol=1e-12)
 
 
-def test_the_plan_of_an_artifact_is_plain_json(checkpoint: Path, tmp_path: Path) -> None:
-    _quantized_artifact(checkpoint, tmp_path / "a", "int8").close()
-    text = (tmp_path / "a" / "weights.json").read_text()
+def test_the_plan_of_an_artifact_is_plain_json(checkpoint: Path) -> None:
+    text = (_artifact(checkpoint, "int8") / "weights.json").read_text()
     entries = {e["name"]: e for e in json.loads(text)["entries"]}
     scales, values = (entries[f"layers.1.qkv.{part}"]["expr"] for part in ("scales", "values"))
     assert scales == values | {"part": "scales"}

@@ -12,16 +12,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from graphllm import artifact
-from graphllm.compile.pipeline import compile_model
-from graphllm.config import Bucket, EngineArgs
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
+from graphllm.config import Bucket
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.staging import ragged
 from graphllm.weights.formats.integers import INTEGERS
-from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan
 from graphllm.weights.random import random_weights
+from tests.artifacts import artifact_of, open_executor
 
 COMMON = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -46,13 +43,9 @@ def _checkpoint(family: str, folder: Path) -> transformers.PreTrainedModel:
     return model
 
 
-def _executor(folder: Path, place: Path, fmt: Any, backend: Any = "eager", **more: Any) -> tuple[Executor, WeightPlan]:
-    source = open_source(folder)
-    wanted = EngineArgs(target="cpu", backend=backend, quantization=fmt, max_model_len=96, dtype="float32", **more)
-    compile_model(source.config, source.tensors, compile_config(source.config, wanted), place)
-    plan = WeightPlan.from_json((place / "weights.json").read_text())
-    assert source.checkpoint is not None
-    return Executor(place, artifact.verify(place), load_weights(plan, source.checkpoint), num_blocks=16), plan
+def _executor(folder: Path, fmt: Any, backend: Any = "eager", **more: Any) -> tuple[Executor, Path]:
+    place = artifact_of(folder, backend=backend, quantization=fmt, max_model_len=96, dtype="float32", **more)
+    return open_executor(folder, place), place
 
 
 def _logits(executor: Executor, ids: list[int]) -> torch.Tensor:
@@ -82,7 +75,8 @@ def _round(tensors: dict[str, torch.Tensor], family: str, fmt: str) -> None:
 @pytest.mark.parametrize(("family", "fmt"), [*((f, "int8") for f in FAMILIES), ("GptOss", "int4")])
 def test_logits_are_those_of_the_rounded_checkpoint(tmp_path: Path, family: str, fmt: str) -> None:
     model = _checkpoint(family, tmp_path)
-    executor, plan = _executor(tmp_path, tmp_path / "a", fmt)
+    executor, place = _executor(tmp_path, fmt)
+    plan = WeightPlan.from_json((place / "weights.json").read_text())
     assert plan["layers.1.gate_up.values"].shape[0] == plan["layers.0.down.scales"].shape[0] == 5
     assert plan["layers.0.router"].dtype == "float32"
     tensors = load_file(tmp_path / "model.safetensors")
@@ -102,8 +96,8 @@ def test_logits_are_those_of_the_rounded_checkpoint(tmp_path: Path, family: str,
 def test_random_experts(tmp_path: Path) -> None:
     """The same numbers for all parts of a matrix, in memory of the plan's shapes."""
     _checkpoint("Qwen3Moe", tmp_path)
-    _, plan = _executor(tmp_path, tmp_path / "a", "int8")
-    weights = random_weights(plan)
+    _, place = _executor(tmp_path, "int8")
+    weights = random_weights(WeightPlan.from_json((place / "weights.json").read_text()))
     parts = {p.name: weights[f"layers.0.gate_up.{p.name}"][3] for p in INTEGERS["int8"].parts}
     assert float(INTEGERS["int8"].decode(parts, 64, 48).std()) == pytest.approx(0.02, rel=0.1)
 
@@ -112,9 +106,9 @@ def test_random_experts(tmp_path: Path) -> None:
 def test_compiled_kernels_in_a_model(tmp_path: Path) -> None:
     """The C++ kernels, which round x too, inside a compiled artifact: prompts and decoding, int4."""
     _checkpoint("GptOss", tmp_path)
-    eager, _ = _executor(tmp_path, tmp_path / "e", "int4")
-    compiled, _ = _executor(tmp_path, tmp_path / "c", "int4", "inductor", buckets=(Bucket("mixed", 2, 32),))
-    chosen = artifact.verify(tmp_path / "c")["pieces"].values()
+    eager, _ = _executor(tmp_path, "int4")
+    compiled, place = _executor(tmp_path, "int4", "inductor", buckets=(Bucket("mixed", 2, 32),))
+    chosen = artifact.verify(place)["pieces"].values()
     assert any("quant_moe: cpu_experts" in ops for of in chosen for ops in of.values())
     for ids in (IDS, IDS[:1]):
         truth = _logits(eager, ids)

@@ -23,6 +23,7 @@ from graphllm.config.reference import reference
 from graphllm.config.sampling import SamplingParams, sampling_columns
 from graphllm.config.setting import assemble
 from graphllm.server.openai.protocol import Body, with_parameters
+from tests.waiting import PATIENCE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,4 +173,7 @@ def test_the_config_imports_nothing_heavy() -> None:
     script = (
         "import sys, graphllm.config\nprint([m for m in ('torch', 'numpy', 'msgspec', 'typer') if m in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60).stdout == "[]\n"
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE).stdout
+        == "[]\n"
+    )

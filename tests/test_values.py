@@ -28,6 +28,7 @@ from graphllm.config import ConfigError, EngineArgs, EngineConfig, definitions
 from graphllm.config.parameter import parameters
 from graphllm.config.sampling import SamplingParams
 from graphllm.entrypoints.source import Source, open_source
+from tests.tiers import draws
 
 _spec = importlib.util.spec_from_file_location("driver", Path(__file__).parent / "models" / "driver.py")
 assert _spec is not None
@@ -104,7 +105,7 @@ def _fuzz(examples: int) -> settings:
 
 
 def _slow(few: int, many: int) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.slow)])
+    return pytest.mark.parametrize("examples", [draws(few // 3, few), pytest.param(many, marks=pytest.mark.slow)])
 
 
 def _with(fields: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
@@ -154,7 +155,7 @@ class Family:
             folder.mkdir(parents=True)
             (folder / "config.json").write_text(json.dumps(hf))
             (folder / "model.safetensors").symlink_to(self.source.folder / "model.safetensors")
-            (self.logits[c],), _ = driver.Driver(folder, "eager", self.place / "artifact").generate([TOKENS], 1)
+            (self.logits[c],), _ = driver.Driver(folder, "eager").generate([TOKENS], 1)
         return self.logits[c]
 
     def theirs(self, hf: Mapping[str, Any]) -> torch.Tensor | None:

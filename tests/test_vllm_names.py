@@ -3,6 +3,7 @@ on the command line. docs/compatibility.md says which, and is checked against wh
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -92,6 +93,7 @@ def test_a_keyword(name: str, caplog: pytest.LogCaptureFixture) -> None:
             EngineArgs(**{name: STRANGE})
 
 
+@functools.cache
 def python_page(begin: str, end: str) -> str:
     """A part of the page."""
     return (ROOT / "docs" / "compatibility.md").read_text().partition(begin)[2].partition(end)[0]

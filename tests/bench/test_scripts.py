@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import PATIENCE
+
 BENCH = Path(__file__).parents[2] / "bench"
 
 
 def test_all_load() -> None:
     names = sorted(p.stem for p in BENCH.glob("*.py") if not p.stem.startswith("__"))
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
-    subprocess.run([sys.executable, "-c", code, *names], cwd=BENCH, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code, *names], cwd=BENCH, check=True, timeout=PATIENCE)

@@ -28,6 +28,7 @@ def test_costs_are_those_of_the_weights(checkpoint: Path, compiled_artifact: Pat
     assert 1.0 <= mixed["flops"] / (2 * (32 * layers + 4 * head)) < 1.1
 
 
+@pytest.mark.thorough
 def test_steps_are_timed(cli: Callable[..., Any], compiled_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     done = cli("doctor", compiled_artifact)
@@ -48,6 +49,7 @@ def test_products_are_of_numbers_that_the_cpu_computes_with(
     assert re.search(r"float32 products run at \d+\.\d\d TFLOP/s", cli("doctor").out)
 
 
+@pytest.mark.thorough
 def test_findings(
     cli: Callable[..., Any],
     eager_artifact: Path,

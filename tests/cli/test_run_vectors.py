@@ -42,7 +42,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_embed(tmp_path: Path, cache: Path) -> None:
+def test_embed(tmp_path: Path) -> None:
     model = _make(transformers.Qwen3ForCausalLM, tmp_path / "m")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "m")
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_embed(tmp_path: Path, cache: Path) -> None:
         np.testing.assert_allclose(array[:3], cut, rtol=1e-4, atol=1e-5)
 
 
-def test_classify_and_score(tmp_path: Path, cache: Path) -> None:
+def test_classify_and_score(tmp_path: Path) -> None:
     model = _make(transformers.Qwen3ForSequenceClassification, tmp_path / "m", num_labels=1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "m")
 

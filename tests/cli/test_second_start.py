@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE
+
 # Runs the command line in its process, then reports what was imported. Opening a file for writing is an error.
 SCRIPT = """
 import json, sys
@@ -48,7 +50,7 @@ def test_second_start(
     folders = (artifact, checkpoint, tmp_path / "empty")
     before = [listing(f) for f in folders]
     command = [sys.executable, "-c", SCRIPT, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout == first.out
     assert [listing(f) for f in folders] == before

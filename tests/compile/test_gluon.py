@@ -21,6 +21,7 @@ from graphllm.compile.translate import Bundle, translate
 from graphllm.config import Bucket
 from graphllm.ir.graph import Shapes, TensorSpec
 from graphllm.ops.paged_attention.gluon_flash import hopper_flash
+from tests.waiting import PATIENCE
 
 H, K, E, P, S = 4, 2, 64, 16, 3
 CONSTANTS: dict[str, Any] = {
@@ -87,7 +88,12 @@ print(json.dumps({**made, "cubin": made["cubin"][:4].hex()}))
 def _built(call: Mapping[str, Any]) -> dict[str, Any]:
     native = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], input=json.dumps(call), capture_output=True, text=True, timeout=300, env=native
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(call),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        env=native,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     made: dict[str, Any] = json.loads(done.stdout)
@@ -95,6 +101,7 @@ def _built(call: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.thorough
 def test_a_kernel_is_built_with_what_a_launch_needs(bundle: Bundle) -> None:
     """In another process, as Triton's interpreter has replaced what kernels are made of in this one."""
     (call,) = (k for k in bundle.kernels.values() if "gluon" in k)

@@ -246,6 +246,7 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
     assert manifest["factors"]["compile"]["target"]["device"] == "cpu"
 
 
+@pytest.mark.thorough
 def test_inductor_is_imported_late() -> None:
     """Not by what traces, tunes, and refuses models; building needs it."""
     modules = ("pipeline", "tune", "workers", "building", "cuda", "cost")

@@ -109,6 +109,7 @@ def test_two_ranks_have_as_many_kernels_and_put_no_logits_together(config: Compi
     assert not any(label == "all_reduce" for labels in parts.values() for label in labels)
 
 
+@pytest.mark.thorough
 def test_deterministic_mode_has_one_order_in_all_buckets_of_a_gpu_that_it_was_shown_on(config: CompileConfig) -> None:
     wanted = dataclasses.replace(
         config, deterministic=True, buckets=default_buckets(TARGET, 40, 512, deterministic=True)
@@ -124,6 +125,7 @@ def test_deterministic_mode_has_one_order_in_all_buckets_of_a_gpu_that_it_was_sh
         )
 
 
+@pytest.mark.thorough
 def test_every_kernel_keeps_the_sizes_dynamic() -> None:
     """A launch constant made of a dynamic size would fix it, silently, at the size that was traced.
 
@@ -177,6 +179,7 @@ def test_a_size_that_became_a_constant_is_an_error(monkeypatch: pytest.MonkeyPat
         lower(unit.graph, [spec], CompileConfig(Target("cpu", ())), Bucket("mixed", 2, 64))
 
 
+@pytest.mark.thorough
 def test_sites_to_tune(linked: Linked, config: CompileConfig, tmp_path: Path) -> None:
     """Each distinct linear layer and attention once a bucket, with every implementation among the candidates."""
     sites = tune.tunables([(p.json, b) for p in linked.pieces.values() for b in config.buckets], config)
@@ -207,6 +210,7 @@ def test_sites_to_tune(linked: Linked, config: CompileConfig, tmp_path: Path) ->
     assert [f.name for f in file.parent.iterdir()] == ["tuned.json"]
 
 
+@pytest.mark.thorough
 def test_processes_find_the_same_sites(linked: Linked, config: CompileConfig) -> None:
     """In the same order, with the same arguments and candidates, without a GPU."""
     pieces = [(p.json, bucket) for p in linked.pieces.values() for bucket in config.buckets[1::2]]
@@ -237,6 +241,7 @@ def test_attention_is_tuned_on_a_step_as_they_are(linked: Linked, config: Compil
     assert torch.equal(before, other["kv_cache"])
 
 
+@pytest.mark.thorough
 def test_what_was_found_is_kept(
     linked: Linked, config: CompileConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +303,7 @@ def test_equal_calls_are_timed_once(config: CompileConfig, linked: Linked, monke
     assert len({str(m) for m in of_head}) == 1
 
 
+@pytest.mark.thorough
 def test_sites_are_timed_as_their_candidates_are_compiled(
     config: CompileConfig, linked: Linked, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from graphllm.expr import value
 from graphllm.ops.fused_moe import fused_moe
+from tests.waiting import PATIENCE
+
+pytestmark = pytest.mark.thorough
 
 pytest.importorskip("triton")
 
@@ -27,7 +30,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     native = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     native["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     program = Path(__file__).with_name("triton_calls.py")
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, env=native)
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=PATIENCE, env=native)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout)
     return found

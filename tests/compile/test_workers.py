@@ -10,8 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -25,6 +23,7 @@ from graphllm.compile.workers import Workers
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import TensorSpec
 from graphllm.rewrite import ImplChoice
+from tests.waiting import PATIENCE, until
 
 CONFIG = CompileConfig(Target("cpu", ("x86_64",)), backend="eager", buckets=(Bucket("mixed", 2, 16),))
 # Not guarded by `if __name__ == "__main__"`.
@@ -43,6 +42,7 @@ compile_model(source.config, source.tensors, compile_config(source.config, args)
 """
 
 
+@pytest.mark.thorough
 def test_a_script_needs_no_main_guard(checkpoint: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -51,7 +51,7 @@ def test_a_script_needs_no_main_guard(checkpoint: Path, tmp_path: Path) -> None:
         place = tmp_path / f"artifact{jobs}"
         command = [sys.executable, str(script), str(checkpoint), str(place), str(jobs)]
         environment = {**os.environ, "PYTHONPATH": str(Path(graphllm.__file__).parents[1])}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
         assert (done.returncode, done.stderr) == (0, "once\n")
         made[jobs] = {f.name: f.read_bytes() for f in (place / "pieces").iterdir()}
         made[jobs]["program"] = (place / "program.json").read_bytes()
@@ -59,6 +59,7 @@ def test_a_script_needs_no_main_guard(checkpoint: Path, tmp_path: Path) -> None:
     assert len(made[1]) > 4
 
 
+@pytest.mark.thorough
 def test_what_goes_wrong_in_a_worker() -> None:
     with Workers(CONFIG, 1) as workers:
         with pytest.raises(BuildError, match=r"KeyError: 'made'\nTraceback"):
@@ -73,6 +74,7 @@ def test_what_goes_wrong_in_a_worker() -> None:
                 workers.build(piece, CONFIG.buckets[0], {}).result()
 
 
+@pytest.mark.thorough
 def test_candidates_compile_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of a linear layer is in Triton's cache then; what cannot be compiled is told."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -106,10 +108,7 @@ def test_an_error_ends_the_workers() -> None:
     with pytest.raises(RuntimeError, match="of the compile"):
         failing()
     assert workers._parent.returncode == -9
-    deadline = time.monotonic() + 10
-    while any(f"{workers._parent.pid} " in text for text in _groups()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [text for text in _groups() if f"{workers._parent.pid} " in text]
+    until(lambda: not [text for text in _groups() if f"{workers._parent.pid} " in text])
 
 
 def _groups() -> list[str]:
@@ -142,31 +141,36 @@ def test_they_come_from_one_process_that_has_imported_the_compiler() -> None:
     assert not [pid for pid in forked if Path(f"/proc/{pid}").exists()]
 
 
+def _waiting(folder: Path) -> int:
+    """How many wait for a lock of a file there."""
+    files = [f":{file.stat().st_ino} " for file in folder.iterdir()]
+    return sum("->" in line and any(file in line for file in files) for line in Path("/proc/locks").open())
+
+
 def test_turns(tmp_path: Path) -> None:
     """Who has the GPU alone has it alone; others share it, and those that begin to wait later come later."""
     order: list[str] = []
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
 
-        def take(name: str, alone: bool, until: threading.Event) -> None:
+        def take(name: str, alone: bool, end: threading.Event) -> None:
             with turn(tmp_path, alone):
                 order.append(name)
-                assert until.wait(10)
+                assert end.wait(PATIENCE)
 
         first, both, last = (threading.Event() for _ in range(3))
         one = pool.submit(take, "shares", False, first)
         two = pool.submit(take, "shares too", False, first)
-        _until(lambda: len(order) == 2)
+        until(lambda: len(order) == 2)
         timing = pool.submit(take, "alone", True, both)
-        time.sleep(0.1)
+        until(lambda: _waiting(tmp_path) == 1)
         later = pool.submit(take, "later", False, last)
-        time.sleep(0.1)
+        until(lambda: _waiting(tmp_path) == 2)
         assert sorted(order) == ["shares", "shares too"]
         first.set()
-        _until(lambda: len(order) == 3)
-        time.sleep(0.1)
+        until(lambda: len(order) == 3 and _waiting(tmp_path) == 1)
         assert order[2:] == ["alone"]
         both.set()
-        _until(lambda: len(order) == 4)
+        until(lambda: len(order) == 4)
         last.set()
         for future in (one, two, timing, later):
             future.result()
@@ -183,18 +187,11 @@ def test_one_process_compiles_a_kernel_and_the_others_wait(tmp_path: Path) -> No
 
         with kernel_turn(tmp_path, "one"):
             same, other = pool.submit(compile, "one"), pool.submit(compile, "other")
-            other.result(10)
-            time.sleep(0.1)
+            other.result(PATIENCE)
+            until(lambda: _waiting(tmp_path) == 1)
             assert begun == ["other"]
-        same.result(10)
+        same.result(PATIENCE)
     assert begun == ["other", "one"]
-
-
-def _until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_jobs_and_answers_are_plain_data() -> None:

@@ -3,8 +3,10 @@ and what is wrong with them by the judgement of jsonschema."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import time
 from collections.abc import Iterator
 from decimal import Decimal, localcontext
 from fractions import Fraction
@@ -17,8 +19,11 @@ from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 
 import graphllm.embedded
+from graphllm.config import ConfigError
+from graphllm.config.sampling import StructuredOutputsParams
 from graphllm.engine.structured.compiler import Grammar
 from graphllm.engine.structured.compilers import compiler_for
+from graphllm.engine.structured.source import GrammarError
 
 EMBEDDED = Path(graphllm.embedded.__file__).parent / "model"
 FREE, CAP = 40, 500  # tokens sampled freely, then towards an end
@@ -99,3 +104,20 @@ def violation(schema: Any, text: str) -> str | None:
     with localcontext(prec=2000, Emax=10**9, Emin=-(10**9)):
         checker = Exact(exact, format_checker=Draft202012Validator.FORMAT_CHECKER)
         return next((e.message for e in checker.iter_errors(document)), None)
+
+
+def is_bounded(kit: Kit, regex: str) -> bool:
+    """Whether it takes no more than ten thousand times the CPU seconds of a plain expression to compile it and to make
+    20 tokens of it, or to refuse it."""
+    return _cpu_seconds(kit, regex) < 10_000 * max(_cpu_seconds(kit, "x" * length) for length in (997, 998, 999))
+
+
+def _cpu_seconds(kit: Kit, regex: str) -> float:
+    begun = time.process_time()
+    with contextlib.suppress(ConfigError, GrammarError):
+        matcher = kit.compiler.compile(StructuredOutputsParams(regex=regex)).matcher()
+        for _ in range(20):
+            matcher.advance(int(np.flatnonzero(kit.bits(matcher))[-1]))
+            if matcher.finished:
+                break
+    return time.process_time() - begun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from typing import Any
@@ -43,6 +44,12 @@ def fail(worker: Worker, rank: int) -> None:
 def sleep(worker: Worker, seconds: float) -> None:
     if worker.rank == 1:
         time.sleep(seconds)
+
+
+def hang(worker: Worker, rank: int) -> None:
+    """In a call that keeps the interpreter's lock."""
+    if worker.rank == rank:
+        ctypes.PyDLL(None).sleep(1000)
 
 
 def whole_weight(worker: Worker) -> torch.Tensor:

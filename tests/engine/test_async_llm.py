@@ -1,4 +1,4 @@
-"""AsyncLLM over a stub core in a real child process (`test_process.py` run as a program)."""
+"""AsyncLLM over a stub core in a real child process (`stub_process.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from stub_process import COMMAND, CONTEXT, VOCAB, expected
 
 from graphllm.config import ConfigError, CoreConfig, LoadConfig, ModelConfig
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
@@ -24,9 +24,8 @@ from graphllm.engine.request import CoreStats, QueueFullError
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError, merge
 from graphllm.entrypoints.engine_client import EngineClient
+from tests.waiting import PATIENCE, until_async
 
-COMMAND = (sys.executable, str(Path(__file__).with_name("test_process.py")))
-VOCAB, CONTEXT = 320, 96  # as the stub has them
 ENDLESS = 90  # tokens, which is for ever at the step times below
 KINDS = list(RequestOutputKind)
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -43,10 +42,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-def expected(prompt: list[int], count: int, seed: int = 0) -> list[int]:
-    return [(sum(prompt) * 31 + seed + k * 7) % VOCAB for k in range(count)]
-
-
 def text_of(tokens: list[int]) -> str:
     return "".join(f"<{t}>" for t in tokens)
 
@@ -61,28 +56,31 @@ async def serving(tokenizer: Any, settings: dict[str, Any] | None = None, **opti
     loggers = options.pop("loggers", ())
     client = CoreClient(settings or {}, COMMAND, **{"heartbeat": 0.1, "grace": 1.0, **options})
     llm = AsyncLLM(client, tokenizer, loggers=loggers)
-    async with asyncio.timeout(300):
+    async with asyncio.timeout(PATIENCE):
         try:
             yield llm
         finally:
             await llm.close()
 
 
-async def everything(
-    llm: AsyncLLM, prompt: Any, params: SamplingParams, id: str, pause: float = 0.0, **options: Any
-) -> list[Any]:
-    """All outputs of a request, by a reader who pauses after each."""
-    outputs = []
-    async for output in llm.generate(prompt, params, id, **options):
-        outputs.append(output)
-        await asyncio.sleep(pause)
-    return outputs
+async def everything(llm: AsyncLLM, prompt: Any, params: SamplingParams, id: str, **options: Any) -> list[Any]:
+    """All outputs of a request."""
+    return [output async for output in llm.generate(prompt, params, id, **options)]
 
 
 async def idle(llm: AsyncLLM) -> None:
     """Wait until the core has nothing to do."""
     while (await llm.stats()).running:
-        await asyncio.sleep(0.01)
+        pass
+
+
+async def busy(llm: AsyncLLM, steps: int = 1) -> None:
+    """Wait until the core has requests and has made so many steps."""
+
+    async def look() -> bool:
+        return llm.is_running and (stats := await llm.stats()).running > 0 and stats.steps >= steps
+
+    await until_async(look)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,15 +137,15 @@ def test_leaving_a_stream_aborts_it_and_frees_its_id(tokenizer: Tokenizer, way: 
         async with serving(tokenizer, {"step": 0.05}) as llm:
             if way == "cancel":
                 job = asyncio.create_task(everything(llm, [1], sampling(ENDLESS), "a"))
-                while not llm.is_running or not (await llm.stats()).running:
-                    await asyncio.sleep(0.01)
+                await busy(llm, 0)
                 job.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await job
             elif way == "break":
                 async for _ in llm.generate([1], sampling(ENDLESS), "a"):
                     break
-                await asyncio.sleep(0.01)  # the loop's turns to close what was left
+                for _ in range(9):
+                    await asyncio.sleep(0)  # the loop's turns to close what was left
             else:
                 stream = llm.generate([1], sampling(ENDLESS), "a")
                 await anext(stream)
@@ -166,8 +164,7 @@ def test_abort_by_id(tokenizer: Tokenizer) -> None:
     async def run() -> None:
         async with serving(tokenizer, {"step": 0.05}) as llm:
             jobs = [asyncio.create_task(everything(llm, [i], sampling(ENDLESS), str(i))) for i in range(3)]
-            while not llm.is_running or (await llm.stats()).steps < 2:
-                await asyncio.sleep(0.01)
+            await busy(llm, 2)
             await llm.abort("0")
             await llm.abort(["1", "2", "unknown"])
             for i, outputs in enumerate(await asyncio.gather(*jobs)):
@@ -225,8 +222,7 @@ def test_a_full_queue(tokenizer: Tokenizer) -> None:
     async def run() -> None:
         async with serving(tokenizer, {"queue": 2, "step": 0.02}) as llm:
             first = asyncio.create_task(everything(llm, [1], sampling(40), "first"))
-            while not llm.is_running or not (await llm.stats()).running:
-                await asyncio.sleep(0.01)
+            await busy(llm, 0)
             with pytest.raises(QueueFullError, match="requests wait; try again later"):
                 await everything(llm, [2], sampling(40, n=2), "two")
             assert (await everything(llm, [2], sampling(4), "one"))[-1].finished
@@ -243,8 +239,7 @@ def test_death_is_raised_in_every_stream_and_afterwards(tokenizer: Tokenizer, ho
     async def run() -> None:
         async with serving(tokenizer, settings) as llm:
             jobs = [asyncio.create_task(everything(llm, [i], sampling(ENDLESS), str(i))) for i in range(8)]
-            while not llm.is_running or not (await llm.stats()).steps:
-                await asyncio.sleep(0.01)
+            await busy(llm)
             assert not llm.errored
             await llm.check_health()
             if how == "signal":
@@ -268,8 +263,7 @@ def test_a_stuck_core_is_not_healthy(tokenizer: Tokenizer) -> None:
     async def run() -> None:
         async with serving(tokenizer, {"hang_at": 2}, stuck=0.5, grace=0.3) as llm:
             job = asyncio.create_task(everything(llm, [1], sampling(9), "a"))
-            while llm.health().state != "stuck":
-                await asyncio.sleep(0.02)
+            await until_async(lambda: llm.health().state == "stuck")
             with pytest.raises(EngineUnhealthyError, match="stuck"):
                 await llm.check_health()
             assert llm.is_running
@@ -288,7 +282,10 @@ def test_a_slow_reader_gets_everything_in_few_outputs(tokenizer: Tokenizer, kind
     async def run() -> None:
         async with serving(tokenizer, {"step": 0.002}) as llm:
             params = sampling(ENDLESS, output_kind=kind, n=2)
-            outputs = await everything(llm, [1], params, "a", pause=1.0)
+            outputs = []
+            async for output in llm.generate([1], params, "a"):
+                outputs.append(output)
+                await idle(llm)  # meanwhile all of the rest is made
             assert len(outputs) < 20
             for index in (0, 1):
                 parts = [c for o in outputs for c in o.outputs if c.index == index]
@@ -318,6 +315,7 @@ def test_merged_deltas() -> None:
     assert found.prompt_logprobs == [None]
 
 
+@pytest.mark.thorough
 def test_a_large_step_lets_others_run_in_between(tokenizer: Tokenizer) -> None:
     """The updates of 1,000 requests come in one message; no turn of the event loop detokenizes more than 128."""
     turn = 0
@@ -345,7 +343,6 @@ def test_a_large_step_lets_others_run_in_between(tokenizer: Tokenizer) -> None:
         async with serving(watching, {"step": 1.0}) as llm:
             await llm.start()
             jobs = [asyncio.create_task(everything(llm, [1], sampling(3), str(i))) for i in range(1000)]
-            await asyncio.sleep(0.2)
             counting = asyncio.create_task(clock())
             await asyncio.gather(*jobs)
             counting.cancel()
@@ -399,7 +396,7 @@ def test_giving_up_the_first_request_does_not_end_the_start(tokenizer: Tokenizer
     async def run() -> None:
         async with serving(tokenizer) as llm:
             first = asyncio.create_task(everything(llm, [1], sampling(3), "a"))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0)  # it has begun
             first.cancel()
             assert (await everything(llm, [1], sampling(3), "b"))[-1].outputs[0].token_ids == expected([1], 3)
 
@@ -410,10 +407,9 @@ def test_close_finishes_streams_when_it_may_wait(tokenizer: Tokenizer) -> None:
     async def run() -> None:
         async with serving(tokenizer, {"step": 0.02}) as llm:
             job = asyncio.create_task(everything(llm, [1], sampling(50), "a"))
-            while not llm.is_running or not (await llm.stats()).running:
-                await asyncio.sleep(0.01)
+            await busy(llm, 0)
             closing = asyncio.create_task(llm.close(drain_timeout=100))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0)  # it has begun
             with pytest.raises(EngineDeadError, match="shutting down"):
                 await everything(llm, [1], sampling(3), "late")
             await closing
@@ -497,11 +493,8 @@ def test_loggers_are_told(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch)
     async def run() -> None:
         async with serving(tokenizer, loggers=[Logger()]) as llm:
             await everything(llm, [5], sampling(3), "a")
-            while len(told) < 6:
-                await asyncio.sleep(0.01)
-        there = len(told)
-        await asyncio.sleep(0.1)
-        assert len(told) == there
+            await until_async(lambda: len(told) >= 6)
+        assert asyncio.all_tasks() == {asyncio.current_task()}  # nobody is left to tell
 
     asyncio.run(run())
     assert told[:4] == ["record", "log"] * 2

@@ -15,7 +15,7 @@ from graphllm import AsyncLLM, EngineArgs, PoolingParams
 from graphllm.config import ConfigError
 
 
-def test_encode(tmp_path: Path, cache: Path) -> None:
+def test_encode(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = transformers.LlamaModel(transformers.LlamaConfig(**SIZES)).eval()
     model.save_pretrained(tmp_path / "m")

@@ -22,10 +22,8 @@ from graphllm.config import CacheConfig, ConfigError, EngineArgs
 from graphllm.entrypoints.memory import cache_counts
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
-from graphllm.runtime.executor import Executor
 from graphllm.runtime.staging import ragged
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import WeightPlan
+from tests.artifacts import artifact_of, open_executor
 
 SCALES = {0: (0.013, 0.0021), 1: (0.4, 1.0)}  # of the layers' keys and values; some of the first are above 448
 IDS = [5, 80, 200, 17, 9, 33, 150, 61, 3, 99, 12, 7, 45, 46, 47, 48, 210, 9, 5, 80]
@@ -71,18 +69,13 @@ def scaled(checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
-def compiled(folder: Path, place: Path, fmt: str, backend: str = "eager", **wanted: Any) -> Path:
-    source = open_source(folder)
-    said = EngineArgs(target="cpu", backend=backend, kv_cache_dtype=fmt, max_model_len=128, dtype="float32", **wanted)
-    stored = source.checkpoint and source.checkpoint.tensors
-    return compile_model(source.config, source.tensors, compile_config(source.config, said), place, stored=stored)
+def compiled(folder: Path, fmt: str, backend: str = "eager", **wanted: Any) -> Path:
+    return artifact_of(folder, backend=backend, kv_cache_dtype=fmt, max_model_len=128, dtype="float32", **wanted)
 
 
 def logits(folder: Path, place: Path) -> list[torch.Tensor]:
     """Behind a prompt of all but the last two tokens, computed in two parts, and behind each of those two."""
-    source, plan = open_source(folder), WeightPlan.from_json((place / "weights.json").read_text())
-    assert source.checkpoint is not None
-    executor = Executor(place, artifact.verify(place), load_weights(plan, source.checkpoint), num_blocks=16)
+    executor = open_executor(folder, place)
     table, found, done = np.arange(1, 9, dtype=np.int32)[None], [], 0
     for end in (11, len(IDS) - 2, len(IDS) - 1, len(IDS)):
         found.append(executor.run(ragged([IDS[done:end]], [done], [table])).logits[0].float().clone())
@@ -103,21 +96,21 @@ def check_logits(folder: Path, place: Path, fmt: Format, scales: dict[int, tuple
 @pytest.mark.parametrize(("fmt", "with_scales"), [("fp8", False), ("fp8", True), ("int8", False)])
 def test_logits(checkpoint: Path, tmp_path: Path, fmt: Format, with_scales: bool) -> None:
     folder = scaled(checkpoint, tmp_path / "scaled") if with_scales else checkpoint
-    check_logits(folder, compiled(folder, tmp_path / "a", fmt), fmt, SCALES if with_scales else {})
+    check_logits(folder, compiled(folder, fmt), fmt, SCALES if with_scales else {})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fmt", ["fp8", "int8"])
 def test_compiled_kernels(checkpoint: Path, tmp_path: Path, fmt: Format) -> None:
     folder, scales = (scaled(checkpoint, tmp_path / "scaled"), SCALES) if fmt == "fp8" else (checkpoint, {})
-    check_logits(folder, compiled(folder, tmp_path / "a", fmt, "inductor"), fmt, scales)
+    check_logits(folder, compiled(folder, fmt, "inductor"), fmt, scales)
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "int8"])
 def test_prefix_cache(checkpoint: Path, tmp_path: Path, fmt: Format) -> None:
     """Tokens are the same whether the prompt's beginning is computed or found, or the whole is computed again because
     others took its blocks; and those of transformers."""
-    place = compiled(checkpoint, tmp_path / "a", fmt, max_num_seqs=4, max_num_batched_tokens=64)
+    place = compiled(checkpoint, fmt, max_num_seqs=4, max_num_batched_tokens=64)
     core = open_core(checkpoint, place, pages=20)
     prompts = [IDS + IDS, IDS + IDS[:15], IDS * 3]
     cold = [finish(core, [request("a", p)])["a"] for p in prompts]
@@ -138,13 +131,13 @@ def test_memory_is_stated(checkpoint: Path, tmp_path: Path, cli: Any) -> None:
     E = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     sizes = {"auto": 4 * E, "float32": 4 * E, "fp8": E, "int8": E + 4}
     for fmt, size in sizes.items():
-        place = compiled(checkpoint, tmp_path / fmt, fmt)
+        place = compiled(checkpoint, fmt)
         memory = artifact.verify(place)["memory"]
         assert memory["block"] == 16 * memory["cache bytes a token"] == 16 * 2 * K * size * L
         counts = cache_counts(artifact.verify(place), CacheConfig(kv_cache_memory_bytes=1 << 20))
         assert counts.blocks == (1 << 20) // (16 * 2 * K * size * L)
-    assert ", cache fp8," in cli("inspect", tmp_path / "fp8").out
-    keys = [artifact.key_of(artifact.verify(tmp_path / fmt)["factors"]) for fmt in sizes]
+    assert ", cache fp8," in cli("inspect", compiled(checkpoint, "fp8")).out
+    keys = [artifact.key_of(artifact.verify(compiled(checkpoint, fmt))["factors"]) for fmt in sizes]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 3
 
@@ -165,4 +158,4 @@ def test_refusals(checkpoint: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"model.layers.0.self_attn.k_proj.k_scale": torch.ones(2)}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=r"k_proj.k_scale has shape \[2\]: a cache in fp8 has one scale a layer"):
-        compiled(folder, tmp_path / "several", "fp8")
+        compiled(folder, "fp8")

@@ -4,6 +4,7 @@ what it gets alone, and that is what transformers gives."""
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import math
 import random
@@ -21,26 +22,25 @@ import torch
 from harness import GREEDY, Result, finish, open_core, request
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from graphllm.config import ConfigError, EngineArgs
+from graphllm.config import ConfigError
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.core import EngineCore
 from graphllm.engine.request import CoreStats
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
 from graphllm.runtime.executor import Executor, StepHandle
 from graphllm.runtime.padding import Size, pick
 from graphllm.runtime.staging import StepInput
+from tests.artifacts import LIMITS, ON, artifact_of
 
 V = 311
 Open = Callable[..., EngineCore]
 
 
 @pytest.fixture
-def opened(eager_artifact: Path, checkpoint: Path) -> Iterator[Open]:
-    """opened(pages=49, **options): a core of the tiny Llama. Context 96, 4 sequences, 32 tokens a step, pages of 8."""
-    cores = []
+def opened(device: str, checkpoint: Path) -> Iterator[Open]:
+    """opened(pages=49, **options): a core of the tiny Llama. Context 96, 4 sequences, 32 tokens a step."""
+    cores, tiny = [], artifact_of(checkpoint, **{**LIMITS, **ON[device]})
 
-    def make(folder: Path = checkpoint, place: Path = eager_artifact, **options: Any) -> EngineCore:
+    def make(folder: Path = checkpoint, place: Path = tiny, **options: Any) -> EngineCore:
         cores.append(open_core(folder, place, **options))
         return cores[-1]
 
@@ -50,9 +50,9 @@ def opened(eager_artifact: Path, checkpoint: Path) -> Iterator[Open]:
 
 
 @pytest.fixture
-def block_size() -> int:
-    """Tokens a block in `eager_artifact`."""
-    return 8
+def block_size(device: str) -> int:
+    """Tokens a block in what is opened."""
+    return ON[device]["block_size"]
 
 
 @pytest.fixture(scope="module")
@@ -308,30 +308,26 @@ def test_salts_do_not_share_pages(opened: Open) -> None:
     assert [finish(off, [request("x", prompt)])["x"].cached for _ in range(2)] == [0, 0]
 
 
-def test_a_prefix_is_exported_and_imported(opened: Open, model: LlamaForCausalLM) -> None:
+def test_a_prefix_is_exported_and_imported(opened: Open, block_size: int, model: LlamaForCausalLM) -> None:
     """Another core goes on with the same text and computes the last chunk only."""
     first, second = (opened(cache_secret="s") for _ in range(2))
     prompt = _prompts(1, seed=3)[0] + [9] * 30
     text = finish(first, [request("x", prompt)])["x"].tokens
     whole = request("x", prompt + text[:12], replace(GREEDY, max_tokens=12))
     entries = first.export_cache(whole)
-    assert second.import_cache(entries) == len(entries) == (len(whole.prompt) - 1) // 8
+    assert second.import_cache(entries) == len(entries) == (len(whole.prompt) - 1) // block_size
     found = finish(second, [whole])["x"]
-    assert (found.tokens, found.cached) == (text[12:], 8 * len(entries))
+    assert (found.tokens, found.cached) == (text[12:], block_size * len(entries))
     assert found.tokens == _greedy(model, whole.prompt, 12)
 
 
-def test_nan_logits_end_the_request_with_an_error(opened: Open, checkpoint: Path, tmp_path: Path) -> None:
+def test_nan_logits_end_the_request_with_an_error(opened: Open, device: str, checkpoint: Path, tmp_path: Path) -> None:
     """A broken checkpoint: no invented text, no dead engine."""
-    from graphllm.compile.pipeline import compile_model
-
     broken = LlamaForCausalLM.from_pretrained(checkpoint)
     with torch.no_grad():
         broken.model.norm.weight.fill_(float("nan"))
     broken.save_pretrained(tmp_path / "broken")
-    source = open_source(tmp_path / "broken")
-    config = compile_config(source.config, EngineArgs(target="cpu", backend="eager", max_model_len=96, block_size=8))
-    place = compile_model(source.config, source.tensors, config, tmp_path / "artifact")
+    place = artifact_of(tmp_path / "broken", max_model_len=96, **ON[device])
     core = opened(folder=tmp_path / "broken", place=place)
     for params in (GREEDY, SamplingParams(temperature=1.0, max_tokens=5, logprobs=2, top_k=3)):
         found = finish(core, [request("x", [5, 6], params), request("y", [7], params)])
@@ -415,8 +411,6 @@ def test_windows_have_pages_of_their_own(opened: Open, tmp_path: Path) -> None:
     """Sliding-window layers beside full ones: tokens of transformers, pages behind the window given back."""
     from transformers import Gemma2Config
 
-    from graphllm.compile.pipeline import compile_model
-
     torch.manual_seed(1)
     kinds = ["sliding_attention", "full_attention"] * 2
     made = AutoModelForCausalLM.from_config(
@@ -427,12 +421,8 @@ def test_windows_have_pages_of_their_own(opened: Open, tmp_path: Path) -> None:
         )
     ).eval()  # fmt: skip
     made.save_pretrained(tmp_path / "gemma")
-    source = open_source(tmp_path / "gemma")
-    wanted = EngineArgs(
-        target="cpu", backend="eager", max_model_len=200, block_size=8, max_num_seqs=3, max_num_batched_tokens=32
-    )
-    config = compile_config(source.config, wanted)
-    place = compile_model(source.config, source.tensors, config, tmp_path / "artifact")
+    sizes = {"max_model_len": 200, "block_size": 8, "max_num_seqs": 3, "max_num_batched_tokens": 32}
+    place = artifact_of(tmp_path / "gemma", backend="eager", **sizes)
     params = replace(GREEDY, max_tokens=50)
     prompts = _prompts(6, seed=17, longest=120)
     expected = [_greedy(made, p, 50) for p in prompts]
@@ -500,7 +490,7 @@ def test_steps_are_measured(opened: Open, monkeypatch: Any) -> None:
             called, ended = time.monotonic(), []
             core.step()
             maybe += [(begun, time.monotonic()) for begun in ended]
-        time.sleep(0.05)  # with nothing to do, which is no step's time
+        gc.collect()  # takes a while, which is no step's time
     stats = core.stats()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=CoreStats) == stats
     found = {name: [sum(b.seconds.counts), b.tokens, b.padding] for name, b in stats.buckets.items()}
@@ -521,9 +511,9 @@ def _covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def test_when_requests_were_scheduled(opened: Open, monkeypatch: Any) -> None:
+def test_when_requests_were_scheduled(opened: Open, block_size: int, monkeypatch: Any) -> None:
     """Told with a request's first update alone, and it is the first time, also for one that was preempted since."""
-    core = opened(pages=14)
+    core = opened(pages=1 + 104 // block_size)
     prompts = _prompts(12, seed=4, longest=60)
     called, ids = 0.0, [str(i) for i in range(12)]
     between: dict[str, list[tuple[float, float]]] = defaultdict(list)  # each time it was given a slot

@@ -1,4 +1,4 @@
-"""Several cores behind one `AsyncLLM`, each a stub in a real child process (`test_process.py` run as a program)."""
+"""Several cores behind one `AsyncLLM`, each a stub in a real child process (`stub_process.py`)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import contextlib
 import functools
 import os
 import signal
-import sys
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
+from stub_process import COMMAND, expected
 
 from graphllm.config import ConfigError
 from graphllm.config.sampling import SamplingParams
@@ -24,9 +22,8 @@ from graphllm.engine.remote import RemoteCore
 from graphllm.engine.request import BucketStats, CoreStats, QueueFullError
 from graphllm.engine.total_stats import total
 from graphllm.entrypoints.async_llm import AsyncLLM
+from tests.waiting import PATIENCE, gone, until_async
 
-COMMAND = (sys.executable, str(Path(__file__).with_name("test_process.py")))
-VOCAB = 320
 STEP = {"step": 0.01}
 
 
@@ -36,10 +33,6 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
         asyncio.run(test(*arguments, **named))
 
     return run
-
-
-def expected(prompt: list[int], count: int) -> list[int]:
-    return [(sum(prompt) * 31 + k * 7) % VOCAB for k in range(count)]
 
 
 class Cores:
@@ -60,7 +53,7 @@ class Cores:
 @contextlib.asynccontextmanager
 async def serving(cores: Cores, count: int = 2) -> AsyncIterator[AsyncLLM]:
     llm = AsyncLLM(CoreGroup(cores, count), None)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(PATIENCE):
         await llm.start()
         try:
             yield llm
@@ -76,13 +69,6 @@ async def tokens(llm: AsyncLLM, prompt: list[int], count: int, id: str, **option
     return list(found)
 
 
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 def running(llm: AsyncLLM) -> list[int]:
     return [len(llm._client.requests_of(core)) for core in (0, 1)]  # type: ignore[union-attr]
 
@@ -91,12 +77,11 @@ def running(llm: AsyncLLM) -> list[int]:
 async def test_answers_are_right_and_both_cores_make_them() -> None:
     async with serving(Cores(STEP)) as llm:
         prompts = [[i, i + 1, 7] for i in range(12)]
-        work = [asyncio.create_task(tokens(llm, p, 20, f"r{i}")) for i, p in enumerate(prompts)]
-        await asyncio.sleep(0.1)
-        assert running(llm) == [6, 6]
+        work = [asyncio.create_task(tokens(llm, p, 80, f"r{i}")) for i, p in enumerate(prompts)]
+        await until_async(lambda: running(llm) == [6, 6])
         assert [s.running for s in await llm.engine_stats() if s] == [6, 6]
         assert (await llm.stats()).running == 12
-        assert await asyncio.gather(*work) == [expected(p, 20) for p in prompts]
+        assert await asyncio.gather(*work) == [expected(p, 80) for p in prompts]
         assert running(llm) == [0, 0]
         assert await llm.reset_prefix_cache()
         assert llm.ready is not None
@@ -105,11 +90,11 @@ async def test_answers_are_right_and_both_cores_make_them() -> None:
 
 @in_a_loop
 async def test_aborts_reach_the_core_of_the_request() -> None:
-    async with serving(Cores(STEP)) as llm:
+    async with serving(Cores({"step": 0.02})) as llm:
         work = [asyncio.create_task(tokens(llm, [i], 90, f"r{i}")) for i in range(4)]
-        await asyncio.sleep(0.1)
+        await until_async(lambda: running(llm) == [2, 2])
         await llm.abort(["r0", "r1", "r3"])
-        assert all(len(found) < 60 for found in await asyncio.gather(work[0], work[1], work[3]))
+        assert all(len(found) < 90 for found in await asyncio.gather(work[0], work[1], work[3]))
         assert sum(running(llm)) == 1
         assert await work[2] == expected([2], 90)
 
@@ -129,8 +114,8 @@ async def test_one_core_refuses_for_itself() -> None:
 async def test_a_killed_core_takes_its_own_requests_and_comes_back() -> None:
     cores = Cores(STEP)
     async with serving(cores) as llm:
-        work = [asyncio.create_task(tokens(llm, [i], 60, f"r{i}")) for i in range(8)]
-        await asyncio.sleep(0.15)
+        work = [asyncio.create_task(tokens(llm, [i], 90, f"r{i}")) for i in range(8)]
+        await until_async(lambda: running(llm) == [4, 4])
         lost = llm._client.requests_of(1)  # type: ignore[union-attr]
         os.kill(cores.made[1].pid, signal.SIGKILL)
         found = await asyncio.gather(*work, return_exceptions=True)
@@ -138,7 +123,7 @@ async def test_a_killed_core_takes_its_own_requests_and_comes_back() -> None:
         assert sorted(id.split("-")[0] for id in lost) == [f"r{i}" for i in failed]
         assert len(failed) == 4
         assert all(isinstance(found[i], EngineDeadError) and "killed by signal 9" in str(found[i]) for i in failed)
-        assert all(found[i] == expected([i], 60) for i in range(8) if i not in failed)
+        assert all(found[i] == expected([i], 90) for i in range(8) if i not in failed)
         assert [health.state for health in llm.healths()] == ["ready", "dead"]
         assert llm.health().state == "ready"
         assert not llm.errored
@@ -148,12 +133,11 @@ async def test_a_killed_core_takes_its_own_requests_and_comes_back() -> None:
             expected([i], 5) for i in range(4)
         ]
         await llm.restart(1)
-        work = [asyncio.create_task(tokens(llm, [i], 20, f"t{i}")) for i in range(4)]
-        await asyncio.sleep(0.1)
-        assert running(llm) == [2, 2]
-        assert await asyncio.gather(*work) == [expected([i], 20) for i in range(4)]
+        work = [asyncio.create_task(tokens(llm, [i], 80, f"t{i}")) for i in range(4)]
+        await until_async(lambda: running(llm) == [2, 2])
+        assert await asyncio.gather(*work) == [expected([i], 80) for i in range(4)]
         pids = [cores.made[0].pid, cores.made[2].pid]
-    assert all(gone(pid) for pid in pids)
+    assert gone(*pids)
 
 
 @in_a_loop
@@ -162,9 +146,7 @@ async def test_with_all_cores_dead_requests_say_why() -> None:
     async with serving(cores) as llm:
         for client in cores.made:
             os.kill(client.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 30
-        while llm.health().state != "dead" and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        await until_async(lambda: llm.health().state == "dead")
         assert llm.errored
         with pytest.raises(EngineDeadError, match="killed by signal 9"):
             await tokens(llm, [1], 4, "r")
@@ -178,10 +160,7 @@ async def test_with_all_cores_dead_requests_say_why() -> None:
 async def test_a_stuck_core_gets_nothing_more() -> None:
     async with serving(Cores(STEP, {**STEP, "hang_at": 5})) as llm:
         work = [asyncio.create_task(tokens(llm, [i], 90, f"r{i}")) for i in range(4)]
-        deadline = time.monotonic() + 60
-        while [health.state for health in llm.healths()] != ["ready", "stuck"]:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.02)
+        await until_async(lambda: [health.state for health in llm.healths()] == ["ready", "stuck"])
         assert llm.fail_requests(RuntimeError("stuck"), 1) == 2
         assert await tokens(llm, [5], 3, "s") == expected([5], 3)
         found = await asyncio.gather(*work, return_exceptions=True)
@@ -195,20 +174,16 @@ async def test_a_stuck_core_gets_nothing_more() -> None:
 async def test_a_core_that_does_not_start_leaves_none(load: str, error: type[Exception]) -> None:
     cores = Cores(STEP, {"load": load})
     llm = AsyncLLM(CoreGroup(cores, 2), None)
-    pids: list[int] = []
 
-    async def look() -> None:
-        while len(pids) < 2:
-            pids[:] = [client.pid for client in cores.made if client._process is not None]
-            await asyncio.sleep(0.01)
+    def pids() -> list[int]:
+        found = [client.pid for client in cores.made if client._process is not None]
+        return found if len(found) == 2 else []
 
-    looking = asyncio.create_task(look())
-    async with asyncio.timeout(60):
-        with pytest.raises(error):
-            await llm.start()
-        await looking
-    await asyncio.sleep(0.1)
-    assert all(gone(pid) for pid in pids)
+    looking = asyncio.create_task(until_async(pids))
+    with pytest.raises(error):
+        await llm.start()
+    started = await looking
+    await until_async(lambda: gone(*started))
 
 
 @in_a_loop
@@ -220,14 +195,12 @@ async def test_another_front_shares_the_cores_and_is_told_of_their_load() -> Non
         other = AsyncLLM(group, None, seed=5)
         await other.start()
         hold = [asyncio.create_task(tokens(llm, [i], 90, f"r{i}")) for i in range(6)]
-        await asyncio.sleep(0.2)
-        assert [group._router.load(core) for core in (0, 1)] == [3, 3]
+        await until_async(lambda: [group._router.load(core) for core in (0, 1)] == [3, 3])
         assert await asyncio.gather(*(tokens(other, [i], 10, f"o{i}") for i in range(4))) == [
             expected([i], 10) for i in range(4)
         ]
         assert await asyncio.gather(*hold) == [expected([i], 90) for i in range(6)]
-        await asyncio.sleep(0.1)
-        assert [group._router.load(core) for core in (0, 1)] == [0, 0]
+        await until_async(lambda: [group._router.load(core) for core in (0, 1)] == [0, 0])
         other.shutdown()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from graphllm.engine.core_waves import CoreWaves, PeerError
+from tests.waiting import PATIENCE, until
 
 
 class Table:
@@ -24,7 +25,7 @@ class Table:
 
     def __init__(self, count: int) -> None:
         self._said: list[list[int]] = [[]] * count
-        self._meeting = threading.Barrier(count, timeout=20)
+        self._meeting = threading.Barrier(count, timeout=PATIENCE)
 
     def most(self, rank: int, numbers: list[int]) -> list[int]:
         self._said[rank] = list(map(int, numbers))
@@ -48,7 +49,7 @@ class Core:
         while True:
             while not self.waves.running:
                 self.asleep = True
-                readable, _, _ = select.select([self.wakes, self.waves.bell], [], [], 20)
+                readable, _, _ = select.select([self.wakes, self.waves.bell], [], [], PATIENCE)
                 assert readable, "nobody rang"
                 self.asleep = False
                 if self.wakes in readable and self._take(left):
@@ -84,17 +85,13 @@ def test_work_that_comes_at_any_time(count: int, seed: int) -> None:
             given[rank] += 1
             if draw.random() < 0.3:
                 time.sleep(draw.choice([0, 1e-4, 2e-3, 3e-2]))
-        deadline = time.monotonic() + 20
-        while [core.done for core in cores] != given or not all(core.asleep for core in cores):
-            assert time.monotonic() < deadline, [core.done for core in cores]
-            time.sleep(1e-3)
+        until(lambda: [core.done for core in cores] == given and all(core.asleep for core in cores))
         steps = len(cores[0].told)
-        time.sleep(0.05)
-        assert [len(core.told) for core in cores] == [steps] * count
         for core in cores:
             os.write(core.pipe, b"\0")
         for future in running:
             future.result()
+    assert [len(core.told) for core in cores] == [steps] * count
     assert all(core.told == cores[0].told for core in cores)
     assert {core.waves._wave for core in cores} == {cores[0].waves._wave}
     assert cores[0].waves._wave > 1

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 from harness import Result, finish, open_core, request
 
-from graphllm.config import ConfigError, EngineArgs
+from graphllm.config import ConfigError
 from graphllm.config.sampling import SamplingParams
 from graphllm.embedded import MODEL_DIR, MOE_DIR
 from graphllm.engine.core import EngineCore
 from graphllm.engine.request import EngineRequest
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
+from tests.artifacts import artifact_of
 
 MODELS: dict[str, tuple[Path, dict[str, Any]]] = {
     "bfloat16": (MODEL_DIR, {"dtype": "bfloat16"}),
@@ -29,13 +28,7 @@ BATCHES = 12  # of each model in the suite, and 500 with the slow tests
 VOCABULARY = 4096
 
 
-def _config(folder: Path, **settings: Any) -> tuple[Any, Any]:
-    source = open_source(folder)
-    wanted = EngineArgs(
-        **{"target": "cpu", "max_model_len": 256, "max_num_seqs": 16, "block_size": 16, "deterministic": True}
-        | settings
-    )
-    return source, compile_config(source.config, wanted)
+SETTINGS = {"max_model_len": 256, "max_num_seqs": 16, "block_size": 16, "deterministic": True}
 
 
 IN_SUITE = ("bfloat16",)
@@ -44,17 +37,10 @@ IN_SUITE = ("bfloat16",)
 @pytest.fixture(
     scope="module", params=[pytest.param(n, marks=() if n in IN_SUITE else pytest.mark.slow) for n in MODELS]
 )
-def place(request: pytest.FixtureRequest, shared: Any) -> tuple[Path, Path]:
+def place(request: pytest.FixtureRequest) -> tuple[Path, Path]:
     """A model and its artifact."""
     model, settings = MODELS[request.param]
-
-    def build(folder: Path) -> None:
-        from graphllm.compile.pipeline import compile_model
-
-        source, config = _config(model, **settings)
-        compile_model(source.config, source.tensors, config, folder)
-
-    return model, shared(f"deterministic-{request.param}", build)
+    return model, artifact_of(model, **SETTINGS, **settings)
 
 
 def requests(draw: random.Random, count: int, longest: int = 0) -> list[EngineRequest]:
@@ -124,6 +110,7 @@ def told(result: Result) -> Mapping[str, Any]:
     return {"tokens": result.tokens, "logprobs": result.logprobs, "prompt_logprobs": result.prompt_logprobs}
 
 
+@pytest.mark.thorough
 def test_requests_get_what_they_get_alone(cores: Cores) -> None:
     assert check(cores, 1, BATCHES)
 
@@ -144,4 +131,4 @@ def test_requests_get_what_they_get_alone_in_500_batches(cores: Cores) -> None:
 )
 def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        _config(MODEL_DIR, **settings)
+        artifact_of(MODEL_DIR, **SETTINGS, **settings)

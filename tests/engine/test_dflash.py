@@ -47,6 +47,7 @@ from graphllm.config.sampling import SamplingParams
 from graphllm.config.token_tree import token_tree
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
+from tests.tiers import COMPILED, ON_GPU, thorough
 
 H, E, MASK, WINDOW = 4, 8, 96, 12
 LAYERS, READS = 2, (1, 3)
@@ -185,21 +186,26 @@ def _check(opened: Any, model: LlamaForCausalLM, tree: str | None = None, pages:
     check_with_few_blocks(opened, texts, pages)
 
 
-@pytest.mark.parametrize("kind", ["", "sliding", pytest.param("causal", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["", thorough("sliding"), pytest.param("causal", marks=pytest.mark.slow)])
 def test_drafts(model: LlamaForCausalLM, kind: str, tmp_path: Path) -> None:
     _check(_open(model, dflash(model, kind), tmp_path), model, pages=60 if kind == "sliding" else 34)
 
 
+@pytest.mark.thorough
 def test_trees(model: LlamaForCausalLM, tmp_path: Path) -> None:
     fields = {"speculative_token_tree": TREE, "num_speculative_tokens": 0}
     _check(_open(model, dflash(model), tmp_path, **fields), model, TREE)
 
 
-@pytest.mark.slow
-def test_compiled_drafts(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    _check(_open(model, dflash(model), tmp_path, "inductor"), model)
+@COMPILED
+@pytest.mark.parametrize("kind", ["", "sliding"])
+def test_compiled_drafts(model: LlamaForCausalLM, kind: str, tmp_path: Path) -> None:
+    fields = {"target": "cuda", "tune": False, "block_size": 16} if ON_GPU else {}
+    pages = (60 if kind == "sliding" else 34) // (2 if ON_GPU else 1)
+    _check(_open(model, dflash(model, kind), tmp_path, "inductor", **fields), model, pages=pages)
 
 
+@pytest.mark.thorough
 def test_probabilities(model: LlamaForCausalLM, tmp_path: Path) -> None:
     """Those that drawn drafts come from are the reference's, number by number."""
     method = dflash(model)

@@ -18,14 +18,15 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphllm.compile.pipeline import compile_model, find_model
-from graphllm.config import ConfigError, EngineArgs
+from graphllm.compile.pipeline import find_model
+from graphllm.config import ConfigError
 from graphllm.config.token_tree import GrownTree, TokenTree, token_tree
 from graphllm.embedded.draft_heads import Eagle3
 from graphllm.engine.core import EngineCore
-from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
 from graphllm.runtime.staging import StepInput
+from tests.artifacts import artifact_of
+from tests.tiers import thorough
 
 D, V, H, K, E, F, L, LEN, DRAFTS, COUNT = 32, 97, 4, 2, 8, 48, 6, 96, 3, 14
 EPS = 1e-5
@@ -320,6 +321,9 @@ METHODS: dict[str, Callable[[LlamaForCausalLM], Method]] = {
 }
 
 
+EVERY_CHANGE = ("draft_model", "eagle3", "mtp")  # one of each kind of state
+
+
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     return made_model()
@@ -375,12 +379,11 @@ def _open(
     model: LlamaForCausalLM, method: Method, at: Path, backend: Any = "eager", pages: int = 150, **fields: Any
 ) -> Opened:
     folder, draft = saved(model, method, at)
-    args = EngineArgs(
-        **{"target": "cpu", "backend": backend, "dtype": "float32", "max_model_len": LEN, "max_num_seqs": 4,
+    place = artifact_of(
+        open_source(folder, draft=draft, method=method.name),
+        **{"backend": backend, "dtype": "float32", "max_model_len": LEN, "max_num_seqs": 4,
            "max_num_batched_tokens": 32, "block_size": 8, "num_speculative_tokens": DRAFTS, **fields}
     )  # fmt: skip
-    source = open_source(folder, draft=draft, method=method.name)
-    place = compile_model(source.config, source.tensors, compile_config(source.config, args), at / "artifact")
     return Opened(open_core(folder, place, pages, draft=draft), method, folder, draft, place)
 
 
@@ -492,7 +495,7 @@ def check_with_few_blocks(opened: Opened, texts: Sequence[Text], pages: int = 12
     scarce.close()
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [n if n in EVERY_CHANGE else thorough(n) for n in METHODS])
 def test_drafts(model: LlamaForCausalLM, name: str, tmp_path: Path) -> None:
     """Prompts in chunks, of many at once, over the ends of blocks, in slots used again; those that begin alike are
     found in the prefix cache. Then the text alone, with too few blocks."""
@@ -513,7 +516,8 @@ TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 1)]"
 
 
 @pytest.mark.parametrize(
-    "name", ["medusa", "eagle3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle", "mtp"))]
+    "name",
+    [thorough("medusa"), thorough("eagle3"), *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle", "mtp"))],
 )
 def test_trees(model: LlamaForCausalLM, name: str, tmp_path: Path) -> None:
     _check_tree(model, name, TREE, tmp_path)
@@ -522,7 +526,7 @@ def test_trees(model: LlamaForCausalLM, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("eagle3", (3, 4, 9)),
+        thorough("eagle3", (3, 4, 9)),
         *(pytest.param(*given, marks=pytest.mark.slow) for given in (("eagle", (4, 3, 14)), ("mtp", (2, 2, 6)))),
     ],
 )
@@ -555,7 +559,7 @@ def _check_tree(model: LlamaForCausalLM, name: str, tree: str, tmp_path: Path, b
     check_with_few_blocks(opened, texts)
 
 
-@pytest.mark.parametrize("name", ["draft_model", "eagle3", "medusa"])
+@pytest.mark.parametrize("name", [thorough("draft_model"), thorough("eagle3"), "medusa"])
 def test_no_more_drafts_than_are_verified(model: LlamaForCausalLM, name: str, tmp_path: Path) -> None:
     """Whatever the acceptance asks for: as many runs draft behind a step, and the next step verifies no more."""
     opened, rng = _open(model, METHODS[name](model), tmp_path, dynamic_speculative_tokens=True), random.Random(2)

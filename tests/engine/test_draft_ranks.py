@@ -13,15 +13,17 @@ from test_dflash import dflash
 from test_draft_models import COUNT, DRAFTS, METHODS, V, made_model, saved
 
 from graphllm import LLM, SamplingParams
+from tests.tiers import thorough
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 TREE = {"speculative_token_tree": "[(0,), (1,), (0, 0), (0, 1)]"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "ranks", "more"),
     [
-        ("eagle3", 2, {}),
+        thorough("eagle3", 2, {}),
         ("draft_model", 2, {}),
         *(pytest.param(name, 2, {}, marks=pytest.mark.slow) for name in ("eagle", "medusa", "mlp_speculator", "mtp")),
         pytest.param("dflash", 2, {}, marks=pytest.mark.slow),
@@ -30,8 +32,7 @@ TREE = {"speculative_token_tree": "[(0,), (1,), (0, 0), (0, 1)]"}
         pytest.param("eagle3", 2, {"backend": "inductor"}, marks=pytest.mark.slow),
     ],
 )
-def test_drafts(name: str, ranks: int, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRAPHLLM_CACHE", str(tmp_path / "cache"))
+def test_drafts(name: str, ranks: int, more: dict[str, Any], tmp_path: Path) -> None:
     model = made_model()
     method = dflash(model) if name == "dflash" else METHODS[name](model)
     folder, draft = saved(model, method, tmp_path)

@@ -101,6 +101,7 @@ def _opened(model: LlamaForCausalLM, method: Method, place: Path, **fields: Any)
     return core
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["draft_model", "eagle3", "medusa", pytest.param("eagle", marks=pytest.mark.slow)])
 def test_the_text_is_the_models(random_llama: LlamaForCausalLM, name: str, tmp_path: Path) -> None:
     method = METHODS[name](random_llama)

@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers
 from test_moving_experts import CONFIG, GREEDY, OPTIONS, PROMPTS, check, check_output
-from test_ranks import ended, executor_of, pids_of
+from test_ranks import executor_of, pids_of
 from test_sharing_cores import cores_of
 
 from graphllm import LLM
+from tests.waiting import gone, until
 
 pytestmark = pytest.mark.slow
 WHOLE = {**OPTIONS, "enable_expert_parallel": False, "enable_eplb": False}
@@ -51,7 +52,7 @@ def test_matrices_and_stages(dense: Path, ranks: int, stages: int) -> None:
         assert len(pids) == 7
         assert executor_of(llm).overlapping == stages
         check_dense(dense, llm)
-    assert all(ended(pid) for pid in pids)
+    until(lambda: gone(*pids))
 
 
 def test_engines(dense: Path) -> None:
@@ -60,7 +61,7 @@ def test_engines(dense: Path) -> None:
         core: Any = llm.llm_engine.core
         assert [stats.steps > 0 for stats in core.engine_stats()] == [True] * 8
         pids = cores_of(llm)
-    assert all(ended(pid) for pid in pids)
+    until(lambda: gone(*pids))
 
 
 @pytest.fixture(scope="module")

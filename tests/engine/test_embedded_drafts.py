@@ -12,12 +12,13 @@ from graphllm.config import ConfigError
 from graphllm.config.structured_outputs import StructuredOutputsParams
 from graphllm.embedded import DRAFTS
 from graphllm.embedded.tasks import draw
+from tests.tiers import thorough
 
 LEAST = {"eagle3": 1.4, "medusa": 1.2, "draft_model": 1.2}  # tokens of a step that verifies
 TASKS = ("capital", "sort_numbers", "persona", "call_tool", "word_problem", "opposite")
 
 
-@pytest.mark.parametrize("method", DRAFTS)
+@pytest.mark.parametrize("method", [m if m == "eagle3" else thorough(m) for m in DRAFTS])
 def test_shipped_drafts(method: str) -> None:
     rng, params = Random(5), SamplingParams(temperature=0.0, max_tokens=48)
     chats = [draw(rng, name, held_out=True) for name in TASKS for _ in range(2)]
@@ -55,6 +56,7 @@ TREES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "said_tree"), TREES)
 def test_a_tree_accepts_more(method: str, said_tree: str) -> None:
     """Of what is likeliest one path is right for longer than the first one alone; whatever is asked for, the text is

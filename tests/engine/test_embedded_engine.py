@@ -9,27 +9,21 @@ import pytest
 import torch
 from harness import finish, open_core, request
 
-from graphllm.config import EngineArgs
 from graphllm.config.sampling import SamplingParams
 from graphllm.embedded import MODEL_DIR, MOE_DIR
 from graphllm.engine.text import Tokenizer
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
+from tests.artifacts import artifact_of
+from tests.tiers import thorough
 
 TOKENS = 32
 
 
-def _compile(folder: Path, model: Path = MODEL_DIR) -> None:
-    from graphllm.compile.pipeline import compile_model
-
-    source = open_source(model)
-    wanted = EngineArgs(target="cpu", dtype="float32", max_model_len=256, max_num_seqs=64, block_size=8)
-    compile_model(source.config, source.tensors, compile_config(source.config, wanted), folder)
+SIZES: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "block_size": 8}
 
 
 @pytest.fixture(scope="module")
-def place(shared: Any) -> Path:
-    return shared("embedded-float32", _compile)
+def place() -> Path:
+    return artifact_of(MODEL_DIR, **SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +56,7 @@ def _answers(folder: Path, questions: list[str]) -> dict[tuple[int, ...], list[i
 
 
 @pytest.mark.parametrize("chunk", [0, 5], ids=["whole", "chunked"])
-@pytest.mark.parametrize("batch", [1, 7, 64])
+@pytest.mark.parametrize("batch", [thorough(1), 7, 64])
 def test_greedy(batch: int, chunk: int, place: Path, expected: dict[tuple[int, ...], list[int]]) -> None:
     """Cold, then from a warm prefix cache with real hits."""
     stops = sorted(Tokenizer.from_folder(MODEL_DIR).stop_ids)
@@ -95,9 +89,10 @@ def test_greedy_while_preempted(place: Path, expected: dict[tuple[int, ...], lis
     assert [found[str(i)].tokens for i in range(len(expected))] == list(expected.values())
 
 
-def test_greedy_of_experts(shared: Any) -> None:
+@pytest.mark.thorough
+def test_greedy_of_experts() -> None:
     """The one whose tokens go to 2 of 8 experts."""
-    place = shared("embedded-moe-float32", lambda folder: _compile(folder, MOE_DIR))
+    place = artifact_of(MOE_DIR, **SIZES)
     questions = [f"What is {a} + {b}?" for a in (12, 31) for b in (7, 58)]
     questions += ["What is the capital of France?", "Spell cherry.", "Who are you?", "Sort these words: plum apple fig"]
     expected = _answers(MOE_DIR, questions)

@@ -42,7 +42,7 @@ def _open(folder: Path, **options: Any) -> LLM:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_beside_transformers(name: str, tmp_path: Path, cache: Path) -> None:
+def test_beside_transformers(name: str, tmp_path: Path) -> None:
     """Prompts of 1 to 512 tokens, many longer than a step's 64, twice, so that the prefix cache serves the second."""
     model = _make(name, tmp_path / "model")
     lengths = (1, 2, 63, 64, 65, 40, 512)
@@ -79,7 +79,7 @@ def _see_both_ways(folder: Path) -> None:
 
 @pytest.mark.parametrize("pooling", ["LAST", "MEAN", "CLS", "ALL"])
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
-def test_decoders_that_attend_both_ways(name: str, pooling: str, tmp_path: Path, cache: Path) -> None:
+def test_decoders_that_attend_both_ways(name: str, pooling: str, tmp_path: Path) -> None:
     """GTE-Qwen2's kind: is_causal is false. Ragged prompts up to a step's tokens, each computed whole."""
     model = _make(name, tmp_path / "model")
     _see_both_ways(tmp_path / "model")
@@ -94,7 +94,7 @@ def test_decoders_that_attend_both_ways(name: str, pooling: str, tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("both_ways", [False, True])
-def test_compiled(both_ways: bool, tmp_path: Path, cache: Path) -> None:
+def test_compiled(both_ways: bool, tmp_path: Path) -> None:
     """Ragged prompts of 1 to 512 tokens, causal ones in parts of 100."""
     model = _make("qwen2", tmp_path / "model")
     if both_ways:
@@ -111,7 +111,7 @@ def test_compiled(both_ways: bool, tmp_path: Path, cache: Path) -> None:
             assert torch.cosine_similarity(torch.tensor(output.outputs.embedding), state, dim=0) > 1 - 1e-5
 
 
-def test_refusals(tmp_path: Path, cache: Path) -> None:
+def test_refusals(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     _make("llama", folder)
     with _open(folder) as llm:

@@ -42,7 +42,7 @@ def _states(model: transformers.PreTrainedModel, prompt: list[int]) -> torch.Ten
     return states
 
 
-def test_many_prompts(tmp_path: Path, cache: Path) -> None:
+def test_many_prompts(tmp_path: Path) -> None:
     """More prompts than fit into a step, each computed whole in one; the longest that the positions allow, and longer
     ones refused before anything runs."""
     model, rng = _bert(tmp_path), random.Random(1)
@@ -60,7 +60,7 @@ def test_many_prompts(tmp_path: Path, cache: Path) -> None:
         _open(tmp_path, max_model_len=97)
 
 
-def test_vectors_of_tokens(tmp_path: Path, cache: Path) -> None:
+def test_vectors_of_tokens(tmp_path: Path) -> None:
     model = _bert(tmp_path)
     prompts = [[(7 * i + n) % V for i in range(n)] for n in (3, 96, 1, 20)]
     with _open(tmp_path, pooling_type="ALL", max_num_batched_tokens=100) as llm:
@@ -71,7 +71,7 @@ def test_vectors_of_tokens(tmp_path: Path, cache: Path) -> None:
             assert (torch.cosine_similarity(found, wanted, dim=-1) > 1 - 1e-5).all()
 
 
-def test_documents_of_late_interaction_are_kept(tmp_path: Path, cache: Path) -> None:
+def test_documents_of_late_interaction_are_kept(tmp_path: Path) -> None:
     """A document that is scored again, against another query, is not computed again; the memory has a bound."""
     model = _bert(tmp_path)
     documents = [[(7 * i + n) % V for i in range(n)] for n in (30, 20, 10)]
@@ -173,7 +173,7 @@ def test_refused_files(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cls", "mean", "lasttoken"])
-def test_beside_sentence_transformers(mode: str, tmp_path: Path, cache: Path) -> None:
+def test_beside_sentence_transformers(mode: str, tmp_path: Path) -> None:
     """A folder that it saved, with a dense layer and norms, gives its vectors of texts, cut and whole."""
     made = pytest.importorskip("sentence_transformers")
     modules = pytest.importorskip("sentence_transformers.models")

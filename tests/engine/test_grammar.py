@@ -6,7 +6,6 @@ import ast
 import json
 import re
 import resource
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from graphllm.engine.grammar import GrammarCompiler
 from graphllm.engine.request import QueueFullError
 from graphllm.engine.structured.source import GrammarError
 
-from .grammar_kit import EMBEDDED, Kit, make_kit, sample, violation
+from .grammar_kit import EMBEDDED, Kit, is_bounded, make_kit, sample, violation
 from .schemas import REFUSED, WRITTEN, schemas
 
 
@@ -265,16 +264,7 @@ def test_regex_refused(regex: str, embedded: Kit) -> None:
      "(" * 3000 + ")" * 3000, "[a-z]*" * 3000, "x" * 300_000],
 )  # fmt: skip
 def test_exploding_regexes_take_bounded_time(regex: str, embedded: Kit) -> None:
-    begin = time.perf_counter()
-    try:
-        matcher = embedded.compiler.compile(Spec(regex=regex)).matcher()
-        for _ in range(20):
-            matcher.advance(int(np.flatnonzero(embedded.bits(matcher))[-1]))
-            if matcher.finished:
-                break
-    except (ConfigError, GrammarError):  # as good: what counts is the time
-        pass
-    assert time.perf_counter() - begin < 10
+    assert is_bounded(embedded, regex)
 
 
 def test_choice(embedded: Kit) -> None:
@@ -552,15 +542,13 @@ def test_large_grammars_are_limited() -> None:
     """In time and memory; small ones do not wait for them, and too many are refused."""
     compiler = GrammarCompiler(EMBEDDED, 4096, frozenset([2]))
     compiler.check(Spec(regex="a"))
-    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, small = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
     with ThreadPoolExecutor(20) as pool:
         asked = [pool.submit(compiler.check, Spec(json=large(count))) for count in (22, 40)]
-        time.sleep(1)
         while not all(future.done() for future in asked):
-            small = time.monotonic()
             compiler.check(Spec(regex=f"a{small}"))
-            assert time.monotonic() - small < 0.5
-        assert time.monotonic() - begin < 30
+            small += 1
+        assert small > 9
         for future in asked:
             with pytest.raises(ConfigError, match=r"takes more than (3 s|512 MiB) to compile; give a simpler one"):
                 future.result()

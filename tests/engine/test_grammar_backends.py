@@ -13,7 +13,6 @@ import json
 import random as python_random
 import re
 import string
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +31,7 @@ from graphllm.engine.structured.compiler import Grammar
 from graphllm.engine.structured.compilers import GrammarCompilers, compiler_class
 from graphllm.engine.structured.source import GrammarError, UnsupportedError
 
-from .grammar_kit import EMBEDDED, Kit, make_kit, sample, violation
+from .grammar_kit import EMBEDDED, Kit, is_bounded, make_kit, sample, violation
 from .schemas import WRITTEN, schemas
 
 NAMES = [name for name in BACKENDS if name != "auto"]
@@ -391,13 +390,9 @@ def test_what_may_be_large_is_compiled_elsewhere_first(kit: Kit) -> None:
     "regex", ["((a{0,20}){0,20}){0,20}", "((a{0,99}){0,99}){0,99}", "(.*a){40}", "(a|b)*a(a|b){500}", "[a-z]*" * 300]
 )
 def test_exploding_expressions_take_bounded_time(regex: str, kit: Kit) -> None:
-    begin = time.monotonic()
-    with contextlib.suppress(ConfigError, GrammarError):
+    with contextlib.suppress(ConfigError):
         kit.compiler.check(Spec(regex=regex))
-        matcher = kit.compiler.compile(Spec(regex=regex)).matcher()
-        for _ in range(20):
-            matcher.advance(int(np.flatnonzero(kit.bits(matcher))[-1]))
-    assert time.monotonic() - begin < 20
+        assert is_bounded(kit, regex)
 
 
 REFUSALS = [

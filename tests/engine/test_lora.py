@@ -17,6 +17,7 @@ import transformers
 
 from graphllm import LLM, LoRARequest, SamplingParams
 from graphllm.config import ConfigError
+from tests.tiers import thorough
 
 V, COUNT = 131, 6
 LLAMA = {
@@ -120,7 +121,7 @@ class Family:
                 assert abs(told - float(expected[i - 1, prompt[i]])) < tolerance
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[f if f == "qwen2" else thorough(f) for f in FAMILIES])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -139,11 +140,9 @@ def _open(family: Family, **options: Any) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def llm(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRAPHLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        with _open(family) as llm:
-            yield llm
+def llm(family: Family) -> Iterator[LLM]:
+    with _open(family) as llm:
+        yield llm
 
 
 def _prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -174,6 +173,7 @@ def test_mixed(family: Family, llm: LLM) -> None:
     family.check(outputs, adapters[:4] * 2)
 
 
+@pytest.mark.thorough
 def test_compiled(qwen2: Family) -> None:
     adapters = [None, *ADAPTERS] * 2
     requests = [a and qwen2.adapters[a] for a in adapters]
@@ -182,7 +182,7 @@ def test_compiled(qwen2: Family) -> None:
         qwen2.check(llm.generate(_ids(_prompts(3)), GREEDY), [None] * 3)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [thorough(False), True])
 def test_the_head(tied: bool, tmp_path: Path) -> None:
     """Of sampled rows and of scored ones, tied to the embedding or not."""
     options = {"r": 3, "lora_alpha": 5}

@@ -13,11 +13,7 @@ from test_lora import ADAPTERS, GREEDY, LLAMA, _ids, _prompts
 MIXED = [None, *ADAPTERS] * 2
 
 
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("GRAPHLLM_CACHE", str(tmp_path / "cache"))
-
-
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "changes", "options"),
     [
@@ -53,6 +49,7 @@ def test_dense(name: str, changes: dict[str, Any], options: dict[str, Any], tmp_
         family.check(alone, [None, None])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_experts(name: str, apart: bool, tmp_path: Path) -> None:
@@ -64,6 +61,7 @@ def test_experts(name: str, apart: bool, tmp_path: Path) -> None:
         family.check(llm.generate(test_moe_lora._prompts(len(mixed)), GREEDY, lora_request=requests), mixed)
 
 
+@pytest.mark.thorough
 def test_quantized(tmp_path: Path) -> None:
     family = test_lora.Family("qwen2", tmp_path, LLAMA | {"hidden_size": 128, "intermediate_size": 128})
     family.quantize()

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from graphllm import LLM, LoRARequest, SamplingParams
 from graphllm.config import ConfigError
+from tests.tiers import thorough
 
 V = 131
 SIZES = {
@@ -123,7 +124,13 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 OLD_NAMES = {"mixtral": ["w1", "w2", "w3"], "qwen3_moe": ["gate_proj", "up_proj", "down_proj"]}
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(n if n == "qwen3_moe" else thorough(n) for n in FAMILIES),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS),
+    ],
+)
 def test_experts(name: str, tmp_path: Path) -> None:
     """Alone and mixed, with fewer tables than adapters."""
     adapters = dict(ADAPTERS)
@@ -137,6 +144,7 @@ def test_experts(name: str, tmp_path: Path) -> None:
         family.check(_run(family, llm, mixed), mixed)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OLD_NAMES)
 def test_names_of_each_expert(name: str, tmp_path: Path) -> None:
     """As PEFT wrote them while experts were modules: an A and a B for each, of which some may be missing. The model to
@@ -181,7 +189,8 @@ def _rounded(model: Any) -> None:
                 group.copy_((group / scale).round().clamp(-127, 127) * scale)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["mixtral", thorough("qwen3_moe")])
 def test_over_int8(name: str, tmp_path: Path) -> None:
     """Quantized while it is loaded; what adapters add is as it is."""
     family = Family(name, tmp_path, ADAPTERS, _rounded)
@@ -190,6 +199,7 @@ def test_over_int8(name: str, tmp_path: Path) -> None:
         family.check(_run(family, llm, mixed), mixed, 1e-3)
 
 
+@pytest.mark.thorough
 def test_over_a_quantized_checkpoint(tmp_path: Path) -> None:
     """Matrices in float8 times a scale, as a checkpoint stores them, beside PEFT over the numbers that these are."""
     family = Family("qwen3_moe", tmp_path, ADAPTERS)
@@ -228,6 +238,7 @@ def test_compiled(tmp_path: Path) -> None:
         family.check(_run(family, llm, [None] * 3), [None] * 3)
 
 
+@pytest.mark.thorough
 def test_what_is_not_asked_for(tmp_path: Path) -> None:
     """Without their names in lora_target_modules experts have no tables; the error says which modules have."""
     family = Family("mixtral", tmp_path, {"both": ADAPTERS["both"]})

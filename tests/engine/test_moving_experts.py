@@ -138,6 +138,7 @@ def test_text_and_counts_before_during_and_after(checkpoint: Path, model: Any, r
         assert told == {(f"{i}", f"{n}"): counted[i, n] for i in SPARSE for n in range(N)}
 
 
+@pytest.mark.thorough
 def test_it_gets_more_even(checkpoint: Path, model: Any) -> None:
     """The same requests again and again, all moves of a layer at once: the ranks' shares of tokens come closer."""
     with LLM(checkpoint, tensor_parallel_size=4, **eplb(num_redundant_experts=8, step_interval=18)) as llm:

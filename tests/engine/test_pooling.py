@@ -46,7 +46,7 @@ def _save(model: Any, folder: Path, rename: str | None = None, **config: Any) ->
 
 
 @pytest.mark.parametrize("rename", [None, "model."])
-def test_language_model_as_embedder(rename: str | None, tmp_path: Path, cache: Path) -> None:
+def test_language_model_as_embedder(rename: str | None, tmp_path: Path) -> None:
     """An untied head is not read, and the decoder's tensors may lack their beginning, as in Qwen3-Embedding."""
     torch.manual_seed(1)
     config = transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False)
@@ -66,7 +66,7 @@ def test_language_model_as_embedder(rename: str | None, tmp_path: Path, cache: P
             llm.classify(PROMPTS)
 
 
-def test_sentence_transformers_folder_is_an_embedder(tmp_path: Path, cache: Path) -> None:
+def test_sentence_transformers_folder_is_an_embedder(tmp_path: Path) -> None:
     """modules.json says so where nobody else does; its prompts stand before texts when they are asked for."""
     torch.manual_seed(1)
     folder = tmp_path / "m"
@@ -113,7 +113,7 @@ CLASSIFIERS = {
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_classifiers(name: str, tmp_path: Path, cache: Path) -> None:
+def test_classifiers(name: str, tmp_path: Path) -> None:
     config, kind, more = CLASSIFIERS[name]
     torch.manual_seed(2)
     model = _save(kind(config(**SIZES, **more)), tmp_path / "m")
@@ -148,7 +148,7 @@ def _reward_model(name: str, classes: int, folder: Path) -> tuple[Any, Any]:
     return body, score
 
 
-def test_reward_model(tmp_path: Path, cache: Path) -> None:
+def test_reward_model(tmp_path: Path) -> None:
     body, score = _reward_model("Qwen2ForRewardModel", 1, tmp_path / "m")
     with torch.no_grad():
         expected = [score(body(torch.tensor([p])).last_hidden_state[0, -1]) for p in PROMPTS]
@@ -157,7 +157,7 @@ def test_reward_model(tmp_path: Path, cache: Path) -> None:
             torch.testing.assert_close(output.outputs.data, reward, rtol=1e-4, atol=1e-4)
 
 
-def test_process_reward_model(tmp_path: Path, cache: Path) -> None:
+def test_process_reward_model(tmp_path: Path) -> None:
     """A vector for each token, in chunks, twice, as the prefix cache has none; and those of steps alone."""
     body, score = _reward_model("Qwen2ForProcessRewardModel", 2, tmp_path / "m")
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_process_reward_model(tmp_path: Path, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_reranker_of_two_tokens(tied: bool, tmp_path: Path, cache: Path) -> None:
+def test_reranker_of_two_tokens(tied: bool, tmp_path: Path) -> None:
     """Qwen3-Reranker by vLLM's hf_overrides: the probability of yes, of yes and no alone."""
     torch.manual_seed(5)
     folder = tmp_path / "m"
@@ -207,7 +207,7 @@ def test_reranker_of_two_tokens(tied: bool, tmp_path: Path, cache: Path) -> None
         _open(folder, hf_overrides=overrides | {"classifier_from_token": [no, "nothere"]})
 
 
-def test_runner_is_checked(tmp_path: Path, cache: Path) -> None:
+def test_runner_is_checked(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     _save(transformers.LlamaModel(transformers.LlamaConfig(**SIZES)), folder)
     with pytest.raises(ConfigError, match="runner is 'generate': LlamaModel has no language head"):

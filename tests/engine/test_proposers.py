@@ -15,16 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphllm import LLM
-from graphllm.compile.pipeline import compile_model
-from graphllm.config import ConfigError, EngineArgs, SpeculationConfig
+from graphllm.config import ConfigError, SpeculationConfig
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.core import EngineCore
 from graphllm.engine.proposers import find_proposer
 from graphllm.engine.proposers.ngram import NgramProposer
 from graphllm.engine.proposers.suffix import SuffixProposer
 from graphllm.engine.request import EngineRequest
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
+from tests.artifacts import artifact_of
+from tests.tiers import thorough
 
 
 def _followed(text: Sequence[int], most: int, fewest: int, count: int) -> list[int]:
@@ -129,14 +128,11 @@ class Wrong(Guesses):
 
 
 @pytest.fixture(scope="module")
-def place(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    wanted = EngineArgs(
-        target="cpu", backend="eager", dtype="float32", max_model_len=128, max_num_seqs=6, max_num_batched_tokens=48,
+def place(checkpoint: Path) -> Path:
+    return artifact_of(
+        checkpoint, backend="eager", dtype="float32", max_model_len=128, max_num_seqs=6, max_num_batched_tokens=48,
         block_size=8, num_speculative_tokens=4, dynamic_speculative_tokens=True,
     )  # fmt: skip
-    source = open_source(checkpoint)
-    folder = tmp_path_factory.mktemp("hosted") / "artifact"
-    return compile_model(source.config, source.tensors, compile_config(source.config, wanted), folder)
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +161,8 @@ def _requests(seed: int) -> list[EngineRequest]:
     return found
 
 
-@pytest.mark.parametrize("pages", [100, 24])
-@pytest.mark.parametrize("proposer", ["ngram", "suffix", "Guesses"])
+@pytest.mark.parametrize("pages", [thorough(100), 24])
+@pytest.mark.parametrize("proposer", [thorough("ngram"), "suffix", thorough("Guesses")])
 def test_guesses_change_no_text(
     proposer: str, pages: int, plain: EngineCore, checkpoint: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +241,7 @@ def test_artifacts_that_do_not_verify(checkpoint: Path, eager_artifact: Path) ->
         open_core(checkpoint, eager_artifact, speculation=SpeculationConfig(draft_proposer="suffix"))
 
 
+@pytest.mark.thorough
 def test_through_llm() -> None:
     """From `speculative_config` to texts: stop strings within what is accepted at once, several completions with seeds,
     log-probabilities of every token, and what a request is told of its drafts."""

@@ -14,7 +14,7 @@ import pytest
 import rank_functions as functions
 import torch
 from test_eight_ranks import PROMPTS, check_dense, dense  # noqa: F401
-from test_ranks import EAGER, ended, pids_of
+from test_ranks import EAGER, pids_of
 from transformers import AutoModelForCausalLM
 
 from graphllm import LLM, AsyncLLM, EngineArgs, SamplingParams
@@ -22,6 +22,8 @@ from graphllm.config import ConfigError
 from graphllm.runtime.rank_calls import RankCallError, Worker
 from graphllm.runtime.rank_failure import RankError
 from graphllm.weights.host_array import HostArray
+from tests.tiers import thorough
+from tests.waiting import PATIENCE, gone, until
 
 SETTINGS: dict[str, Any] = {**EAGER, "skip_tokenizer_init": True, "enable_prefix_caching": False}
 REFUSED: list[tuple[Callable[[LLM], Any], type[Exception], str]] = [
@@ -38,7 +40,7 @@ REFUSED: list[tuple[Callable[[LLM], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [thorough(1), 2])
 def test_ranks(dense: Path, tmp_path: Path, ranks: int) -> None:  # noqa: F811
     with LLM(dense, **SETTINGS, tensor_parallel_size=ranks) as llm:
         told = llm.collective_rpc(functions.who, args=(1, ("a", None)), kwargs={"b": {"c": 2.5}})
@@ -77,13 +79,14 @@ def test_ranks(dense: Path, tmp_path: Path, ranks: int) -> None:  # noqa: F811
         check_dense(tmp_path / "changed", llm)
 
 
+@pytest.mark.thorough
 def test_a_function_may_use_the_group_of_all_ranks(dense: Path) -> None:  # noqa: F811
     with LLM(dense, **SETTINGS, tensor_parallel_size=2) as llm:
-        assert llm.collective_rpc(functions.sum_over_ranks, args=(1.5,), timeout=60) == [4.5, 4.5]
+        assert llm.collective_rpc(functions.sum_over_ranks, args=(1.5,), timeout=PATIENCE) == [4.5, 4.5]
         (pid,) = pids_of(llm)
         with pytest.raises(RankError, match=r"rank 1 of 2 has not answered within 0\.2 s"):
-            llm.collective_rpc(functions.sleep, timeout=0.2, args=(30,))
-    assert ended(pid)
+            llm.collective_rpc(functions.sleep, timeout=0.2, args=(1000,))
+    until(lambda: gone(pid))
 
 
 def test_weights_of_an_engine_without_torch() -> None:
@@ -97,6 +100,7 @@ def test_weights_of_an_engine_without_torch() -> None:
         assert arrays[dtype].numbers.tobytes() == three.view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.thorough
 def test_cores(dense: Path) -> None:  # noqa: F811
     with LLM(dense, **SETTINGS, data_parallel_size=2) as llm:
         told = llm.collective_rpc(functions.who)
@@ -107,6 +111,7 @@ def test_cores(dense: Path) -> None:  # noqa: F811
         check_dense(dense, llm)
 
 
+@pytest.mark.thorough
 def test_the_process_of_a_core(dense: Path) -> None:  # noqa: F811
     async def ask() -> None:
         llm = AsyncLLM.from_engine_args(EngineArgs(str(dense), **SETTINGS))
@@ -121,7 +126,7 @@ def test_the_process_of_a_core(dense: Path) -> None:  # noqa: F811
     asyncio.run(ask())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, thorough(2)])
 def test_profiles(dense: Path, tmp_path: Path, ranks: int) -> None:  # noqa: F811
     """Each rank's trace has every step with its size, and nothing of before and after."""
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)

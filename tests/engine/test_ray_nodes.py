@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_nodes import GREEDY, LONG, check_text, ended, step_for_ever
+from test_nodes import GREEDY, LONG, check_text, step_for_ever
 from test_ranks import EAGER, PROMPTS
 
 from graphllm import LLM
 from graphllm.config import ConfigError
 from graphllm.entrypoints.ray_nodes import node_count
 from graphllm.runtime.rank_failure import RankError
+from tests.waiting import gone, until
 
 RAY: dict[str, Any] = {"distributed_executor_backend": "ray", **EAGER}
 
@@ -66,16 +66,13 @@ def cluster() -> Iterator[Any]:
         made.shutdown()
 
 
-def free_cpus() -> float:
-    """Of the whole cluster."""
+def until_cpus_are_free() -> None:
+    """Those of the whole cluster."""
     import ray
 
     ray.init(logging_level="ERROR")
     try:
-        deadline = time.monotonic() + 10
-        while (free := ray.available_resources().get("CPU", 0.0)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return free
+        until(lambda: ray.available_resources().get("CPU") == 2)
     finally:
         ray.shutdown()
 
@@ -102,7 +99,7 @@ class TestTwoNodes:
         with LLM(checkpoint, **degrees, **RAY) as llm:
             check_text(llm, checkpoint)
             assert len(leaders()) == 1
-        assert free_cpus() == 2
+        until_cpus_are_free()
         assert leaders() == []
 
     def test_a_node_process_that_is_killed(self, checkpoint: Path) -> None:
@@ -115,8 +112,8 @@ class TestTwoNodes:
             os.kill(leader, signal.SIGKILL)
             with pytest.raises(RankError, match=r"node 1 \(.*\) is gone: its connection has ended \(.*actor.*died"):
                 step_for_ever(llm)
-        assert ended(rank)
-        assert free_cpus() == 2
+        until(lambda: gone(rank))
+        until_cpus_are_free()
 
     def test_a_rank_that_is_killed(self, checkpoint: Path) -> None:
         with LLM(checkpoint, pipeline_parallel_size=2, **RAY) as llm:

@@ -11,21 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_embedded_engine import TOKENS, _answers, _compile
+from test_embedded_engine import SIZES, TOKENS, _answers
 
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.sampling import SamplingParams
 from graphllm.embedded import MODEL_DIR
 from graphllm.entrypoints.async_llm import AsyncLLM
 from graphllm.entrypoints.llm import LLM
+from tests.artifacts import artifact_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
 ENDLESS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def place(shared: Any) -> Path:
-    return shared("embedded-float32", _compile)
+def place() -> Path:
+    return artifact_of(MODEL_DIR, **SIZES)
 
 
 @pytest.fixture(scope="module")

@@ -6,19 +6,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from test_moving_experts import OPTIONS, PROMPTS, check, checkpoint, model  # noqa: F401
-from test_ranks import ended
 
 from graphllm import LLM, SamplingParams
 from graphllm.config import ConfigError
 from graphllm.engine.group import CoreGroup
 from graphllm.engine.messages import EngineDeadError
+from tests.waiting import gone, until, until_async
 
 SHARING = {**OPTIONS, "enable_eplb": False, "count_expert_tokens": True}
 
@@ -35,6 +34,7 @@ def seconds_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("cores", "backend"),
     [
@@ -53,14 +53,17 @@ def test_text_and_counts(checkpoint: Path, model: Any, cores: int, backend: str)
             counted += check(model, llm, prompts)
         assert all(stats.steps for stats in core.engine_stats())
         assert np.array_equal(core.stats().expert_tokens, counted)
-        before = [seconds_of(pid) for pid in cores_of(llm)]
-        time.sleep(1)
-        assert max(seconds_of(pid) - b for pid, b in zip(cores_of(llm), before, strict=True)) < 0.2  # all sleep
+        clients = core._client._clients
+        before = [(client._beat.at, seconds_of(client.pid)) for client in clients]
+        core._wait(until_async(lambda: all(c._beat.at > at + 1 for c, (at, _) in zip(clients, before, strict=True))))
+        for client, (at, seconds) in zip(clients, before, strict=True):  # all sleep
+            assert seconds_of(client.pid) - seconds < (client._beat.at - at) / 5
         check(model, llm, PROMPTS[:1])
         pids = cores_of(llm)
-    assert all(ended(pid) for pid in pids)
+    until(lambda: gone(*pids))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("busy", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_core_that_dies(checkpoint: Path, model: Any, busy: bool) -> None:  # noqa: F811
     """The others say which one, at once, and end: they miss its experts. Also where nobody has work."""
@@ -74,24 +77,16 @@ def test_a_core_that_dies(checkpoint: Path, model: Any, busy: bool) -> None:  # 
                 llm.llm_engine.add_request(f"{i}", {"prompt_token_ids": PROMPTS[0]}, params)
             llm.llm_engine.step()
         os.kill(pids[1], signal.SIGKILL)
-        begun = time.monotonic()
-        assert ended(pids[0])
-        assert time.monotonic() - begun < 8
+        until(lambda: gone(pids[0]))
         with pytest.raises(EngineDeadError):
-            _look_for_ever(core)
+            until(core.check_health)
         causes = [health.cause.message for health in core._client.healths()]
         assert f"engine core 1 of 2 (process {pids[1]}) is gone, and with it the experts" in causes[0], causes
         if not busy:  # all are brought back, as --restart-engine does
             core._wait(_restarted(core._client))
             check(model, llm)
             pids += cores_of(llm)
-    assert all(ended(pid) for pid in pids)
-
-
-def _look_for_ever(core: Any) -> None:
-    while True:
-        core.check_health()
-        time.sleep(0.05)
+    until(lambda: gone(*pids))
 
 
 async def _restarted(group: CoreGroup) -> None:

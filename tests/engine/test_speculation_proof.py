@@ -15,8 +15,7 @@ from harness import Result, finish, open_core, request, verify_all_drafts
 from test_draft_models import LEN, METHODS, Opened, V, _open, made_model
 
 from graphllm import artifact
-from graphllm.compile.pipeline import compile_model
-from graphllm.config import EngineArgs, SpeculationConfig
+from graphllm.config import SpeculationConfig
 from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
 from graphllm.embedded import DRAFTS, MODEL_DIR
 from graphllm.embedded.evaluate import held_out
@@ -24,8 +23,8 @@ from graphllm.embedded.tasks import TASKS
 from graphllm.engine.core import EngineCore
 from graphllm.engine.request import EngineRequest
 from graphllm.engine.text import Tokenizer
-from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
+from tests.artifacts import artifact_of
 
 pytestmark = pytest.mark.slow
 Places = Callable[[str], Path]
@@ -58,7 +57,7 @@ class Random:
         pass
 
 
-def _compile(folder: Path, proposer: str) -> Path:
+def _place(proposer: str) -> Path:
     method, tree = DRAFTERS.get(proposer, (None, None))
     more: dict[str, Any] = {"dynamic_speculative_tokens": True, "num_speculative_tokens": 4}
     if proposer == "device":
@@ -66,23 +65,15 @@ def _compile(folder: Path, proposer: str) -> Path:
     elif method is not None:
         more = {"num_speculative_tokens": 3} if tree is None else {"speculative_token_tree": tree}
     source = open_source(MODEL_DIR) if method is None else open_source(MODEL_DIR, draft=DRAFTS[method], method=method)
-    wanted = EngineArgs(
-        target="cpu", dtype="float32", max_model_len=768, max_num_seqs=32, max_num_batched_tokens=512, block_size=8,
-        **more,
-    )  # fmt: skip
-    return compile_model(source.config, source.tensors, compile_config(source.config, wanted), folder)
+    return artifact_of(
+        source, dtype="float32", max_model_len=768, max_num_seqs=32, max_num_batched_tokens=512, block_size=8, **more
+    )
 
 
 @pytest.fixture(scope="module")
-def places(shared: Any) -> Places:
+def places() -> Places:
     """Artifacts by proposer; those that guess on the host have one."""
-
-    def place(proposer: str) -> Path:
-        kind = proposer if proposer == "device" or proposer in DRAFTERS else "host"
-        folder: Path = shared(f"speculation-proof-{kind}", lambda folder: _compile(folder / "artifact", kind))
-        return folder / "artifact"
-
-    return place
+    return _place
 
 
 @pytest.fixture(scope="module")
@@ -188,10 +179,7 @@ def random_heads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, boo
         sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_model_len": LEN, "block_size": 8}
         found = _open(model, METHODS[name](model), folder, "inductor", **sizes, **more)
         found.core.close()
-        source = open_source(found.folder)
-        wanted = EngineArgs(target="cpu", dtype="float32", **sizes)
-        plain = compile_model(source.config, source.tensors, compile_config(source.config, wanted), folder / "plain")
-        return found, plain
+        return found, artifact_of(found.folder, dtype="float32", **sizes)
 
     return opened
 

@@ -12,21 +12,17 @@ import pytest
 import torch
 from harness import Result, finish, open_core, request
 
-from graphllm.config import EngineArgs
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.core import EngineCore
 from graphllm.engine.request import EngineRequest
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
+from tests.artifacts import artifact_of
 
 V, CONTEXT, PAGE = 300, 2304, 16
 
 
 def _make(folder: Path) -> None:
-    """A tiny Llama with a long context in float32 and its compiled artifact."""
+    """A tiny Llama with a long context in float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from graphllm.compile.pipeline import compile_model
 
     torch.manual_seed(0)
     LlamaForCausalLM(
@@ -34,23 +30,20 @@ def _make(folder: Path) -> None:
             vocab_size=V, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.2, tie_word_embeddings=False,
         )
-    ).save_pretrained(folder / "model")  # fmt: skip
-    source = open_source(folder / "model")
-    wanted = EngineArgs(
-        target="cpu", dtype="float32", max_model_len=CONTEXT, max_num_seqs=24, max_num_batched_tokens=512,
-        block_size=PAGE,
-    )  # fmt: skip
-    compile_model(source.config, source.tensors, compile_config(source.config, wanted), folder / "artifact")
+    ).save_pretrained(folder)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def place(shared: Any) -> Path:
-    return shared("stress", _make)
+def model(shared: Any) -> tuple[Path, Path]:
+    """The checkpoint and its artifact."""
+    sizes = {"max_model_len": CONTEXT, "max_num_seqs": 24, "max_num_batched_tokens": 512, "block_size": PAGE}
+    folder = shared("stress", _make)
+    return folder, artifact_of(folder, dtype="float32", **sizes)
 
 
 @pytest.fixture(scope="module")
-def roomy(place: Path) -> Iterator[EngineCore]:
-    core = open_core(place / "model", place / "artifact", pages=2 * CONTEXT // PAGE, enable_prefix_caching=False)
+def roomy(model: tuple[Path, Path]) -> Iterator[EngineCore]:
+    core = open_core(*model, pages=2 * CONTEXT // PAGE, enable_prefix_caching=False)
     yield core
     core.close()
 
@@ -89,10 +82,10 @@ def _requests(count: int, seed: int) -> list[EngineRequest]:
     return made
 
 
-def _run(place: Path, roomy: EngineCore, count: int, seed: int) -> dict[str, int]:
+def _run(model: tuple[Path, Path], roomy: EngineCore, count: int, seed: int) -> dict[str, int]:
     rng = random.Random(seed)
     wanted = _requests(count, seed)
-    core = open_core(place / "model", place / "artifact", pages=1 + 150)
+    core = open_core(*model, pages=1 + 150)
     victims = {rng.randrange(4 * count): r.id for r in rng.sample(wanted, count // 10)}
     try:
         found = finish(core, wanted, lambda step: core.abort([victims[step]]) if step in victims else None)
@@ -121,16 +114,19 @@ def _same(result: Result, alone: Result) -> None:
         assert abs(ours.logprob - theirs.logprob) < 1e-3
 
 
-def test_random_requests(place: Path, roomy: EngineCore) -> None:
-    seen = _run(place, roomy, count=60, seed=0)
+@pytest.mark.thorough
+def test_random_requests(model: tuple[Path, Path], roomy: EngineCore) -> None:
+    seen = _run(model, roomy, count=60, seed=0)
     assert seen["preemptions"] > 10
     assert seen["prefix hits"] > 100
     assert seen["greedy checked"] > 10
 
 
 @pytest.mark.slow
-def test_five_hundred_random_requests(place: Path, roomy: EngineCore, capsys: pytest.CaptureFixture[str]) -> None:
-    seen = _run(place, roomy, count=500, seed=1)
+def test_five_hundred_random_requests(
+    model: tuple[Path, Path], roomy: EngineCore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = _run(model, roomy, count=500, seed=1)
     with capsys.disabled():
         print(f"\n500 random requests: {seen}")
     assert seen["preemptions"] > 150

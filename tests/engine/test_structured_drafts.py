@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import finish, open_core, request
 
-from graphllm.compile.pipeline import compile_model
-from graphllm.config import EngineArgs, SpeculationConfig
+from graphllm.config import SpeculationConfig
 from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
 from graphllm.embedded import MODEL_DIR
 from graphllm.engine.core import EngineCore
 from graphllm.engine.request import EngineRequest, ThinkingBudget
 from graphllm.engine.text import Tokenizer
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
+from tests.artifacts import artifact_of
+from tests.tiers import thorough
 
 ROWS = '[{"name": "plum", "count": 3}, {"name": "pear", "count": 3}, {"name": "fig", "count": 3}, '
 LIST: dict[str, Any] = {
@@ -29,20 +28,12 @@ LIST: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _compile(folder: Path, more: dict[str, Any]) -> Path:
-    source = open_source(MODEL_DIR)
-    wanted = EngineArgs(
-        target="cpu", backend="eager", dtype="float32", max_model_len=512, max_num_seqs=8, block_size=8,
-        num_speculative_tokens=4, **more,
-    )  # fmt: skip
-    return compile_model(source.config, source.tensors, compile_config(source.config, wanted), folder)
-
-
 @pytest.fixture(scope="module")
-def cores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EngineCore]]:
+def cores() -> Iterator[dict[str, EngineCore]]:
     """Without drafts, with those of the host, with those of the device."""
-    folder = tmp_path_factory.mktemp("structured")
-    places = {"host": _compile(folder / "host", {}), "device": _compile(folder / "device", {"prompt_lookup_max": 3})}
+    sizes = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 8, "num_speculative_tokens": 4}
+    place = functools.partial(artifact_of, MODEL_DIR, backend="eager", dtype="float32", **sizes)
+    places = {"host": place(), "device": place(prompt_lookup_max=3)}
     stops = tuple(sorted(Tokenizer.from_folder(MODEL_DIR).stop_ids))
     suffix = SpeculationConfig(draft_proposer="suffix")
     made = {
@@ -82,7 +73,8 @@ def _requests() -> list[EngineRequest]:
     return [*found, request("thinking", found[0].prompt, params, stop_ids=stops, thinking=thinking)]
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("where", [thorough("host"), "device"])
 def test_grammars_with_drafts(cores: dict[str, EngineCore], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All in one batch, then some in smaller ones."""
     core, wanted = cores[where], _requests()

@@ -15,8 +15,7 @@ import pytest
 from harness import GREEDY, finish, open_core, request
 from transformers import LlamaForCausalLM
 
-from graphllm.compile.pipeline import compile_model
-from graphllm.config import ConfigError, EngineArgs, SpeculationConfig
+from graphllm.config import ConfigError, SpeculationConfig
 from graphllm.config.sampling import SamplingParams
 from graphllm.config.token_tree import token_tree
 from graphllm.engine.acceptance import Acceptance
@@ -27,24 +26,16 @@ from graphllm.engine.proposers.ngram import NgramProposer
 from graphllm.engine.request import EngineRequest, ThinkingBudget
 from graphllm.engine.request_table import RequestState
 from graphllm.engine.structured.source import GrammarError
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
 from graphllm.runtime.staging import StepInput
+from tests.artifacts import ON, artifact_of
+from tests.tiers import thorough
 
 COUNT = 24
 
 
-@pytest.fixture(scope="module")
-def engine_args() -> EngineArgs:
-    return EngineArgs(
-        target="cpu", backend="eager", dtype="float32", max_model_len=96, max_num_seqs=4, max_num_batched_tokens=32,
-        block_size=8, num_speculative_tokens=3,
-    )  # fmt: skip
-
-
-def _compile(folder: Path, place: Path, wanted: EngineArgs) -> Path:
-    source = open_source(folder)
-    return compile_model(source.config, source.tensors, compile_config(source.config, wanted), place)
+def _artifact(folder: Path, device: str = "cpu", **more: Any) -> Path:
+    settings = {"dtype": "float32", "max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    return artifact_of(folder, **{**settings, "num_speculative_tokens": 3, **ON[device], **more})
 
 
 def _prompts(vocab: int, seed: int) -> list[list[int]]:
@@ -76,8 +67,8 @@ def _run(
 
 
 @pytest.fixture(scope="module")
-def llama_place(checkpoint: Path, engine_args: EngineArgs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _compile(checkpoint, tmp_path_factory.mktemp("llama") / "artifact", engine_args)
+def llama_place(checkpoint: Path, device: str) -> Path:
+    return _artifact(checkpoint, device)
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +108,9 @@ def test_sampled_tokens_are_the_same_with_drafts(llama: EngineCore) -> None:
 
 
 @pytest.fixture(scope="module")
-def looking(
-    checkpoint: Path, engine_args: EngineArgs, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Path, EngineCore]]:
+def looking(checkpoint: Path, device: str) -> Iterator[tuple[Path, EngineCore]]:
     """A core that drafts what has stood in the text before."""
-    wanted = replace(engine_args, prompt_lookup_max=3, max_model_len=128)
-    place = _compile(checkpoint, tmp_path_factory.mktemp("looking") / "artifact", wanted)
+    place = _artifact(checkpoint, device, prompt_lookup_max=3, max_model_len=128)
     core = open_core(checkpoint, place, pages=100)
     yield place, core
     core.close()
@@ -331,23 +319,17 @@ def test_every_kind_of_request_is_verified(
     assert temperature or min(won.values()) > 0, won
 
 
-@pytest.mark.parametrize(("method", "temperatures"), [("synthetic", (0.0, 1.0)), ("typical", (0.8,))])
+@pytest.mark.parametrize(("method", "temperatures"), [thorough("synthetic", (0.0, 1.0)), ("typical", (0.8,))])
 def test_lossy_acceptance(
-    method: str, temperatures: tuple[float, ...], checkpoint: Path, engine_args: EngineArgs, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    method: str, temperatures: tuple[float, ...], checkpoint: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Synthetic: of three drafts as many are accepted as the rate says, whatever they are, of greedy requests and
     others. Typical: all but the unlikeliest, with a threshold that is low."""
-    rate = {"synthetic_acceptance_rate": 0.7} if method == "synthetic" else {"posterior_threshold": 1e-6}
-    wanted = replace(
-        engine_args,
-        prompt_lookup_max=2,
-        max_model_len=160,
-        max_num_seqs=8,
-        rejection_sample_method=method,
-        **rate,  # type: ignore[arg-type]
+    rate: dict[str, Any] = (
+        {"synthetic_acceptance_rate": 0.7} if method == "synthetic" else {"posterior_threshold": 1e-6}
     )
-    core = open_core(checkpoint, _compile(checkpoint, tmp_path / "artifact", wanted), pages=200)
+    rate |= {"prompt_lookup_max": 2, "max_model_len": 160, "max_num_seqs": 8, "rejection_sample_method": method}
+    core = open_core(checkpoint, _artifact(checkpoint, device, **rate), pages=200)
     monkeypatch.setattr(core._scheduler.acceptance, "best", _most)
     requests = []
     for i, p in enumerate(_prompts(311, 3)[:8]):
@@ -479,13 +461,13 @@ def test_drafts_that_are_wrong_are_not_verified_each_step() -> None:
     assert all(acceptance.best(4, [4]) == 4 for _ in range(3))
 
 
-def test_probabilities_that_nobody_keeps(checkpoint: Path, engine_args: EngineArgs, tmp_path: Path) -> None:
+def test_probabilities_that_nobody_keeps(checkpoint: Path) -> None:
     for more, message in (
         ({"rejection_sample_method": "typical"}, "draft_sample_method is probabilistic: typical acceptance does not"),
         ({"prompt_lookup_max": 2}, "draft_sample_method is probabilistic, but there is no draft model"),
     ):
         with pytest.raises(ConfigError, match=message):
-            _compile(checkpoint, tmp_path / "a", replace(engine_args, draft_sample_method="probabilistic", **more))
+            _artifact(checkpoint, draft_sample_method="probabilistic", **more)
 
 
 def test_as_many_drafts_as_are_right() -> None:
@@ -532,8 +514,8 @@ def test_what_drafts_cost_is_measured_beside_steps_without_any() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_verification(checkpoint: Path, engine_args: EngineArgs, tmp_path: Path) -> None:
-    place = _compile(checkpoint, tmp_path / "artifact", replace(engine_args, backend="inductor"))
+def test_compiled_verification(checkpoint: Path) -> None:
+    place = _artifact(checkpoint, backend="inductor")
     core, prompts = open_core(checkpoint, place, pages=100), _prompts(311, 1)
     alone, lengths = _run(core, prompts, [[]] * len(prompts), 1.0)
     assert max(lengths) == 1

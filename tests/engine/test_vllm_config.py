@@ -65,6 +65,7 @@ def test_it_is_for_reading(checkpoint: Path) -> None:
         EngineArgs("/no/model").create_engine_config()
 
 
+@pytest.mark.thorough
 def test_an_engine_of_it(checkpoint: Path, eager_artifact: Path) -> None:
     config = _args(checkpoint, eager_artifact).create_engine_config()
     engine = LLMEngine.from_vllm_config(config, stat_loggers=[Told])

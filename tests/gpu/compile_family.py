@@ -19,7 +19,6 @@ if __name__ == "__main__":
     parity.driver.Driver(
         folder,
         "inductor",
-        folder / "artifact",
         target="cuda",
         settings=settings,
         opened=lambda place, tensors: None,

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from graphllm import artifact
-from graphllm.config import Bucket, EngineArgs
-from graphllm.entrypoints.resolve import compile_config
+from graphllm.config import Bucket
 from graphllm.entrypoints.source import open_source
-from graphllm.runtime.executor import Executor
 from graphllm.runtime.staging import ragged, stack_tables
 from graphllm.weights.checkpoint import Checkpoint
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import WeightPlan
+from tests.artifacts import artifact_of, open_executor
 
 BLOCK = 16
 BUCKETS = (Bucket("decode", 1, 1), Bucket("decode", 2, 8), Bucket("mixed", 2, 512))
@@ -93,7 +88,6 @@ class Driver(Runner):
         self,
         folder: Path,
         backend: Literal["eager", "inductor"],
-        place: Path,
         dtype: Literal["float32", "bfloat16"] = "float32",
         target: Literal["cpu", "cuda"] = "cpu",
         tune: bool = False,
@@ -101,22 +95,17 @@ class Driver(Runner):
         opened: Callable[[Path, Checkpoint], Any] | None = None,
         jobs: int = 1,
     ) -> None:
-        from graphllm.compile.pipeline import compile_model
-
         source = open_source(folder)
         assert source.checkpoint is not None
-        wanted = EngineArgs(
-            target=target, backend=backend, dtype=dtype, buckets=BUCKETS, max_num_seqs=8, max_num_batched_tokens=512,
-            block_size=BLOCK, tune=tune, **settings,
+        self.place = place = artifact_of(
+            source, {"max_model_len": 512}, target=target, backend=backend, dtype=dtype, buckets=BUCKETS,
+            max_num_seqs=8, max_num_batched_tokens=512, block_size=BLOCK, tune=tune, jobs=0 if tune else jobs,
+            **settings,
         )  # fmt: skip
-        config = replace(compile_config(source.config, wanted), max_model_len=512, jobs=0 if tune else jobs)
-        compile_model(source.config, source.tensors, config, place, stored=source.checkpoint.tensors)
         if opened is not None:
             self.executor = opened(place, source.checkpoint)
-            return
-        manifest = artifact.verify(place)
-        plan = WeightPlan.from_json((place / "weights.json").read_text())
-        self.executor = Executor(place, manifest, load_weights(plan, source.checkpoint, target), num_blocks=512)
+        else:
+            self.executor = open_executor(source, place, 512, target)
 
 
 def _assign_pages(lengths: Sequence[int], pages: int) -> list[list[int]]:

@@ -19,6 +19,7 @@ from graphllm.runtime.staging import StepInput
 from graphllm.weights.checkpoint import Checkpoint
 from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan
+from tests.waiting import PATIENCE
 
 
 class ThreadGroup:
@@ -27,7 +28,7 @@ class ThreadGroup:
     def __init__(self, size: int) -> None:
         self.size, self._own = size, threading.local()
         self._given: list[Tensor] = [torch.empty(0)] * size
-        self._meeting = threading.Barrier(size, timeout=60)
+        self._meeting = threading.Barrier(size, timeout=PATIENCE)
         self.calls = 0
 
     @property

@@ -44,6 +44,7 @@ def test_ranks_give_what_transformers_does(arch: parity.Arch, ranks: int, apart:
     compare(arch, model, tmp_path, ranks, {"enable_expert_parallel": True} if apart else {})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "arch",
     [
@@ -75,10 +76,10 @@ def compare(
         return opened[0]
 
     settings = {"tensor_parallel_size": ranks, **settings}
-    runner = parity.driver.Driver(folder, backend, folder / "artifact", settings=settings, opened=ranks_of)
+    runner = parity.driver.Driver(folder, backend, settings=settings, opened=ranks_of)
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(parity.V, (n,), generator=draw).tolist() for n in LENGTHS]
-    memory = artifact.verify(folder / "artifact")["memory"]["weights"]
+    memory = artifact.verify(runner.place)["memory"]["weights"]
     for own in opened[0].weights:
         assert memory == sum(t.nbytes for t in {t.data_ptr(): t for t in own.values()}.values())
     with opened[0]:
@@ -90,6 +91,7 @@ def compare(
         assert tokens[i] == expected.argmax(-1).tolist()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "rounded", "apart"),
     [
@@ -110,9 +112,9 @@ def test_weights_that_are_rounded_by_groups(name: str, rounded: str, apart: bool
         return opened[0]
 
     settings = {"quantization": rounded}
-    one = parity.driver.Driver(tmp_path, "eager", tmp_path / "one", settings=settings)
+    one = parity.driver.Driver(tmp_path, "eager", settings=settings)
     settings = {"quantization": rounded, "tensor_parallel_size": 2, "enable_expert_parallel": apart}
-    two = parity.driver.Driver(tmp_path, "eager", tmp_path / "two", settings=settings, opened=ranks_of)
+    two = parity.driver.Driver(tmp_path, "eager", settings=settings, opened=ranks_of)
     shown = [artifact.verify(tmp_path / n) for n in ("one", "two")]
     assert shown[1]["memory"]["weights"] < 0.55 * shown[0]["memory"]["weights"]
     prompts = [torch.randint(parity.V, (n,)).tolist() for n in LENGTHS]

@@ -23,7 +23,6 @@ from graphllm.ops.sample_shares import sample_shares
 from graphllm.runtime.collectives import LibraryGroup
 from graphllm.runtime.host_exchange import HostExchange
 
-CALLS = 12
 ROWS, WIDTH, INNER = (1, 3, 2), 40, 64
 WIDE = 4096  # of the calls whose numbers take two trips
 
@@ -98,7 +97,7 @@ def main() -> None:
     set_group(TENSOR, LibraryGroup(dist.group.WORLD, host))
     late = random.Random(rank)
     many = one_trip(ranks, 2) // WIDE + 2 if ranks > 2 else 2
-    sizes = [(ROWS[call % len(ROWS)], WIDTH) for call in range(CALLS)]
+    sizes = [(ROWS[call % len(ROWS)], WIDTH) for call in range(int(sys.argv[4]))]
     sizes += [(rows, WIDE) for rows in (many, many, 1, 2)]
     sums = []
     for call, (rows, width) in enumerate(sizes):

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import platform
-
 import numpy as np
 import torch
 
-X86 = platform.machine() == "x86_64"
-LEVELS = {
-    "native": [],
-    "no-amx": ["-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8"],
-    "avx2": ["-march=x86-64-v3"],
-    "generic": [*(["-march=x86-64"] if X86 else []), "-DGRAPHLLM_GENERIC", "-O1"],  # optimizing it takes 15 s
-}
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 3e-3, torch.float16: 5e-4}
 MANY = 32  # rows of x from which on AMX takes them as they are, and weights become bfloat16
 

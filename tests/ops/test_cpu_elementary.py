@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rounding import X86
+from levels import X86
 
 from graphllm.cpp import OPS, compiler_command
 

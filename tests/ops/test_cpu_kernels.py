@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import platform
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from levels import LEVELS, PARAMS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -53,31 +53,12 @@ SYMBOLS = (
     *(f"graphllm_{op}_{t}" for op in TYPED for t in ("f32", "bf16")),
 )
 KERNELS: list[CKernel] = [c_kernel(symbol) for symbol in SYMBOLS]
-OLDEST = ["-march=x86-64"] if platform.machine() == "x86_64" else []
-LEVELS = {
-    "native": [],
-    "no-amx": ["-mno-amx-tile", "-mno-amx-bf16"],
-    "avx2": ["-march=x86-64-v3"],
-    "generic": [*OLDEST, "-DGRAPHLLM_GENERIC"],
-}
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3}
-LESS_THAN = {"no-amx": "amx_bf16", "avx2": "avx512_bf16"}  # what the host has where a level is not the native one
 
 
-def _host_has(flag: str) -> bool:
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and flag in cpuinfo.read_text().split()
-
-
-def _skip_what_is_native(level: str) -> None:
-    if level in LESS_THAN and not _host_has(LESS_THAN[level]):
-        pytest.skip("the native level is the same here")
-
-
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(scope="module", params=PARAMS)
 def level(request: pytest.FixtureRequest, compiled_for: CompiledFor) -> Iterator[str]:
     """Binds the kernels to a library compiled for the level."""
-    _skip_what_is_native(request.param)
     with compiled_for(KERNELS, LEVELS[request.param]):
         yield request.param
 
@@ -461,11 +442,10 @@ extern "C" void numbers(const std::uint32_t* bits, float* to, std::int64_t count
 """
 
 
-@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("name", PARAMS)
 def test_random_numbers_of_sample(name: str, tmp_path: Path) -> None:
     """(bits + 1/2) / 2^32 below 1, each step rounded to float32. A sum in another order gives numbers that are off by a
     rounding too rarely for the tokens to show it."""
-    _skip_what_is_native(name)
     (tmp_path / "numbers.cpp").write_text(_NUMBERS)
     library = tmp_path / "numbers.so"
     subprocess.run([*compiler_command([tmp_path / "numbers.cpp"], library), *LEVELS[name]], check=True)

@@ -21,21 +21,23 @@ from graphllm.ops.sample import sample
 from graphllm.ops.sample_shares import sample_shares
 from graphllm.runtime.collectives import LibraryGroup
 from graphllm.runtime.host_exchange import HostExchange
+from tests.tiers import draws, thorough
+from tests.waiting import PATIENCE
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, thorough(4), pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_that_take_turns_in_being_late(ranks: int, tmp_path: Path) -> None:
     worker = Path(__file__).with_name("exchange_worker.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(ranks), str(tmp_path / "meeting")],
+            [sys.executable, str(worker), str(rank), str(ranks), str(tmp_path / "meeting"), str(draws(4, 12))],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
         )
         for rank in range(ranks)
     ]  # fmt: skip
     try:
-        said = [p.communicate(timeout=300)[0] for p in processes]
+        said = [p.communicate(timeout=PATIENCE)[0] for p in processes]
     finally:
         for p in processes:
             p.kill()
@@ -64,6 +66,7 @@ def _wait_for_a_rank_that_is_gone(rank: int, meeting: str, told: Any) -> None:
     told.put(sums)
 
 
+@pytest.mark.thorough
 def test_kernels_are_let_go_that_wait_for_a_rank_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros take the place of its numbers, in as many calls as there are."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -73,7 +76,7 @@ def test_kernels_are_let_go_that_wait_for_a_rank_that_is_gone(tmp_path: Path, mo
     processes = [context.Process(target=_wait_for_a_rank_that_is_gone, args=(r, *arguments)) for r in range(2)]
     for process in processes:
         process.start()
-    assert told.get(timeout=60) == [[1.0 + call] * 2000 for call in range(3)]
+    assert told.get(timeout=PATIENCE) == [[1.0 + call] * 2000 for call in range(3)]
     for process in processes:
         process.join()
 

@@ -13,10 +13,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from rounding import LEVELS, MANY, TOLERANCE, X86, gated, rounded_x
+from levels import AMX, LEVELS, PARAMS
+from rounding import MANY, TOLERANCE, gated, rounded_x
 
 from graphllm.ir.kernels import CKernel, c_kernel
-from graphllm.machine import detect_target
 from graphllm.ops.gguf_blocks import TILED, tiles, untiled
 from graphllm.ops.gguf_embedding.cpu import decoding_gguf_embedding
 from graphllm.ops.gguf_linear.cpu import streaming_gguf_linear
@@ -30,7 +30,6 @@ from graphllm.weights.plan import Entry, WeightPlan
 from graphllm.weights.tensor_info import TensorInfo, WeightError
 
 CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
-AMX = "amx_bf16" in detect_target("cpu").arch
 GROUP = {"q6_k": 16}  # inner entries that share a scale, where not 32
 # Every way to keep codes, scales and minima; further types are made of the same parts.
 FEW = ("q8_0", "q5_1", "q4_k", "q6_k")
@@ -45,14 +44,9 @@ def _kernels(kinds: Sequence[str]) -> list[CKernel]:
     ]
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(scope="module", params=PARAMS)
 def library(request: pytest.FixtureRequest, compiled_for: CompiledFor) -> Iterator[Path]:
     """Binds the kernels to a library compiled for the level."""
-    info = Path("/proc/cpuinfo")
-    if request.param == "avx2" and not (X86 and info.exists() and " avx2 " in info.read_text()):
-        pytest.skip("needs AVX2")
-    if request.param == "no-amx" and not AMX:
-        pytest.skip("the native level is the same here")
     with compiled_for(_kernels(FEW), [*LEVELS[request.param], "-O1"]) as built:
         yield built
 
@@ -262,7 +256,7 @@ def test_tiles_loaded_without_torch_are_those_of_the_loader(library: Path, kind:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("name", PARAMS)
 def test_all_types(compiled_for: CompiledFor, name: str) -> None:
     """With all optimizations."""
     with compiled_for(_kernels(tuple(TILED)), LEVELS[name]):

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from rounding import LEVELS, MANY, TOLERANCE, X86, gated, rounded_x
+from levels import AMX, LEVELS, PARAMS
+from rounding import MANY, TOLERANCE, gated, rounded_x
 
 from graphllm.ir.kernels import CKernel, c_kernel
-from graphllm.machine import detect_target
 from graphllm.ops.quant_linear.cpu import streaming_quant_linear
 from graphllm.ops.quant_linear.op import dequantize
 from graphllm.ops.quant_moe import quant_moe
@@ -25,18 +25,12 @@ CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManage
 KERNELS = [
     c_kernel(f"graphllm_quant_{op}_{f}_{t}") for op in ("linear", "moe") for f in INTEGERS for t in ("bf16", "f32")
 ]
-AMX = "amx_bf16" in detect_target("cpu").arch
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(scope="module", params=PARAMS)
 def library(request: pytest.FixtureRequest, compiled_for: CompiledFor) -> Iterator[Path]:
     """Binds the kernels to a library compiled for the level."""
-    info = Path("/proc/cpuinfo")
-    if request.param == "avx2" and not (X86 and info.exists() and " avx2 " in info.read_text()):
-        pytest.skip("needs AVX2")
-    if request.param == "no-amx" and not AMX:
-        pytest.skip("the native level is the same here")
-    with compiled_for(KERNELS, LEVELS[request.param]) as built:
+    with compiled_for(KERNELS, LEVELS[request.param] + ["-O1"] * (request.param == "generic")) as built:
         yield built
 
 

@@ -68,6 +68,7 @@ def testdistribution(sampler: str, filters: Filters) -> None:
     _check(SAMPLERS[sampler], filters, DRAWS)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU draws as often as the others")
 def test_distribution_of_the_triton_kernel() -> None:
     """A few draws only, for the interpreter; the op's cases compare the filters with the reference, exactly."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,23 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from levels import LEVELS
 
 from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.ir.testing.check import cases_of, check_impl
-from graphllm.machine import detect_target
 from graphllm.ops.paged_attention import paged_attention
 from graphllm.ops.paged_attention.cpu import cpu_paged_attention
 
 KERNELS = [c_kernel(f"graphllm_paged_attention_{t}_{c}") for t in ("f32", "bf16") for c in ("e4m3", "int8")]
 CASES = [c for c in cases_of(paged_attention) if ("fp8" in c.name or "int8" in c.name) and c.size == "small"]
-OLDEST = ["-march=x86-64"] if platform.machine() == "x86_64" else []
-LEVELS = {
-    "native": [],
-    "no-amx": ["-mno-amx-tile", "-mno-amx-bf16"],
-    "avx2": ["-march=x86-64-v3"],
-    "generic": [*OLDEST, "-DGRAPHLLM_GENERIC"],
-}
-LESS_THAN = {"no-amx": "amx_bf16", "avx2": "avx512_bf16"}  # what the host has where a level is not the native one
 E4M3 = torch.arange(256, dtype=torch.uint8)  # every code: 0x7F and 0xFF are NaN
 
 
@@ -41,8 +32,6 @@ def level(
     if request.param == "native":
         yield request.param
         return
-    if request.param in LESS_THAN and LESS_THAN[request.param] not in detect_target("cpu").arch:
-        pytest.skip("the native level is the same here")
     with compiled_for(KERNELS, LEVELS[request.param]):
         yield request.param
 

@@ -19,6 +19,7 @@ from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_ops, load_passes
 from graphllm.program.schema import NEUTRAL
 from graphllm.weights.plan import make_plan
+from tests.tiers import thorough
 
 GPU = Target("cuda", ("sm_90", "sms_132"), "H200")
 BUCKETS = (Bucket("decode", 1, 1), Bucket("decode", 2, 64), Bucket("mixed", 2, 512))
@@ -53,7 +54,7 @@ def _ops(linked: Linked, program: str) -> dict[str, dict[str, Any]]:
     return {op.name: op.bind(n.args, n.kwargs) for op, n in nodes if op is not None}
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4", "fp8", "mxfp4"])
+@pytest.mark.parametrize("quantization", [None, thorough("int8"), "int4", thorough("fp8"), thorough("mxfp4")])
 def test_experts_embedding_and_head(quantization: Any) -> None:
     wanted = ("experts", "embed_tokens", "lm_head", "q_proj")
     config = CompileConfig(

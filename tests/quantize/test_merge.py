@@ -19,6 +19,7 @@ from graphllm.config import ConfigError
 from graphllm.quantize import output as output_files
 from graphllm.quantize.merge import merge
 from graphllm.weights.checkpoint import Checkpoint
+from tests.waiting import PATIENCE
 
 _SIZES = {
     "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -208,7 +209,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
         "merge(base, Checkpoint.open(base), [(adapter, 1.0)], out)\nprint(1024 * (most() - before))"
     )
     command = [sys.executable, "-c", script, base, adapter, tmp_path / "out"]
-    grown = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout)
     assert grown < 180e6 < sum(f.stat().st_size for f in base.glob("*.safetensors")) / 2
     made = load_file(min((tmp_path / "out").glob("*.safetensors")))
     assert all(torch.equal(t, torch.full((2048, 2048), 8.0)) for t in made.values())

@@ -114,7 +114,7 @@ def test_logits(llama: Path, text: Path, tmp_path: Path) -> None:
     assert spec.loader is not None
     driver = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(driver)
-    runner = driver.Driver(tmp_path / "new", "eager", tmp_path / "artifact")
+    runner = driver.Driver(tmp_path / "new", "eager")
     prompt = torch.randint(0, 4096, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     logits, _ = runner.generate([prompt], 1)
     expected = _theirs(tmp_path / "new")(torch.tensor([prompt])).logits[0, -1]

@@ -89,7 +89,7 @@ class Ranks:
             process.stdin.close()
         for process in self._processes:
             try:
-                process.wait(5)
+                process.wait(300)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -104,7 +104,7 @@ class Ranks:
             assert process.stdout is not None
             data = _receive(process.stdout)
             if data is None:
-                raise ConfigError(f"rank {rank} ended with code {process.wait(5)}; what it printed says why")
+                raise ConfigError(f"rank {rank} ended with code {process.wait(300)}; what it printed says why")
             answer = msgspec.msgpack.decode(data, type=Answer)
             if answer.error is not None:
                 raise ConfigError(f"rank {rank}: {answer.error}")

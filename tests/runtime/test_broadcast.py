@@ -14,6 +14,7 @@ from graphllm.runtime.broadcast import CAPACITY, Reader, Writer
 from graphllm.runtime.rank_failure import RankError, SharedFate
 from graphllm.runtime.rank_messages import Loaded
 from graphllm.runtime.rank_processes import Orders, RankProcesses, WaitingRanks
+from tests.waiting import PATIENCE, gone, until
 
 
 def _never() -> None:
@@ -39,7 +40,7 @@ def test_every_reader_gets_every_message() -> None:
     for message in messages:
         writer.write(message, _never)
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE)
     assert got[0] == messages
     assert got[1] == messages
     assert [writer.words(n)[0] for n in range(2)] == [writer.written] * 2
@@ -91,15 +92,4 @@ def test_ranks_end_when_nobody_holds_their_input() -> None:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.kill()
-    deadline = time.monotonic() + 20
-    while _alive(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
+    until(lambda: gone(pid))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import time
+import mmap
 
 import numpy as np
 import pytest
 
 from graphllm.config import ConfigError
 from graphllm.runtime.cpu_cache_memory import CacheMemory
+from tests.waiting import until
 
 PAGES, SIZE, SMALL = 64, 256 << 10, 4096
 
@@ -24,19 +25,19 @@ def _resident(tensor: np.ndarray) -> list[bool]:
     return [bool(f & 1) for f in found]
 
 
-def _until(what: str, memory: CacheMemory, pages: int) -> None:
-    for _ in range(1000):
-        if all(all(_resident(t)[: pages * SIZE // SMALL - 1]) for t in memory.tensors):
-            return
-        time.sleep(0.01)
-    pytest.skip(f"this kernel does not populate memory when asked: {what}")
+def _until_resident(memory: CacheMemory, pages: int) -> None:
+    try:
+        mmap.mmap(-1, SMALL).madvise(23)  # MADV_POPULATE_WRITE
+    except OSError:
+        pytest.skip("this kernel does not populate memory when asked")
+    until(lambda: all(all(_resident(t)[: pages * SIZE // SMALL - 1]) for t in memory.tensors))
 
 
 def test_reach() -> None:
     memory = CacheMemory(2, PAGES, SIZE, first=0)
     assert not any(any(_resident(t)) for t in memory.tensors)
     memory.reach(3)
-    _until("reach", memory, 4)
+    _until_resident(memory, 4)
     for page in (3, 11, 12, PAGES - 1):
         memory.reach(page)
         for tensor in memory.tensors:
@@ -63,17 +64,17 @@ def test_more_than_there_is() -> None:
 
 def test_first_of_it_comes_by_itself() -> None:
     memory = CacheMemory(2, PAGES, SIZE, first=2 * 16 * SIZE)
-    _until("at the start", memory, 16)
+    _until_resident(memory, 16)
     assert not any(any(_resident(t)[32 * SIZE // SMALL :]) for t in memory.tensors)
 
 
 def test_more_of_it_comes_before_it_is_reached() -> None:
     memory = CacheMemory(2, PAGES, SIZE, first=2 * 8 * SIZE)
-    _until("at the start", memory, 8)
+    _until_resident(memory, 8)
     memory.reach(3)
     assert not any(any(_resident(t)[8 * SIZE // SMALL :]) for t in memory.tensors)
     memory.reach(4)
-    _until("half of it", memory, 16)
+    _until_resident(memory, 16)
     memory.reach(PAGES - 1)
     memory.reach(PAGES - 1)
     assert all(all(_resident(t)) for t in memory.tensors)

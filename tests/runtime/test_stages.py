@@ -24,8 +24,8 @@ from graphllm.runtime.executor import Executor
 from graphllm.runtime.staging import StepInput, ragged, stack_tables
 from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan
-
-SECONDS = 30.0
+from tests.tiers import thorough
+from tests.waiting import PATIENCE, until
 
 
 class SecondStage:
@@ -38,6 +38,7 @@ class SecondStage:
         self.sent: list[Tensor] = []
         self.arrived = threading.Condition()
         self.tokens: list[int] = []
+        self.asked = 0  # how often somebody has begun to wait for a token
         self.received = 0  # bytes, the last time
         self.settled = 0
 
@@ -50,7 +51,8 @@ class SecondStage:
     def receive(self, values: Sequence[Tensor], origin: int) -> None:
         assert origin == 1
         with self.arrived:
-            assert self.arrived.wait_for(lambda: self.tokens, SECONDS)
+            self.asked += 1
+            assert self.arrived.wait_for(lambda: self.tokens, PATIENCE)
             token = self.tokens.pop(0)
         self.received = sum(value.nbytes for value in values)
         for value in values:
@@ -71,7 +73,7 @@ class SecondStage:
     def wait(self, count: int) -> None:
         """Until so many values have been sent."""
         with self.arrived:
-            assert self.arrived.wait_for(lambda: len(self.sent) >= count, SECONDS)
+            assert self.arrived.wait_for(lambda: len(self.sent) >= count, PATIENCE)
 
 
 @pytest.fixture
@@ -121,7 +123,8 @@ def test_two_steps_at_once(kind: str, request: pytest.FixtureRequest, checkpoint
     third = executor.start(_batch([7], len(prompts[0]), 3, beside=1))  # of the first sequence again
     second.wait(3 * len(alone[0]))
     fourth = executor.start(_batch([8], len(prompts[1]), 4, beside=0))  # needs all that is before it
-    assert not fourth.jobs[0].wait(0.05)
+    until(lambda: second.asked == 4)
+    assert not fourth.jobs[0].wait(0)
     second.give(8)
     assert other.wait().tokens.tolist() == [8]
     second.give(9)
@@ -150,7 +153,7 @@ def test_a_program_that_is_new_runs_alone(
     other = executor.start(_batch([21, 22, 23], 0, 4, beside=1))
     assert (first.later, other.later, second.settled) == ([], [], 1)
     assert first.jobs[-1].wait(0)
-    assert other.jobs[-1].wait(SECONDS)
+    assert other.jobs[-1].wait(PATIENCE)
     new.pop(0)
     third = executor.start(_batch([5], 2, 3, beside=1))
     assert (len(third.later), second.settled) == (1, 1)
@@ -179,14 +182,14 @@ def test_memory_of_messages(number: int, compiled_artifact: Path, second: Second
     assert expected <= said <= 1.05 * expected
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, thorough(4)])
 def test_links_between_processes(stages: int, tmp_path: Path) -> None:
     """What a stage sends arrives as it was then, in order, whatever waits on other links; a sender is not held up by a
     receiver that is two messages behind."""
     words = [sys.executable, str(Path(__file__).with_name("links_worker.py")), str(tmp_path / "meeting"), str(stages)]
     processes = [subprocess.Popen([*words, str(stage)]) for stage in range(stages)]
     try:
-        assert [process.wait(SECONDS) for process in processes] == [0] * stages
+        assert [process.wait(PATIENCE) for process in processes] == [0] * stages
     finally:
         for process in processes:
             process.kill()

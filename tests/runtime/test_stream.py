@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from graphllm.runtime.stream import CpuStream
+from tests.waiting import PATIENCE
 
 
 def test_order_values_and_failures() -> None:
@@ -20,7 +21,7 @@ def test_order_values_and_failures() -> None:
         done.append("failed")
         raise ValueError("work failed")
 
-    first = stream.submit(lambda: (may_go.wait(10), done.append("first")))
+    first = stream.submit(lambda: (may_go.wait(PATIENCE), done.append("first")))
     second, third = stream.submit(fail), stream.submit(lambda: (done.append("third"), torch.get_num_threads()))
     assert done == []  # submitting waits for nothing
     may_go.set()
@@ -56,10 +57,10 @@ def test_a_stream_that_nobody_holds_ends() -> None:
 def test_the_interpreter_ends_after_the_work() -> None:
     """Nobody closes the stream: what is queued is done, and the process ends."""
     script = """
-import time
+import threading
 from graphllm.runtime.stream import CpuStream
 stream = CpuStream(2)
-stream.submit(lambda: (time.sleep(0.3), print("done", flush=True)))
+stream.submit(lambda: (threading.main_thread().join(), print("done", flush=True)))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

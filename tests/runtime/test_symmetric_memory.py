@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from graphllm.runtime import symmetric_memory
 from graphllm.runtime.symmetric_memory import CountedFromZero
+from tests.waiting import PATIENCE
 
 
 def test_a_process_that_counted_on_finds_what_a_new_one_says() -> None:
@@ -55,7 +56,7 @@ def test_groups_of_a_process_have_names_of_their_own(tmp_path: Path) -> None:
     ranks = [context.Process(target=_say, args=(rank, str(tmp_path), told)) for rank in range(2)]
     for process in ranks:
         process.start()
-    found = sorted(told.get(timeout=60) for _ in ranks)
+    found = sorted(told.get(timeout=PATIENCE) for _ in ranks)
     for process in ranks:
         process.join()
     assert found == [

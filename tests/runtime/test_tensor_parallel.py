@@ -14,15 +14,9 @@ from artifact_ranks import Ranks
 from safetensors.torch import load_file, save_file
 
 from graphllm import artifact
-from graphllm.compile.pipeline import compile_model
-from graphllm.config import ConfigError, EngineArgs
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
-from graphllm.runtime.executor import Executor
+from graphllm.config import ConfigError
 from graphllm.runtime.staging import StepInput, ragged
-from graphllm.weights.checkpoint import Checkpoint
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import WeightPlan
+from tests.artifacts import artifact_of, open_executor
 
 PROMPTS = [[5, 80, 200, 17, 9, 33, 150, 61, 3], [7, 1, 99]]
 STEPS = 4
@@ -44,14 +38,9 @@ def biased(checkpoint: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def _compiled(folder: Path, place: Path, degree: int, **wanted: Any) -> Path:
-    source = open_source(folder)
-    args = EngineArgs(
-        target="cpu", backend="eager", dtype="float32", max_model_len=96, max_num_seqs=4, tensor_parallel_size=degree,
-        **wanted,
-    )  # fmt: skip
-    config = compile_config(source.config, args)
-    return compile_model(source.config, source.tensors, config, place)
+def _compiled(folder: Path, degree: int, **wanted: Any) -> Path:
+    settings = {"backend": "eager", "dtype": "float32", "max_model_len": 96, "max_num_seqs": 4}
+    return artifact_of(folder, **settings, tensor_parallel_size=degree, **wanted)
 
 
 def _step(new: list[list[int]], done: list[int]) -> StepInput:
@@ -72,12 +61,11 @@ def _greedy(run: Callable[[StepInput], np.ndarray]) -> tuple[list[np.ndarray], l
 
 
 def test_two_processes_give_the_logits_of_one(biased: Path, tmp_path: Path) -> None:
-    one = _compiled(biased, tmp_path / "one", 1)
-    plan = WeightPlan.from_json((one / "weights.json").read_text())
-    executor = Executor(one, artifact.verify(one), load_weights(plan, Checkpoint.open(biased)), BLOCKS)
+    one = _compiled(biased, 1)
+    executor = open_executor(biased, one, BLOCKS)
     expected, text = _greedy(lambda step: executor.run(step).logits.float().numpy())
 
-    two = _compiled(biased, tmp_path / "two", 2)
+    two = _compiled(biased, 2)
     manifest = artifact.verify(two)
     notes = {p["unit"]: p["notes"] for p in manifest["passes"] if p["pass"] == "shard" and p["changed"]}
     assert notes == {
@@ -96,21 +84,20 @@ def test_two_processes_give_the_logits_of_one(biased: Path, tmp_path: Path) -> N
 
 def test_degrees_that_do_not_fit(biased: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3: layers.0.qkv has 4 heads"):
-        _compiled(biased, tmp_path / "three", 3)
-    assert not (tmp_path / "three").exists()
+        _compiled(biased, 3)
 
 
 def test_alone_it_is_refused(biased: Path, tmp_path: Path) -> None:
     """An artifact of two ranks in one process would add up half of the numbers."""
-    two = _compiled(biased, tmp_path / "two", 2)
-    plan = WeightPlan.from_json((two / "weights.json").read_text())
-    executor = Executor(two, artifact.verify(two), load_weights(plan, Checkpoint.open(biased)), BLOCKS)
+    two = _compiled(biased, 2)
+    executor = open_executor(biased, two, BLOCKS)
     with pytest.raises(RuntimeError, match="compiled for 2 ranks of the group 'tensor', this process is in one of 1"):
         executor.run(_step([[5, 80]], [0]))
 
 
+@pytest.mark.thorough
 def test_a_rank_that_cannot_start_says_why(biased: Path, tmp_path: Path) -> None:
-    two = _compiled(biased, tmp_path / "two", 2)
+    two = _compiled(biased, 2)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"rank 0: .*empty: neither model.safetensors"):
         Ranks(two, tmp_path / "empty", 2, BLOCKS)

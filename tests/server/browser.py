@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 
+from tests.waiting import PATIENCE
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path: install it to test the page")
 DESKTOP, PHONE = (1280, 800), (390, 844)
@@ -36,7 +38,7 @@ class ChatPage:
         self.tab = tab
         self.problems: list[str] = []
         self.addresses: list[str] = []
-        tab.set_default_timeout(10_000)
+        tab.set_default_timeout(PATIENCE * 1000)
         tab.on("console", lambda message: self.problems.append(message.text) if message.type == "error" else None)
         tab.on("pageerror", lambda reason: self.problems.append(str(reason)))
         tab.on("request", lambda request: self.addresses.append(request.url))

@@ -5,32 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.artifacts import artifact_of
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
 
 from live import Served  # noqa: E402
 
-from graphllm.embedded import MODEL_DIR  # noqa: E402
-
-
-def _compile(folder: Path) -> None:
-    from graphllm.compile.pipeline import compile_model
-    from graphllm.config import EngineArgs
-    from graphllm.entrypoints.resolve import compile_config
-    from graphllm.entrypoints.source import open_source
-
-    source = open_source(MODEL_DIR)
-    config = compile_config(source.config, EngineArgs(target="cpu"))
-    compile_model(source.config, source.tensors, config, folder)
-
 
 @pytest.fixture(scope="session")
-def embedded_artifact(shared: Any) -> Path:
+def embedded_artifact() -> Path:
     """The embedded model, compiled with the defaults."""
-    return shared("embedded-served", _compile)
+    return artifact_of(None)
 
 
 @pytest.fixture(scope="session")

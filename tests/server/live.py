@@ -9,14 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-_PATIENCE = 120.0  # seconds for what takes two; shared machines stall
+from tests.waiting import PATIENCE, until
 
 
 class Served:
@@ -35,44 +34,38 @@ class Served:
                 cwd=cwd,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             )
-        found = self._wait(lambda: re.search(r"listening on ([^\s\"]+)", self.log.read_text()))
+        found = self.wait(lambda: re.search(r"listening on ([^\s\"]+)", self.log.read_text()))
         self.url = found[1]
 
-    def _wait(self, look: Any, seconds: float = _PATIENCE) -> Any:
-        deadline = time.monotonic() + seconds
-        while not (found := look()):
-            if self.process.poll() is not None:
-                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log.read_text()}")
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.02)
-        return found
+    def wait(self, look: Callable[[], Any]) -> Any:
+        """What ``look`` returns once it is true, while the server lives."""
+        return until(look, process=self.process, what=self.log.read_text)
 
     def logged(self, text: str) -> str:
         """The log once it has this text; the line of a request is written after its answer."""
-        self._wait(lambda: text in self.log.read_text())
+        self.wait(lambda: text in self.log.read_text())
         return self.log.read_text()
 
-    def wait_ready(self, seconds: float = _PATIENCE) -> Served:
+    def wait_ready(self) -> Served:
         """Until it takes requests."""
-        self._wait(lambda: self.get("/health/ready")[0] == 200, seconds)
+        self.wait(lambda: self.get("/health/ready")[0] == 200)
         return self
 
-    def connect(self, timeout: float = 60.0) -> socket.socket:
-        """A connection for what no client would send. timeout: seconds for everything on it."""
+    def connect(self) -> socket.socket:
+        """A connection for what no client would send."""
         host, port = self.url.removeprefix("http://").split(":")
-        return socket.create_connection((host, int(port)), timeout=timeout)
+        return socket.create_connection((host, int(port)), timeout=PATIENCE)
 
-    def get(self, path: str, timeout: float = 30.0) -> tuple[int, str]:
+    def get(self, path: str, **headers: str) -> tuple[int, str]:
         """Status and body."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=timeout) as response:
+            request = urllib.request.Request(self.url + path, headers=headers)
+            with urllib.request.urlopen(request, timeout=PATIENCE) as response:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
-    def post(
-        self, path: str, body: Any, timeout: float = _PATIENCE, **headers: str
-    ) -> tuple[int, Any, Mapping[str, str]]:
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, Mapping[str, str]]:
         """Status, JSON and headers. body: JSON, or bytes as they are."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(
@@ -81,20 +74,21 @@ class Served:
             {"content-type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}},
         )
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as response:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as response:
                 return response.status, json.loads(response.read()), dict(response.headers)
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read()), dict(error.headers)
 
-    def events(self, path: str, body: Any, timeout: float = _PATIENCE) -> list[Any]:
+    def events(self, path: str, body: Any) -> list[Any]:
         """The JSON of each event of a stream."""
         data, kind = json.dumps(body).encode(), {"content-type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, data, kind), timeout=timeout) as response:
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, data, kind), timeout=PATIENCE) as response:
             return [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
 
-    def metric(self, name: str) -> float:
+    def metric(self, name: str, **headers: str) -> float:
         """The sum over all labels."""
-        lines = [line for line in self.get("/metrics")[1].splitlines() if re.match(rf"{re.escape(name)}[ {{]", line)]
+        text = self.get("/metrics", **headers)[1]
+        lines = [line for line in text.splitlines() if re.match(rf"{re.escape(name)}[ {{]", line)]
         assert lines, name
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
@@ -111,19 +105,17 @@ class Served:
         assert len(found) == 1, found
         return found[0]
 
-    def idle(self, seconds: float = 20.0) -> None:
+    def idle(self) -> None:
         """Wait until nothing runs and no page of the cache is held."""
-        deadline = time.monotonic() + seconds
-        while self.metric("graphllm_kv_cache_usage_ratio") > 0 or self.metric("graphllm_requests_running") > 0:
-            assert time.monotonic() < deadline, self.get("/metrics")[1]
-            time.sleep(0.1)
+        names = ("graphllm_kv_cache_usage_ratio", "graphllm_requests_running")
+        until(lambda: not any(map(self.metric, names)), what=lambda: self.get("/metrics")[1])
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = _PATIENCE) -> int:
+    def stop(self, number: int = signal.SIGTERM) -> int:
         """Its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            return self.process.wait(seconds)
+            return self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise

@@ -17,6 +17,8 @@ import torch
 import transformers
 from live import Served
 
+from tests.waiting import PATIENCE
+
 PROMPTS = ["hello world", "the cat sat on", "what is the answer"]
 SMALL = (
     "--backend", "eager", "--max-model-len", 96, "--max-num-seqs", 4, "--max-num-batched-tokens", 32, "--block-size", 8,
@@ -75,7 +77,6 @@ def server(checkpoint: Path, adapters: Adapters, tmp_path_factory: pytest.TempPa
         "--max-cpu-loras", 2, "--lora-modules", f"first={adapters.folder / 'one'}", "--lora-dir", adapters.folder,
         "--api-server-count", 2, "--served-model-name", "base",
         environment={
-            "GRAPHLLM_CACHE": str(adapters.folder / "cache"),
             "PYTHONPATH": _package(tmp_path_factory.mktemp("site"), adapters.folder),
         },
     )  # fmt: skip
@@ -94,7 +95,7 @@ def _ask(server: Served, prompt: str, model: str) -> tuple[str, str]:
 
 def _route(server: Served, path: str, **fields: str) -> tuple[int, str]:
     """Status and text."""
-    found = httpx.post(f"{server.url}/v1/{path}_lora_adapter", json=fields, timeout=60)
+    found = httpx.post(f"{server.url}/v1/{path}_lora_adapter", json=fields, timeout=PATIENCE)
     return found.status_code, found.text
 
 
@@ -144,6 +145,7 @@ def test_mistakes(server: Served, adapters: Adapters) -> None:
         assert (found, told in answer) == (status, True), answer
 
 
+@pytest.mark.thorough
 def test_a_server_does_not_start_with_an_adapter_that_it_cannot_serve(
     cli: Any, checkpoint: Path, adapters: Adapters, tmp_path: Path
 ) -> None:

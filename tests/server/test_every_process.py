@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import pytest
 from live import Served
+
+from tests.waiting import PATIENCE, gone, until
 
 EAGER: dict[str, Any] = {"target": "cpu", "backend": "eager", "dtype": "float32", "max_model_len": 512,
                          "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}  # fmt: skip
@@ -46,18 +47,6 @@ class Processes:
         return [*self.fronts, *self.cores, *self.ranks]
 
 
-def within(look: Callable[[], Any], seconds: float = 60.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
-
-
-def gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
-
-
 def whole(server: Served) -> bool:
     """Whether every process is there, and ready."""
     found = Processes(server)
@@ -68,8 +57,7 @@ def whole(server: Served) -> bool:
 def start(folder: Path, checkpoint: Path) -> Served:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in EAGER.items()]
     longer = ("--hf-overrides", '{"max_position_embeddings": 512}')
-    environment = {"GRAPHLLM_CACHE": str(folder / "cache")}
-    return Served(folder / "log", checkpoint, *DEGREES, "--restart-engine", *longer, *options, environment=environment)
+    return Served(folder / "log", checkpoint, *DEGREES, "--restart-engine", *longer, *options)
 
 
 @pytest.fixture(scope="module")
@@ -96,31 +84,31 @@ class TestEveryProcess:
         ids=["front", "core 0", "core 1", "rank of core 0", "rank of core 1"],
     )
     def test_one_that_is_killed(self, server: Served, victim: Callable[[Processes], int], told: str) -> None:
-        within(lambda: whole(server))
+        until(lambda: whole(server))
         expected = self._text(server)
         before = len(server.log.read_text())
         pid = victim(Processes(server))
         with ThreadPoolExecutor(6) as pool:
             asked = [pool.submit(self._ask, server) for _ in range(6)]
-            within(lambda: server.metric("graphllm_requests_running") >= 4)
+            until(lambda: server.metric("graphllm_requests_running") >= 4)
             os.kill(pid, signal.SIGKILL)
-            answers = [one.result(60) for one in asked]  # none hangs
+            answers = [one.result(PATIENCE) for one in asked]  # none hangs
         assert len(set(answers) - {None}) == 1  # some had nothing to do with it
         wanted = told.format(pid=pid, n="")
-        within(lambda: all(part in server.log.read_text()[before:] for part in wanted.split("-", 1)))
+        until(lambda: all(part in server.log.read_text()[before:] for part in wanted.split("-", 1)))
         assert gone(pid)
-        within(lambda: whole(server))
+        until(lambda: whole(server))
         assert self._text(server) == expected
 
     def _text(self, server: Served) -> str:
         """Of a short request, once the front that gets it knows of the engine."""
-        answer = within(lambda: (found := server.post("/v1/completions", SHORT))[0] == 200 and found[1])
+        answer = until(lambda: (found := server.post("/v1/completions", SHORT))[0] == 200 and found[1])
         return str(answer["choices"][0]["text"])
 
     def _ask(self, server: Served) -> str | None:
         """The text, or None where the request has lost its front or core."""
         try:
-            status, answer, _ = server.post("/v1/completions", LONG, 60)
+            status, answer, _ = server.post("/v1/completions", LONG)
         except OSError:
             return None
         assert status in (200, 500, 503), answer
@@ -135,7 +123,7 @@ class TestEveryProcess:
         assert len(found) == 6
         server.process.kill()
         server.process.wait()
-        within(lambda: all(gone(pid) for pid in found), 20)
+        until(lambda: gone(*found))
 
 
 @pytest.mark.slow
@@ -143,11 +131,11 @@ def test_a_rank_that_is_killed_while_it_loads(checkpoint: Path, tmp_path: Path) 
     """There is no server then, and it says why."""
     server = start(tmp_path, checkpoint)
     try:
-        found = within(lambda: len((now := Processes(server)).ranks) == 2 and now)
+        found = until(lambda: len((now := Processes(server)).ranks) == 2 and now)
         os.kill(found.ranks[0], signal.SIGKILL)
-        assert server.process.wait(60) != 0
+        assert server.process.wait(PATIENCE) != 0
         assert f"(process {found.ranks[0]}) was killed by signal 9 (SIGKILL)" in server.log.read_text()
-        within(lambda: all(gone(pid) for pid in found.all), 20)
+        until(lambda: gone(*found.all))
     finally:
         server.process.kill()
         server.process.wait()

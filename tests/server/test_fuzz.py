@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
+import timeit
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,9 @@ from schemathesis.specs.openapi.checks import (
 )
 from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
-SECONDS = 20.0  # for any answer; most take milliseconds, but test machines stall
-PAUSE = 5.0  # seconds that nobody else may have to wait meanwhile
+from tests.tiers import draws
+from tests.waiting import PATIENCE
+
 LONGEST = 2100  # characters of a message
 CHECKS = [
     not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance,
@@ -58,20 +59,15 @@ class Fuzzed:
     document: dict[str, Any]
     client: httpx.Client
     answers: Counter[int] = field(default_factory=Counter)
-    slowest: float = 0.0
 
     def post(self, path: str, body: bytes, **headers: str) -> httpx.Response:
         """The answer, which is of the right form whatever it is."""
-        begun = time.monotonic()
         answer = self.client.post(path, content=body, headers={"content-type": "application/json", **headers})
-        self.note(path, answer.status_code, answer.headers.get("content-type", ""), answer.text, begun)
+        self.note(path, answer.status_code, answer.headers.get("content-type", ""), answer.text)
         return answer
 
-    def note(self, path: str, status: int, kind: str, text: str, begun: float) -> None:
-        seconds = time.monotonic() - begun
-        self.slowest = max(self.slowest, seconds)
+    def note(self, path: str, status: int, kind: str, text: str) -> None:
         self.answers[status] += 1
-        assert seconds < SECONDS
         assert status < 500, text
         if status >= 400:
             assert kind == "application/json"
@@ -121,14 +117,14 @@ def fuzzed(embedded_artifact: Path, tmp_path_factory: pytest.TempPathFactory) ->
     server = Served(tmp_path_factory.mktemp("fuzzed") / "log", "--artifact", embedded_artifact).wait_ready()
     try:
         engine = server.engine_pid
-        with httpx.Client(base_url=server.url, timeout=SECONDS) as client:
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
             found = Fuzzed(server, client.get("/openapi.json").json(), client)
             yield found
             assert server.get("/health/ready")[0] == 200
             assert server.engine_pid == engine
             server.idle()
             assert client.get("/load").json() == {"server_load": 0}
-        print(f"answers: {dict(sorted(found.answers.items()))}, the slowest took {found.slowest:.2f} s")
+        print(f"answers: {dict(sorted(found.answers.items()))}")
         log = server.log.read_text()
         assert "Traceback" not in log, log[log.index("Traceback") :][:4000]
         assert " ERROR " not in log
@@ -168,10 +164,9 @@ def check_case(fuzzed: Fuzzed) -> Any:
 
     def check(case: Any) -> None:
         shorten(case.path, case.body)
-        begun = time.monotonic()
-        answer = case.call(base_url=fuzzed.server.url, timeout=SECONDS)
+        answer = case.call(base_url=fuzzed.server.url, timeout=PATIENCE)
         kind = answer.headers.get("content-type", [""])[0]
-        fuzzed.note(case.path, answer.status_code, kind, answer.text, begun)
+        fuzzed.note(case.path, answer.status_code, kind, answer.text)
         case.validate_response(answer, checks=CHECKS)
         documented = fuzzed.document["paths"][case.path].get(case.method.lower(), {"responses": ["405"]})["responses"]
         assert str(answer.status_code) in documented or answer.status_code == 405
@@ -191,7 +186,7 @@ def fuzz(fuzzed: Fuzzed, subtests: Any, examples: int, coverage: bool) -> None:
 
 
 def test_every_operation(fuzzed: Fuzzed, subtests: pytest.Subtests) -> None:
-    fuzz(fuzzed, subtests, examples=40, coverage=False)
+    fuzz(fuzzed, subtests, examples=draws(8, 40), coverage=False)
 
 
 @pytest.mark.slow
@@ -287,7 +282,7 @@ def test_any_bytes_as_a_body(fuzzed: Fuzzed) -> None:
 def test_any_bytes_as_a_head(fuzzed: Fuzzed, headers: list[tuple[bytes, bytes]], target: bytes) -> None:
     """It is answered, or the connection is closed; what follows a whole head is never waited for longer than that."""
     lines = [b"GET " + target + b" HTTP/1.1", b"connection: close", *(name + b": " + value for name, value in headers)]
-    with fuzzed.server.connect(SECONDS) as connection:
+    with fuzzed.server.connect() as connection:
         connection.sendall(b"\r\n".join(lines) + b"\r\n\r\n")
         connection.shutdown(socket.SHUT_WR)
         answer = b""
@@ -329,32 +324,27 @@ def test_any_tokens_are_a_text(fuzzed: Fuzzed) -> None:
 # --- what is hard
 
 
-@contextmanager
-def others(server: Served) -> Iterator[None]:
-    """Meanwhile somebody else asks, and never waits for long."""
-    waits, done = [0.0], threading.Event()
+def post_beside_others(fuzzed: Fuzzed, path: str, body: Any) -> None:
+    """Meanwhile somebody else asks again and again, and gets answers where it lasts as long as thousands of those."""
 
     def ask() -> None:
-        while not done.wait(0.02):
-            begun = time.monotonic()
-            assert server.get("/health/live", timeout=120)[0] == 200
-            waits.append(time.monotonic() - begun)
+        assert fuzzed.server.get("/health/live")[0] == 200
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    try:
-        yield
-    finally:
-        done.set()
-        asking.join()
-    assert max(waits) < PAUSE
+    alone = min(timeit.repeat(ask, number=1, repeat=9))
+    with ThreadPoolExecutor(1) as pool:
+        posting, begun, answers = pool.submit(fuzzed.post, path, json.dumps(body).encode()), time.monotonic(), 0
+        while not posting.done():
+            ask()
+            answers += 1
+        lasted = time.monotonic() - begun
+        posting.result()
+    assert answers > 9 or lasted < 2000 * alone
 
 
 @pytest.mark.parametrize("name", HARD)
 def test_hard_constraints(fuzzed: Fuzzed, name: str) -> None:
     body = {"prompt": "x", "max_tokens": 2, "structured_outputs": HARD[name]}
-    with others(fuzzed.server):
-        fuzzed.post("/v1/completions", json.dumps(body).encode())
+    post_beside_others(fuzzed, "/v1/completions", body)
 
 
 def test_long_texts(fuzzed: Fuzzed) -> None:
@@ -375,5 +365,4 @@ def test_long_texts(fuzzed: Fuzzed) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}] * 20_000}),
         ("/v1/chat/completions", [[]] * 500_000),
     ):
-        with others(fuzzed.server):
-            fuzzed.post(path, json.dumps(body).encode())
+        post_beside_others(fuzzed, path, body)

@@ -9,10 +9,9 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ import httpx
 import pytest
 from hostile import large_bodies
 from live import Served
+
+from tests.waiting import PATIENCE, until
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 MIB = 1 << 20
@@ -36,23 +37,22 @@ def forget_peak(server: Served) -> None:
 
 
 @contextmanager
-def chats(server: Served) -> Iterator[list[float]]:
-    """Meanwhile somebody chats; how long each answer took."""
-    waits: list[float] = []
+def chats(server: Served) -> Iterator[list[str]]:
+    """Meanwhile somebody chats; the answers so far."""
+    answers: list[str] = []
     done = threading.Event()
     body = {"messages": [{"role": "user", "content": "What is 12 + 7?"}], "max_tokens": 4}
 
     def chat() -> None:
-        while not done.is_set():
-            begun = time.monotonic()
-            assert server.post(CHAT, body)[0] == 200
-            waits.append(time.monotonic() - begun)
-            done.wait(0.05)
+        while not done.wait(0.05):
+            status, answer, _ = server.post(CHAT, body)
+            assert status == 200, answer
+            answers.append(answer["choices"][0]["message"]["content"])
 
     asking = threading.Thread(target=chat)
     asking.start()
     try:
-        yield waits
+        yield answers
     finally:
         done.set()
         asking.join()
@@ -60,7 +60,7 @@ def chats(server: Served) -> Iterator[list[float]]:
 
 def raw(server: Served, data: bytes) -> bytes:
     """All that comes until the server closes the connection."""
-    with server.connect(timeout=10) as connection:
+    with server.connect() as connection:
         connection.sendall(data)
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
@@ -69,7 +69,7 @@ def raw(server: Served, data: bytes) -> bytes:
 
 
 def test_texts_far_over_the_context(served: Served) -> None:
-    """Refused by their characters, in no time and no memory, by every route that tokenizes."""
+    """Refused by their characters, before they are tokenized and in no memory, by every route that tokenizes."""
     text = "hello world, some words " * 350_000  # 8.4 MB
     turn = {"role": "user", "content": text}
     forget_peak(served)
@@ -85,9 +85,8 @@ def test_texts_far_over_the_context(served: Served) -> None:
         ("/tokenize", {"prompt": text}),
         ("/tokenize", {"messages": [turn]}),
     ):
-        begun = time.monotonic()
         status, answer, _ = served.post(path, body)
-        assert (status, time.monotonic() - begun < 2) == (400, True), path
+        assert status == 400, path
         assert re.search(r"prompt has 8\d{6} characters, which are at least \d+ tokens", answer["error"]["message"])
         if "param" in answer["error"]:
             assert answer["error"]["param"] in body
@@ -107,16 +106,14 @@ def test_too_many_bad_words(served: Served, words: list[str]) -> None:
     assert "give at most 1024" in answer["error"]["message"]
 
 
+@pytest.mark.thorough
 def test_a_body_of_a_thousand_prompts(served: Served) -> None:
     """Others come between them, in the tokenizer and in the engine's queue."""
-    begun = time.monotonic()
-    with chats(served) as waits:
+    with chats(served) as chatted:
         status, answer, _ = served.post(COMPLETIONS, {"prompt": ["hello world, words " * 200] * 1000, "max_tokens": 1})
-        seconds = time.monotonic() - begun
+        assert len(chatted) > 2
     assert status == 200
     assert len(answer["choices"]) == 1000
-    assert max(waits) < max(1.0, seconds / 2)
-    assert len(waits) > 2
 
 
 # --- the heads of requests
@@ -149,9 +146,9 @@ def test_a_client_who_still_sends_reads_its_refusal(served: Served) -> None:
         ("host: x\r\ntransfer-encoding: chunked\r\n\r\nno\r\n", b"400"),
         ("x: y\r\n\r\n", b"400"),
     ):
-        with served.connect(timeout=10) as connection:
+        with served.connect() as connection:
             connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\n{headers}".encode())
-            select.select([connection], [], [], 10)  # the answer is there
+            select.select([connection], [], [], PATIENCE)  # the answer is there
             for _ in range(50):
                 connection.sendall(b"x" * 20_000 + b"\r\nGET /health HTTP/1.0\r\n\r\n")
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -161,15 +158,18 @@ def test_a_client_who_still_sends_reads_its_refusal(served: Served) -> None:
 
 
 def test_who_sends_for_ever_after_a_refusal_is_reset(served: Served) -> None:
-    begun = time.monotonic()
-    with served.connect(timeout=10) as connection:
+    with served.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n\r\n")
-        select.select([connection], [], [], 10)  # the answer is there
-        with suppress(OSError):
-            while time.monotonic() < begun + 10:
+        select.select([connection], [], [], PATIENCE)  # the answer is there
+
+        def reset() -> bool:
+            try:
                 connection.sendall(b"x")
-                time.sleep(0.01)
-        assert 1.5 < time.monotonic() - begun < 8
+            except OSError:
+                return True
+            return False
+
+        until(reset)
 
 
 def test_no_refusal_in_place_of_another_answer(served: Served) -> None:
@@ -215,7 +215,7 @@ def test_clamped_max_tokens_are_told(served: Served) -> None:
     length = served.post("/tokenize", {"prompt": prompt})[1]["count"]
     for stream in (False, True):
         body = {"prompt": prompt, "max_tokens": 5000, "stop": ["e"], "stream": stream}
-        with httpx.stream("POST", served.url + COMPLETIONS, json=body, timeout=60) as answer:
+        with httpx.stream("POST", served.url + COMPLETIONS, json=body, timeout=PATIENCE) as answer:
             answer.read()
             assert answer.headers["x-max-tokens-clamped"] == str(1024 - length)
     fitting = served.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 9})
@@ -228,7 +228,7 @@ def test_clamped_max_tokens_are_told(served: Served) -> None:
 def test_docs_with_a_key_and_signs_of_life(serve: Callable[..., Served]) -> None:
     """One server for both, to save a start."""
     server = serve("--api-key", "key", "--sse-keep-alive-interval", 0.1, "--max-num-seqs", 64)
-    _ready(server)
+    server.wait_ready()
     page = server.get("/docs")
     assert page[0] == 200
     for asset in re.findall(r'(?:src|href)="(/[^"]+)"', page[1]):
@@ -247,9 +247,10 @@ def test_docs_with_a_key_and_signs_of_life(serve: Callable[..., Served]) -> None
     headers = {"authorization": "Bearer key"}
     with (
         ThreadPoolExecutor(2) as pool,
-        httpx.stream("POST", server.url + COMPLETIONS, json=blocker, headers=headers, timeout=60),
+        httpx.stream("POST", server.url + COMPLETIONS, json=blocker, headers=headers, timeout=PATIENCE),
     ):
-        time.sleep(0.5)  # all places are taken: what comes now waits in the queue
+        # All places are taken then, and what comes waits in the queue.
+        server.wait(lambda: server.metric("graphllm_requests_running", **headers) == 64)
         turn = [{"role": "user", "content": "Hi"}]
         short: dict[str, Any] = {"messages": turn, "max_tokens": 2, "stream": True}
         for path, body, sign in (
@@ -257,7 +258,7 @@ def test_docs_with_a_key_and_signs_of_life(serve: Callable[..., Served]) -> None
             (RESPONSES, {"input": "x", "max_output_tokens": 16, "stream": True}, b": keep-alive\n\n"),
             (MESSAGES, short, b'event: ping\ndata: {"type":"ping"}\n\n'),
         ):
-            with httpx.stream("POST", server.url + path, json=body, headers=headers, timeout=60) as answer:
+            with httpx.stream("POST", server.url + path, json=body, headers=headers, timeout=PATIENCE) as answer:
                 assert answer.status_code == 200
                 assert next(answer.iter_bytes()) == sign
         claude = anthropic.Anthropic(base_url=server.url, api_key="key")
@@ -272,18 +273,15 @@ def test_docs_with_a_key_and_signs_of_life(serve: Callable[..., Served]) -> None
                 return stream.get_final_message()
 
         second = pool.submit(message)
-        time.sleep(0.5)
+        server.wait(lambda: server.metric("graphllm_requests_waiting", **headers) == 2)
+        body = {"prompt": "x", "max_tokens": 2, "stream": True}
+        with httpx.stream("POST", server.url + COMPLETIONS, json=body, headers=headers, timeout=PATIENCE) as answer:
+            signs = answer.iter_bytes()
+            assert [next(signs) for _ in range(5)] == [b": keep-alive\n\n"] * 5  # the others have got as many
         assert not first.done()
         assert not second.done()
     assert first.result()[-1].choices[0].finish_reason == "length"
     assert second.result().stop_reason == "max_tokens"
-
-
-def _ready(server: Served) -> None:
-    deadline = time.monotonic() + 60
-    while server.get("/health/ready")[0] != 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 # --- TLS
@@ -310,17 +308,16 @@ def test_tls(serve: Callable[..., Served], certificate: tuple[Path, Path]) -> No
     with pytest.raises(httpx.TransportError), httpx.Client(verify=trusting) as client:
         client.get(server.url + "/health/live")  # without one
     trusting.load_cert_chain(cert, key)
-    with httpx.Client(verify=trusting, base_url=server.url, timeout=60) as client:
-        deadline = time.monotonic() + 60
-        while client.get("/health/ready").status_code != 200:
-            assert time.monotonic() < deadline
+    with httpx.Client(verify=trusting, base_url=server.url, timeout=PATIENCE) as client:
+        server.wait(lambda: client.get("/health/ready").status_code == 200)
         body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
         with client.stream("POST", COMPLETIONS, json=body) as answer:
             assert answer.read().endswith(b"data: [DONE]\n\n")
     assert server.stop() == 0
 
 
-def test_mistakes_with_certificates(cli: Any, certificate: tuple[Path, Path], tmp_path: Path) -> None:
+def test_mistakes_with_certificates(cli: Any, certificate: tuple[Path, Path], tmp_path: Path, cache: Path) -> None:
+    """They are told before anything is compiled."""
     cert, key = certificate
     (tmp_path / "not.pem").write_text("nothing")
     (tmp_path / "locked.pem").write_bytes(
@@ -340,10 +337,9 @@ def test_mistakes_with_certificates(cli: Any, certificate: tuple[Path, Path], tm
         (["--ssl-certfile", cert, "--ssl-keyfile", key, "--ssl-cert-reqs", 7], "ssl-cert-reqs is 7"),
         (["--ssl-keyfile", key], "only with --ssl-certfile"),
     ):
-        begun = time.monotonic()
         done = cli("serve", "--port", 0, *options)
         assert (done.code, named in done.err, "Traceback" in done.err) == (2, True, False), done.err
-        assert time.monotonic() - begun < 5
+    assert not cache.exists()
 
 
 # --- for long
@@ -352,7 +348,7 @@ def test_mistakes_with_certificates(cli: Any, certificate: tuple[Path, Path], tm
 def _status(request: tuple[Served, str, bytes]) -> int:
     server, path, data = request
     headers = {"content-type": "application/json"}
-    return httpx.post(server.url + path, content=data, headers=headers, timeout=600).status_code
+    return httpx.post(server.url + path, content=data, headers=headers, timeout=PATIENCE).status_code
 
 
 @pytest.mark.slow
@@ -362,14 +358,14 @@ def test_hostile_bodies_of_many(serve: Callable[..., Served]) -> None:
     engine = server.engine_pid
     for name, body in large_bodies(10 * MIB).items():
         forget_peak(server)
-        begun = time.monotonic()
-        with chats(server) as waits, ThreadPoolExecutor(20) as pool:
+        with chats(server) as chatted, ThreadPoolExecutor(20) as pool:
             statuses = set(pool.map(_status, [(server, *body)] * 20))
-        seconds, most = time.monotonic() - begun, memory(server, "VmHWM")
-        print(f"{name}: {seconds:.1f} s, {sorted(statuses)}, {most} MiB, chats waited {max(waits):.2f} s at most")
+            answers = len(chatted)
+        most = memory(server, "VmHWM")
+        print(f"{name}: {sorted(statuses)}, {most} MiB, {answers} chats meanwhile")
         assert statuses <= {400, 413, 503}
         assert most < 400, name
-        assert max(waits) < 1, name
+        assert answers > 2, name
     assert server.engine_pid == engine
     assert server.stop() == 0
 
@@ -380,6 +376,10 @@ def test_readers_who_stop(serve: Callable[..., Served]) -> None:
     server = serve().wait_ready()
     server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 2})
     before = memory(server)
+
+    def load() -> int:
+        return int(json.loads(server.get("/load")[1])["server_load"])
+
     host, port = server.url.removeprefix("http://").split(":")
     body = {"prompt": "Count:", "max_tokens": 900, "ignore_eos": True, "stream": True, "logprobs": 20}
     data = json.dumps(body).encode()
@@ -392,15 +392,12 @@ def test_readers_who_stop(serve: Callable[..., Served]) -> None:
         connection.sendall(f"{head}\r\n\r\n".encode() + data)
         connections.append(connection)
     forget_peak(server)
-    with chats(server) as waits:
-        time.sleep(20)
-        server.idle()
-        assert json.loads(server.get("/load")[1])["server_load"] >= 50
-        deadline = time.monotonic() + 120
-        while json.loads(server.get("/load")[1])["server_load"] > 2:
-            assert time.monotonic() < deadline
-            time.sleep(1)
-    print(f"{before} MiB, {memory(server, 'VmHWM')} at most, {memory(server)} after; chats {max(waits):.2f} s at most")
+    with chats(server) as chatted:
+        server.wait(lambda: load() >= 50)
+        server.idle()  # they are done for the engine
+        server.wait(lambda: load() <= 2)
+        assert len(chatted) > 2
+    print(f"{before} MiB, {memory(server, 'VmHWM')} at most, {memory(server)} after")
     assert memory(server, "VmHWM") - before < 120
     for connection in connections:
         connection.close()

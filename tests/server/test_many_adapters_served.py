@@ -19,6 +19,8 @@ from test_many_adapters import COUNT, Model, V
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from tests.waiting import PATIENCE, until_async
+
 pytestmark = pytest.mark.slow
 ADAPTERS, REQUESTS, CLIENTS = 200, 1000, 16
 
@@ -32,7 +34,7 @@ class Traffic:
         self.seen: Counter[str] = Counter()
         self.left = REQUESTS
         self.killed = False
-        self.client = httpx.AsyncClient(base_url=server.url, timeout=120, limits=httpx.Limits(max_connections=40))
+        self.client = httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, limits=httpx.Limits(max_connections=40))
 
     async def run(self) -> None:
         """Until all requests have been sent and answered."""
@@ -96,7 +98,7 @@ class Traffic:
                 self.seen["not loaded any more" if gone else "engine down"] += 1
                 if gone:
                     return None
-                await asyncio.sleep(0.3)
+                await until_async(self._is_ready)
                 return await self._ask(number, prompt, cut)
             async for line in response.aiter_lines():
                 if not line.startswith("data: {"):
@@ -112,6 +114,9 @@ class Traffic:
                     return None
         return tokens
 
+    async def _is_ready(self) -> bool:
+        return (await self.client.get("/health/ready")).status_code == 200
+
 
 def test_a_thousand_requests_over_two_hundred_adapters(tmp_path: Path) -> None:
     model = Model(tmp_path, ADAPTERS)
@@ -122,7 +127,6 @@ def test_a_thousand_requests_over_two_hundred_adapters(tmp_path: Path) -> None:
         "--max-num-seqs", 12, "--max-num-batched-tokens", 48, "--block-size", 8,
         "--enable-lora", "--max-loras", 8, "--max-cpu-loras", 32, "--max-lora-rank", 2, "--lora-dir", tmp_path,
         "--served-model-name", "base", "--restart-engine",
-        environment={"GRAPHLLM_CACHE": str(tmp_path / "cache")},
     ).wait_ready()  # fmt: skip
     try:
         traffic = Traffic(model, server)

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import transformers
 from live import Served
 
 from graphllm.embedded import ADAPTERS, EMBEDDER_DIR
+from tests.waiting import PATIENCE
 
 EMBEDDER = json.dumps({"model": "embedded-embedder", "served_model_name": "small", "backend": "eager"})
 TEXTS = ["A cat sleeps.", "A dog runs over the road."]
@@ -32,7 +32,7 @@ def both(embedded_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     """A server of the embedded models, of which the second makes vectors."""
     place = tmp_path_factory.mktemp("both")
     options = ("--artifact", embedded_artifact, "--also", EMBEDDER, "--admin-api-key", "boss", "--restart-engine")
-    server = Served(place / "log", *options, environment={"GRAPHLLM_CACHE": str(place / "cache")})
+    server = Served(place / "log", *options)
     yield server.wait_ready()
     assert server.stop() == 0, server.log.read_text()
 
@@ -107,16 +107,13 @@ def test_metrics_have_the_name_of_the_model(both: Served) -> None:
     assert len(families) == len(set(families))
 
 
+@pytest.mark.thorough
 def test_one_engine_is_brought_back_while_the_other_serves(both: Served) -> None:
     before = engines(both)
     assert len(before) == 2
     os.kill(before[1], signal.SIGKILL)
-    deadline, name = time.monotonic() + 60, ""
-    while not name:
-        assert time.monotonic() < deadline
-        status, body = both.get("/health/ready")
-        if status == 503:
-            name = json.loads(body)["cause"].partition(":")[0]
+    _, told = both.wait(lambda: (found := both.get("/health/ready"))[0] == 503 and found)
+    name = json.loads(told)["cause"].partition(":")[0]
     other, body = {
         "small": ("/v1/completions", {"prompt": "A", "max_tokens": 1}),
         "graphllm-embedded": ("/v1/embeddings", {"input": "A"}),
@@ -134,7 +131,7 @@ def test_adapters_are_beside_the_model_that_has_them(tmp_path: Path) -> None:
     name, folder = next(iter(ADAPTERS.items()))
     generator = json.dumps({"model": "embedded", "served_model_name": "chat", "enable_lora": True, "backend": "eager"})
     options = ("embedded-embedder", "--backend", "eager", "--also", generator, "--lora-dir", folder.parent)
-    server = Served(tmp_path / "log", *options, environment={"GRAPHLLM_CACHE": str(tmp_path / "cache")})
+    server = Served(tmp_path / "log", *options)
     try:
         server.wait_ready()
         assert server.post("/v1/embeddings", {"input": "A cat"})[1]["model"] == "embedded-embedder"
@@ -164,6 +161,6 @@ def test_adapters_are_beside_the_model_that_has_them(tmp_path: Path) -> None:
 )
 def test_refused(options: list[str], message: str) -> None:
     command = [sys.executable, "-m", "graphllm.cli", "serve", "--port", "0", *options]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert found.returncode != 0
     assert message in found.stderr

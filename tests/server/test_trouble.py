@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +19,7 @@ import pytest
 from live import Served
 
 from graphllm.server.operations.engine_view import SupervisorOptions
+from tests.waiting import PATIENCE, gone, until
 
 CHAT = "/v1/chat/completions"
 LONG = {"prompt": "Count:", "max_tokens": 900, "ignore_eos": True, "stream": True}
@@ -37,9 +38,8 @@ class Stream:
         self.socket.sendall(head.encode() + data)
         self.text = b""
 
-    def until(self, mark: bytes, seconds: float = 60.0) -> bytes:
+    def until(self, mark: bytes) -> bytes:
         """Read until it holds ``mark``, or has ended."""
-        self.socket.settimeout(seconds)
         while mark not in self.text and (data := self.socket.recv(65536)):
             self.text += data
         return self.text
@@ -57,15 +57,6 @@ def bounded(embedded_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -
     yield server.wait_ready()
     server.process.kill()
     server.process.wait()
-
-
-def _within(seconds: float, look: Callable[[], bool], often: float = 0.05) -> float:
-    """Seconds until it is true."""
-    begun = time.monotonic()
-    while not look():
-        assert time.monotonic() - begun < seconds
-        time.sleep(often)
-    return time.monotonic() - begun
 
 
 # --- clients that leave
@@ -86,7 +77,7 @@ def test_a_client_that_leaves_before_the_answer(served: Served) -> None:
     """Without streaming nothing is written before the end, so nobody notices by writing."""
     before = served.metric("graphllm_generation_tokens_total")
     streams = [Stream(served, {**LONG, "stream": False}) for _ in range(3)]
-    _within(30, lambda: served.metric("graphllm_requests_running") > 0)
+    served.wait(lambda: served.metric("graphllm_requests_running") > 0)
     for stream in streams:
         stream.close()
     served.idle()
@@ -172,7 +163,7 @@ def _deep(levels: int) -> dict[str, Any]:
 
 def test_keys(serve: Callable[..., Served]) -> None:
     server = serve("--api-key", "one", GRAPHLLM_API_KEY="two")
-    _within(60, lambda: server.get("/health/ready")[0] == 200)
+    server.wait(lambda: server.get("/health/ready")[0] == 200)
     for path in ("/health", "/health/live", "/health/startup", "/ping", "/"):
         assert server.get(path)[0] == 200
     for path in ("/v1/models", "/metrics", "/docs/nothing", "/version", "/load", "/nothing", "/static-offline-docs"):
@@ -196,11 +187,12 @@ def test_other_origins_and_the_log(bounded: Served) -> None:
     for origin, allowed in (("http://a.example", "http://a.example"), ("http://b.example", None)):
         headers = {"origin": origin, "access-control-request-method": "POST"}
         assert httpx.options(url, headers=headers).headers.get("access-control-allow-origin") == allowed
-        answer = httpx.post(url, json=SHORT, headers={"origin": origin, "x-request-id": f"mine-{allowed}"}, timeout=60)
+        headers = {"origin": origin, "x-request-id": f"mine-{allowed}"}
+        answer = httpx.post(url, json=SHORT, headers=headers, timeout=PATIENCE)
         assert answer.headers.get("access-control-allow-origin") == allowed
         assert answer.headers["x-request-id"] == f"mine-{allowed}"
     assert "access-control-allow-origin" not in httpx.get(f"{server.url}/health").headers
-    forged = httpx.post(url, json=SHORT, headers={"x-request-id": "a b"}, timeout=60)
+    forged = httpx.post(url, json=SHORT, headers={"x-request-id": "a b"}, timeout=PATIENCE)
     assert forged.headers["x-request-id"] != "a b"
     lines = [json.loads(line) for line in server.log.read_text().splitlines()]
     (mine,) = [line for line in lines if line.get("id") == "mine-None"]
@@ -222,8 +214,8 @@ def test_a_full_queue(bounded: Served) -> None:
     streams = []
     for _ in range(2):  # as many as one step takes, and as many as may wait
         streams.append(Stream(server, {**LONG, "n": 64, "temperature": 1}))
-        _within(30, lambda: server.metric("graphllm_requests_running") == 64)
-    _within(30, lambda: server.metric("graphllm_requests_waiting") == 64)
+        server.wait(lambda: server.metric("graphllm_requests_running") == 64)
+    server.wait(lambda: server.metric("graphllm_requests_waiting") == 64)
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: server.post("/v1/completions", SHORT), range(4)))
     refused = [a for a in answers if a[0] == 429]
@@ -247,39 +239,39 @@ def test_sigterm_lets_requests_end(bounded: Served) -> None:
     for stream in streams:
         stream.until(b"data: ")
     server.process.send_signal(signal.SIGTERM)
-    _within(10, lambda: "shutting down" in server.log.read_text())
+    server.wait(lambda: "shutting down" in server.log.read_text())
     status, body, _ = server.post("/v1/completions", SHORT)
     assert (status, body["error"]["message"]) == (503, "the server is shutting down")
     assert server.get("/health/ready")[0] == 503
     for stream in streams:
         assert b"data: [DONE]" in stream.until(b"data: [DONE]")
-    assert server.process.wait(30) == 0
+    assert server.process.wait(PATIENCE) == 0
     assert "cut off" not in server.log.read_text()
 
 
+@pytest.mark.thorough
 def test_sigterm_cuts_off_what_takes_too_long(serve: Callable[..., Served]) -> None:
     server = serve("--shutdown-timeout", 0.3).wait_ready()
     stream = Stream(server)
     stream.until(b"data: ")
-    begun = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     text = stream.until(b"\r\n0\r\n\r\n")
     assert b"shut down" in text
     assert b"[DONE]" not in text
-    assert server.process.wait(30) == 0
-    assert time.monotonic() - begun < 15
+    assert server.process.wait(PATIENCE) == 0
 
 
+@pytest.mark.thorough
 def test_a_second_signal_stops_at_once(serve: Callable[..., Served]) -> None:
-    server = serve("--shutdown-timeout", 60).wait_ready()
+    server = serve("--shutdown-timeout", 3600).wait_ready()
     engine = server.engine_pid
     stream = Stream(server)
     stream.until(b"data: ")
     server.process.send_signal(signal.SIGTERM)
-    _within(10, lambda: "shutting down" in server.log.read_text())
+    server.wait(lambda: "shutting down" in server.log.read_text())
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(5) == 130
-    _within(10, lambda: not os.path.exists(f"/proc/{engine}"))
+    assert server.process.wait(PATIENCE) == 130
+    until(lambda: gone(engine))
 
 
 # --- the engine
@@ -302,15 +294,16 @@ def _in_flight(server: Served) -> Iterator[bytes]:
     yield stream.until(b"\r\n0\r\n\r\n")
 
 
+@pytest.mark.thorough
 def test_a_stopped_engine(breakable: Served) -> None:
-    """SIGSTOP: not ready within ten seconds, its requests fail with the cause, and it recovers when it goes on."""
+    """SIGSTOP: it is seen within ten seconds, its requests fail with the cause, and it recovers when it goes on."""
+    assert SupervisorOptions().silence < 9
     server = breakable
     news = _in_flight(server)
     next(news)
     os.kill(server.engine_pid, signal.SIGSTOP)
     try:
-        seconds = _within(12, lambda: server.get("/health/ready")[0] == 503)
-        assert seconds < 10
+        server.wait(lambda: server.get("/health/ready")[0] == 503)
         _, body = server.get("/health/ready")
         assert (json.loads(body)["status"], "silent" in json.loads(body)["cause"]) == ("unresponsive", True)
         assert b"unresponsive" in next(news)
@@ -320,7 +313,7 @@ def test_a_stopped_engine(breakable: Served) -> None:
         assert server.get("/metrics")[0] == 200
     finally:
         os.kill(server.engine_pid, signal.SIGCONT)
-    _within(10, lambda: server.get("/health/ready")[0] == 200)
+    server.wait(lambda: server.get("/health/ready")[0] == 200)
     assert server.post("/v1/completions", SHORT)[0] == 200
     server.idle()
 
@@ -330,9 +323,9 @@ def test_a_killed_engine(breakable: Served) -> None:
     news = _in_flight(server)
     next(news)
     os.kill(server.engine_pid, signal.SIGKILL)
-    assert _within(10, lambda: server.get("/health/ready")[0] == 503) < 10
+    server.wait(lambda: server.get("/health/ready")[0] == 503)
     body = json.loads(server.get("/health/ready")[1])
-    assert body["status"] == "dead"
+    assert body["status"] == "dead"  # it did not have to be silent for a while first
     assert "signal 9" in body["cause"]
     assert b"signal 9" in next(news)
     assert server.get("/health/live")[0] == 503
@@ -346,11 +339,12 @@ def test_a_killed_engine(breakable: Served) -> None:
 STUCK = """
 import time, pathlib
 def hang(logits, rows):
-    if pathlib.Path({flag!r}).exists():
-        time.sleep(60)
+    while pathlib.Path({flag!r}).exists():
+        time.sleep(0.1)
 """
 
 
+@pytest.mark.thorough
 def test_an_engine_that_is_stuck_in_a_step(serve: Callable[..., Served], tmp_path: Any) -> None:
     """A logits processor that does not return; heartbeats go on. By default it is found within ten seconds, too."""
     assert SupervisorOptions().step_timeout < 9
@@ -364,13 +358,13 @@ def test_an_engine_that_is_stuck_in_a_step(serve: Callable[..., Served], tmp_pat
     answers: list[Any] = []
     asking = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", SHORT)))
     asking.start()
-    assert _within(15, lambda: server.get("/health/ready")[0] == 503) > 2
+    asking.join(PATIENCE)
+    ((status, answer, _),) = answers
+    assert (status, "stuck" in answer["error"]["message"]) == (503, True)
+    (quiet,) = re.findall(r"one step has not got on for ([\d.]+) s", server.log.read_text())
+    assert float(quiet) >= 3  # as the option says
     flag.unlink()
-    asking.join(10)
-    assert answers[0][0] == 503
-    assert "stuck" in answers[0][1]["error"]["message"]
-    _within(30, lambda: server.get("/health/ready")[0] == 200)
-    assert server.engine_pid != engine
+    server.wait(lambda: server.get("/health/ready")[0] == 200 and server.engine_pid != engine)
     assert server.post("/v1/completions", SHORT)[0] == 200
     assert "--step-timeout" in server.log.read_text()
 
@@ -382,9 +376,9 @@ def test_a_killed_engine_comes_back(serve: Callable[..., Served]) -> None:
     for _ in range(2):
         engine = server.engine_pid
         os.kill(engine, signal.SIGKILL)
-        _within(10, lambda: server.get("/health/ready")[0] == 503)
+        server.wait(lambda: server.get("/health/ready")[0] == 503)
         assert server.get("/health/live")[0] == 200
-        _within(30, lambda: server.get("/health/ready")[0] == 200)
+        server.wait(lambda: server.get("/health/ready")[0] == 200)
         assert server.engine_pid != engine
         again = server.post("/v1/completions", {**SHORT, "temperature": 0})[1]["choices"][0]["text"]
         assert again == first
@@ -395,6 +389,7 @@ def test_a_killed_engine_comes_back(serve: Callable[..., Served]) -> None:
 # --- starting
 
 
+@pytest.mark.thorough
 def test_requests_before_the_engine_is_ready(serve: Callable[..., Served]) -> None:
     server = serve()
     live, _ = server.get("/health/live")
@@ -411,16 +406,14 @@ def test_requests_before_the_engine_is_ready(serve: Callable[..., Served]) -> No
 
 def test_the_engines_process_is_there_before_the_command_line_is_read(embedded_artifact: Path) -> None:
     """On a GPU its import of torch is most of the start. A command line that is wrong ends it, in silence."""
-    command = [sys.executable, "-m", "graphllm.cli", "serve", "--artifact", str(embedded_artifact), "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as front:
-        try:
-            children = Path(f"/proc/{front.pid}/task/{front.pid}/children")
-            _within(30, lambda: bool(children.read_text()), often=0.001)
-            assert "pydantic_core" not in Path(f"/proc/{front.pid}/maps").read_text()  # which checks options
-        finally:
-            front.kill()
-    done = subprocess.run([*command, "--no-such-option"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 4), done.stderr
+    watched = (
+        "import sys; sys.addaudithook(lambda event, _: event == 'subprocess.Popen' and"
+        " print('pydantic_core' in sys.modules));"  # which checks options
+        "from graphllm.cli import command; command()"
+    )
+    command = [sys.executable, "-c", watched, "serve", "--artifact", str(embedded_artifact), "--no-such-option"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "False\n", 4), done.stderr
 
 
 def test_mistakes_end_the_start(cli: Any, tmp_path: Any) -> None:
@@ -448,8 +441,8 @@ def test_a_unix_socket(serve: Callable[..., Served], tmp_path: Any) -> None:
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))  # left behind by a server that was killed
     server = serve("--uds", path)
-    client = httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://x", timeout=60)
-    _within(60, lambda: client.get("/health/ready").status_code == 200)
+    client = httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://x", timeout=PATIENCE)
+    server.wait(lambda: client.get("/health/ready").status_code == 200)
     assert client.post("/v1/completions", json=SHORT).status_code == 200
     assert server.stop() == 0
     assert not path.exists()

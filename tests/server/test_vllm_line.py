@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from live import Served
 
 from graphllm.embedded import MODEL_DIR
@@ -17,6 +18,7 @@ LINE = """--host 127.0.0.1 --tensor-parallel-size 1 -pp 1 --pipeline_parallel_si
 --served-model-name first second"""
 
 
+@pytest.mark.thorough
 def test_it_starts_and_answers(tmp_path: Path) -> None:
     server = Served(tmp_path / "log", MODEL_DIR, *LINE.split())
     try:

@@ -19,13 +19,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from graphllm.compile.pipeline import compile_model
-from graphllm.config import Bucket, ConfigError, EngineArgs
+from graphllm.config import Bucket, ConfigError
 from graphllm.engine.core import EngineCore
 from graphllm.engine.request import Adapter, EngineRequest, Item
 from graphllm.entrypoints.core import warm_up_host
-from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
+from tests.artifacts import artifact_of
+from tests.tiers import COMPILED, ON_GPU
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
 import expected  # noqa: E402
@@ -34,7 +34,7 @@ from harness import GREEDY, finish, open_core, request, verify_all_drafts  # noq
 FEATURES = ("recurrent", "latent", "window", "cross", "image", "axes", "adapter", "extern", "encoded")
 COUNT, SEQS = 12, 3
 GROWING = (41, 45)  # lengths of prompts that need another block of 16 while they decode
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda" if ON_GPU else "cpu"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,17 +74,15 @@ class Strange:
         count = len(expected.layers(features))
         self.tables = [{i: torch.randn(expected.D, generator=rng) for i in range(count)} for _ in range(2)]
 
+    def artifact(self, backend: str) -> Path:
+        return artifact_of(
+            open_source(self.folder, draft=self.draft), target=DEVICE, backend=backend, dtype="float32",
+            max_model_len=96, max_num_seqs=SEQS, max_num_batched_tokens=32, block_size=16, num_speculative_tokens=2,
+            item_tokens=24, max_loras=2, tune=False, jobs=2 if DEVICE == "cuda" else 0, buckets=self.buckets,
+        )  # fmt: skip
+
     def core(self, backend: str = "eager", pages: int = 150, **options: Any) -> EngineCore:
-        place = self.folder / f"artifact.{backend}"
-        if not place.exists():
-            args = EngineArgs(
-                target=DEVICE, backend=backend, dtype="float32", max_model_len=96, max_num_seqs=SEQS,
-                max_num_batched_tokens=32, block_size=16, num_speculative_tokens=2,
-                item_tokens=24, max_loras=2, tune=False, jobs=2 if DEVICE == "cuda" else 0, buckets=self.buckets,
-            )  # fmt: skip
-            source = open_source(self.folder, draft=self.draft)
-            compile_model(source.config, source.tensors, compile_config(source.config, args), place)
-        core = open_core(self.folder, place, pages, draft=self.draft, **options)
+        core = open_core(self.folder, self.artifact(backend), pages, draft=self.draft, **options)
         if "adapter" in self.features:
             for number, tables in enumerate(self.tables):
                 core.write_adapter(f"{number + 1}", {f"layers.{i}.table": t.numpy() for i, t in tables.items()})
@@ -166,13 +164,14 @@ def test_pairs(pair: tuple[str, str], backend: str, tmp_path: Path) -> None:
     _every_way(Strange(pair, tmp_path / "model"), backend)
 
 
+@(pytest.mark.gpu if ON_GPU else pytest.mark.thorough)
 def test_all_together_compiled(tmp_path: Path) -> None:
     """For one bucket of each kind, as every one takes a quarter of a minute."""
     buckets = (Bucket("decode", 1, 1), Bucket("decode", 2, SEQS, 3), Bucket("mixed", 2, 32))
     _every_way(Strange(FEATURES, tmp_path / "model", buckets=buckets), "inductor")
 
 
-@pytest.mark.slow
+@COMPILED
 @pytest.mark.parametrize("feature", FEATURES)
 def test_alone_compiled(feature: str, tmp_path: Path) -> None:
     _every_way(Strange([feature], tmp_path / "model"), "inductor")
@@ -279,7 +278,7 @@ def test_programs_without_adapters(tmp_path: Path) -> None:
     tokens = expected.greedy(strange.features, strange.weights, prompt, COUNT)
     _check(core, [(request("a", prompt, GREEDY, limit=COUNT), tokens)])
     assert set(ran) == {"plain.neutral"}
-    program = json.loads((strange.folder / "artifact.eager" / "program.json").read_text())["graphs"][0]
+    program = json.loads((strange.artifact("eager") / "program.json").read_text())["graphs"][0]
     assert program["optional"] == ["item_rows", "adapter_ids"]
     read = {n for calls in program["programs"]["plain.neutral"]["calls"] for n in calls[1]}
     assert not [n for n in read if n.endswith(".table") or n in ("step.adapter_ids", "state.memory")]
@@ -304,7 +303,10 @@ def test_programs_without_adapters(tmp_path: Path) -> None:
     core.close()
 
 
-def test_pooled(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "backend", ["eager", pytest.param("inductor", marks=pytest.mark.gpu if ON_GPU else pytest.mark.thorough)]
+)
+def test_pooled(tmp_path: Path, backend: str) -> None:
     """Vectors of prompts, without causality, cache or token; one that no step can hold is refused."""
     w, rng = expected.weights(()), random.Random(3)
     folder = tmp_path / "model"
@@ -314,11 +316,10 @@ def test_pooled(tmp_path: Path) -> None:
     save_file({n: w[n] for n in ("embed", "layers.0.mix", "layers.1.mix")}, folder / "model.safetensors")
     source = open_source(folder)
     for backend in ("eager", "inductor"):
-        args = EngineArgs(
-            target=DEVICE, backend=backend, dtype="float32", max_model_len=96, max_num_seqs=SEQS,
+        place = artifact_of(
+            source, target=DEVICE, backend=backend, dtype="float32", max_model_len=96, max_num_seqs=SEQS,
             max_num_batched_tokens=32, tune=False,
         )  # fmt: skip
-        place = compile_model(source.config, source.tensors, compile_config(source.config, args), folder / backend)
         core = open_core(folder, place)
         warm_up_host(core._executor, 96, 32)
         prompts = [[rng.randrange(1, 90) for _ in range(rng.randint(1, 32))] for _ in range(9)]
@@ -353,7 +354,7 @@ def _draft_model(folder: Path) -> dict[str, torch.Tensor]:
     return w
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=COMPILED)])
 def test_draft_head(backend: str, tmp_path: Path) -> None:
     """A second graph from a second checkpoint, fed on the device by hidden states of a middle layer and run once for
     each draft: its guesses, in every step, and the text, which they do not change."""
@@ -410,10 +411,9 @@ def test_draft_models_that_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:
     ]
     for folder, draft, fields, told in wrong:
         source = open_source(folder, draft=draft)
-        args = EngineArgs(target=DEVICE, backend="eager", dtype="float32", **{"num_speculative_tokens": 2, **fields})
+        fields = {"num_speculative_tokens": 2, **fields}
         with pytest.raises(ConfigError, match=told):
-            compile_model(source.config, source.tensors, compile_config(source.config, args), tmp_path / "artifact")
-        assert not (tmp_path / "artifact").exists()
+            artifact_of(source, target=DEVICE, backend="eager", dtype="float32", **fields)
 
 
 def test_trees_that_a_model_cannot_verify(tmp_path: Path) -> None:
@@ -425,6 +425,6 @@ def test_trees_that_a_model_cannot_verify(tmp_path: Path) -> None:
     ):
         folder = Strange([feature], tmp_path / feature).folder
         source = open_source(folder)
-        args = EngineArgs(target=DEVICE, backend="eager", dtype="float32", speculative_token_tree="[(0,), (0, 0)]")
+        tree = {"speculative_token_tree": "[(0,), (0, 0)]"}
         with pytest.raises(ConfigError, match=told):
-            compile_model(source.config, source.tensors, compile_config(source.config, args), tmp_path / "artifact")
+            artifact_of(source, target=DEVICE, backend="eager", dtype="float32", **tree)

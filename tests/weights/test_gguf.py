@@ -51,11 +51,6 @@ _MODELS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRAPHLLM_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random halves are infinite at times
 @pytest.mark.parametrize("name", [t.name for t in TYPES.values()])
 def test_numbers_are_those_of_the_format(name: str) -> None:
@@ -190,14 +185,14 @@ def test_logits(kind: str, quantized: str, backend: Any, tmp_path: Path) -> None
     assert spec.loader is not None
     driver = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(driver)
-    runner = driver.Driver(gguf_folder(tmp_path / "model.gguf"), backend, tmp_path / "artifact")
+    runner = driver.Driver(gguf_folder(tmp_path / "model.gguf"), backend)
     prompt = torch.randint(0, 128, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     logits, _ = runner.generate([prompt], 1)
     wanted, far = model(torch.tensor([prompt])).logits[0, -1], 1e-4 if backend == "eager" else 2e-2  # rounds x
     torch.testing.assert_close(logits[0], wanted, rtol=far, atol=far)
     if quantized != "mixed":
         return
-    plan = WeightPlan.from_json((tmp_path / "artifact" / "weights.json").read_text())
+    plan = WeightPlan.from_json((runner.place / "weights.json").read_text())
     assert [e.name for e in plan if len(e.shape) == 2] == ["embed.inv_freq"]  # nothing is decoded
     kept = {e.name: e.expr.encoding for e in plan if isinstance(e.expr, Encode)}
     assert [kept[f"layers.0.qkv.{i}.tiles"] for i in (0, 1)] == ["tiled_q5_0", "tiled_q8_0"]
@@ -221,8 +216,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         return opened[0]
 
     folder, settings = gguf_folder(tmp_path / "model.gguf"), {"tensor_parallel_size": 2}
-    runner = driver.Driver(folder, "eager", tmp_path / "artifact", settings=settings, opened=ranks_of)
-    plan = WeightPlan.from_json((tmp_path / "artifact" / "weights.json").read_text())
+    runner = driver.Driver(folder, "eager", settings=settings, opened=ranks_of)
+    plan = WeightPlan.from_json((runner.place / "weights.json").read_text())
     assert [e.name for e in plan if len(e.shape) == 2] == ["embed.inv_freq"]
     prompt = torch.randint(0, 128, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     with opened[0]:

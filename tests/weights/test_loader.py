@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import queue
 import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +29,8 @@ from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan, make_plan
 from graphllm.weights.random import random_weights
 from graphllm.weights.readers import Loading, Progress
+from tests.tiers import thorough
+from tests.waiting import until
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -215,20 +217,16 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
 
 def test_who_stops_waiting_stops_the_readers() -> None:
     """Whatever ends the start while weights are read waits little; what fails in reading is raised at the end of it."""
-    begun, reported = threading.Event(), list[int]()
+    readers: queue.Queue[threading.Thread] = queue.Queue()
 
     def read(report: Progress) -> None:
-        begun.set()
+        readers.put(threading.current_thread())
         while True:
             report(0, 1)
-            reported.append(1)
-            time.sleep(0.001)
 
     with Loading({}, read):
-        begun.wait()
-    count = len(reported)
-    time.sleep(0.01)
-    assert len(reported) == count
+        reader = readers.get()
+    until(lambda: not reader.is_alive())
 
     def fail(report: Progress) -> None:
         raise OSError("the disk is gone")
@@ -238,13 +236,12 @@ def test_who_stops_waiting_stops_the_readers() -> None:
 
 
 def test_an_interrupt_ends_the_readers(tmp_path: Path) -> None:
-    reported = list[int]()
+    readers = list[threading.Thread]()
 
     def read(jobs: object, device: object, report: Progress) -> None:
+        readers.append(threading.current_thread())
         while True:
             report(0, 1)
-            reported.append(1)
-            time.sleep(0.001)
 
     checkpoint = checkpoint_of(tmp_path, {"x": torch.ones(2)})
     with (
@@ -253,9 +250,7 @@ def test_an_interrupt_ends_the_readers(tmp_path: Path) -> None:
         pytest.raises(KeyboardInterrupt),
     ):
         load_weights(plan_of({"x": Weight((2,), sources=("x",))}), checkpoint)
-    count = len(reported)
-    time.sleep(0.01)
-    assert len(reported) == count
+    until(lambda: not any(reader.is_alive() for reader in readers))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -284,8 +279,8 @@ def test_random_weights(device: str) -> None:
 
 _MEASURE = """
 import sys
+import queue
 import threading
-import time
 from graphllm.weights.checkpoint import Checkpoint
 from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan
@@ -304,7 +299,7 @@ assert not any(float(w.view(-1)[-1]) != 1 for w in weights.values())
 """
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", thorough("float32")])
 def test_peak_memory_and_imports_of_a_fresh_process(tmp_path: Path, dtype: str) -> None:
     """600 MB in two shards, read as they are and cast from float32: the model and no more than one tensor of 25 MB."""
     rows, width, layers = 2048, 3072, 24

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,10 +46,8 @@ def test_before_anything_is_compiled(checkpoint: Path, tmp_path: Path, spoil: An
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     source = open_source(folder)
     config = compile_config(source.config, EngineArgs(target="cpu", max_num_seqs=2))
-    start = time.perf_counter()
     with mock.patch.object(pipeline, "compile_model") as compiled, pytest.raises(WeightError) as refused:
         find_or_build(source, config, Env(tmp_path / "cache"), "build", lambda *_: None)
-    assert time.perf_counter() - start < 2
     assert message in str(refused.value)
     compiled.assert_not_called()
     assert not list((tmp_path / "cache").rglob("*.o"))  # no compiler came to its end

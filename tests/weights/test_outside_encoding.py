@@ -14,17 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graphllm import artifact
-from graphllm.compile.pipeline import compile_model
-from graphllm.config import ConfigError, EngineArgs
-from graphllm.entrypoints.resolve import compile_config
+from graphllm.config import ConfigError
 from graphllm.entrypoints.source import open_source
-from graphllm.runtime.executor import Executor
 from graphllm.runtime.staging import ragged
 from graphllm.weights import encodings
 from graphllm.weights.checkpoint import Checkpoint, WeightError
 from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan
 from graphllm.weights.random import random_weights
+from tests.artifacts import artifact_of, open_executor
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLE = DOCS / "examples" / "plugin_encoding"
@@ -58,24 +56,23 @@ def encoded(example: Any, checkpoint: Path, tmp_path: Path) -> tuple[Path, Path]
     return folders
 
 
-def _logits(folder: Path, place: Path) -> torch.Tensor:
-    source = open_source(folder)
-    overrides = EngineArgs(target="cpu", backend="eager", dtype="float32", max_model_len=96, max_num_seqs=2)
-    compile_model(source.config, source.tensors, compile_config(source.config, overrides), place)
-    plan = WeightPlan.from_json((place / "weights.json").read_text())
-    assert source.checkpoint is not None
-    executor = Executor(place, artifact.verify(place), load_weights(plan, source.checkpoint), num_blocks=16)
+def _artifact(folder: Path) -> Path:
+    return artifact_of(folder, backend="eager", dtype="float32", max_model_len=96, max_num_seqs=2)
+
+
+def _logits(folder: Path) -> torch.Tensor:
+    executor = open_executor(folder, _artifact(folder))
     table = np.arange(1, 7, dtype=np.int32)[None]
     logits = executor.run(ragged([IDS], [0], [table])).logits
     assert logits is not None
     return logits[0].float().clone()
 
 
-def test_a_model_that_is_stored_so(encoded: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_model_that_is_stored_so(encoded: tuple[Path, Path]) -> None:
     """The logits of the plain numbers; linear layers and head read int8 as it is stored, the embedding is decoded."""
-    found, expected = (_logits(folder, tmp_path / f"{folder.name}.artifact") for folder in encoded)
+    found, expected = (_logits(folder) for folder in encoded)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    place = tmp_path / "encoded.artifact"
+    place = _artifact(encoded[0])
     manifest = artifact.verify(place)
     notes = {p["unit"]: p["notes"] for p in manifest["passes"] if p["pass"] == "quantize_linear" and p["changed"]}
     assert notes == {

@@ -123,7 +123,7 @@ def test_what_is_repacked_for_kernels_stands_for_the_same_numbers(name: str, tmp
 @pytest.mark.parametrize("name", ["gptq by activation", "awq", "fp8 blocks", "packed int4, zeros", "nf4 nested"])
 def test_logits(name: str, tmp_path: Path) -> None:
     model = write(tmp_path, FORMATS[name])
-    runner = _driver().Driver(tmp_path, "eager", tmp_path / "artifact")
+    runner = _driver().Driver(tmp_path, "eager")
     prompt = torch.randint(0, 128, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     logits, _ = runner.generate([prompt], 1)
     torch.testing.assert_close(logits[0], model(torch.tensor([prompt])).logits[0, -1], atol=2e-4, rtol=0)
@@ -167,6 +167,7 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
         _same(weights[f"layers.{i}.down"], stored[at + "down_proj"].transpose(1, 2))
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 @pytest.mark.parametrize("apart", [False, True])
 def test_ranks_keep_experts_of_gpt_oss_encoded(apart: bool, tmp_path: Path) -> None:
@@ -174,6 +175,7 @@ def test_ranks_keep_experts_of_gpt_oss_encoded(apart: bool, tmp_path: Path) -> N
     _compare_two_ranks(tmp_path, _gpt_oss(tmp_path, 128), apart, "e2m1-32")
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "kept", "apart"),
@@ -221,8 +223,8 @@ def _compare_two_ranks(folder: Path, model: Any, apart: bool, kept: str) -> None
         return opened[0]
 
     settings = {"tensor_parallel_size": 2, "enable_expert_parallel": apart}
-    runner = _driver().Driver(folder, "eager", folder / "artifact", settings=settings, opened=ranks_of)
-    shown = {row["name"]: row["kept"] for row in artifact.verify(folder / "artifact")["weights"]}
+    runner = _driver().Driver(folder, "eager", settings=settings, opened=ranks_of)
+    shown = {row["name"]: row["kept"] for row in artifact.verify(runner.place)["weights"]}
     assert {shown["layers.*.gate_up"], shown["layers.*.down"]} == {kept}
     prompts = [torch.randint(128, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 50)]
     with opened[0]:
@@ -252,8 +254,8 @@ def test_modules_that_are_left_alone(tmp_path: Path) -> None:
     weights = _loaded(tmp_path, _plan(tmp_path))
     _same(weights["layers.0.down"], model.state_dict()["model.layers.0.mlp.down_proj.weight"])
     _same(weights["layers.1.o"], model.state_dict()["model.layers.1.self_attn.o_proj.weight"])
-    runner = _driver().Driver(tmp_path, "eager", tmp_path / "artifact")
-    shown = {(row["name"], *row["layers"]): row for row in artifact.verify(tmp_path / "artifact")["weights"]}
+    runner = _driver().Driver(tmp_path, "eager")
+    shown = {(row["name"], *row["layers"]): row for row in artifact.verify(runner.place)["weights"]}
     assert (shown["layers.*.down", 0]["kept"], shown["layers.*.down", 0]["bits"]) == ("float32", 32)
     assert shown["layers.*.down", 1]["kept"] == f"nibble_zeros_f16-{GROUP}"
     assert shown["layers.*.down", 1]["stored"] == f"gptq_ordered-4-{GROUP}"

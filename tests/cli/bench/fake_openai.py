@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.waiting import PATIENCE
+
 
 @dataclass
 class Fake:
@@ -164,10 +166,10 @@ def serving_thread(fake: Fake) -> Iterator[Fake]:
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
     thread.start()
-    ready.wait(10)
+    ready.wait(PATIENCE)
     try:
         yield fake
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(PATIENCE)
         loop.close()

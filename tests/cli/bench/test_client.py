@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import statistics
 import time
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,7 @@ from fake_openai import Fake, serving
 
 from graphllm.cli.bench.client import HttpClient, Timeline
 from graphllm.config import ConfigError
-
-SLACK = 0.08  # seconds that a busy machine may add
-EARLY = 0.01  # seconds that a server with timers of a millisecond may answer too early, all of them together
+from tests.waiting import PATIENCE, until_async
 
 
 def body(tokens: int = 8) -> bytes:
@@ -25,7 +24,7 @@ def body(tokens: int = 8) -> bytes:
 
 
 def stream(
-    fake: Fake, *bodies: bytes, path: str = "/v1/completions", timeout: float = 10.0, key: str = ""
+    fake: Fake, *bodies: bytes, path: str = "/v1/completions", timeout: float = PATIENCE, key: str = ""
 ) -> list[Timeline]:
     """One after the other, by one client."""
 
@@ -46,25 +45,20 @@ def test_times_are_those_of_the_server(path: str) -> None:
     for got, arrived, written in zip(found, fake.arrived, fake.written, strict=True):
         assert got.error is None
         assert (got.prompt_tokens, got.output_tokens, got.finish_reason) == (3, 11, "length")
-        assert got.started < arrived < arrived + 0.1 - EARLY < written[0] < got.pieces[0]
+        assert got.started < arrived < written[0] < got.pieces[0]
         late = np.array(got.pieces) - np.array(written)
-        assert 0 < np.median(late) < 0.01
+        assert 0 < np.median(late) < np.median(np.diff(written))  # each comes before the next is written
         assert got.ttft == got.pieces[0] - got.started
         assert got.itl == pytest.approx(np.diff(got.pieces))
         assert got.ended > written[-1]
-        assert got.e2el == got.ended - got.started > 0.3 - EARLY
+        assert got.e2el == got.ended - got.started
         assert got.tpot == pytest.approx((got.ended - got.pieces[0]) / 10)
-    # A stall of the machine may be in one of them, but not in all.
-    assert min(got.ttft for got in found) < 0.1 + SLACK
-    assert min(got.e2el for got in found) < 0.3 + 2 * SLACK
-    assert 0.018 < statistics.median(gap for got in found for gap in got.itl) < 0.04
 
 
 def test_tokens_are_counted_by_the_server_and_not_by_chunks() -> None:
     (got,) = stream(Fake(between=0.05, tokens_per_piece=4), body(10))
     assert (got.output_tokens, len(got.pieces), len(got.itl)) == (10, 3, 2)
     assert got.tpot == pytest.approx((got.ended - got.pieces[0]) / 9)
-    assert got.tpot >= (0.1 - EARLY) / 9
 
 
 @pytest.mark.parametrize("segment", [0, 1, 3, 50])
@@ -86,11 +80,11 @@ def test_events_may_come_in_any_segments(segment: int, line_end: str) -> None:
         ("no done", r"the stream ended without \[DONE\]"),
         ("no finish", "the stream ended without a finish_reason"),
         ("no usage", "the stream has no usage"),
-        ("hang", "no end within 0.3 s"),
+        ("hang", "no end within 1 s"),
     ],
 )
 def test_failures_have_reasons_and_the_next_request_is_fine(fault: str, reason: str) -> None:
-    bad, good = stream(Fake(faults={0: fault}), body(), body(), timeout=0.3)
+    bad, good = stream(Fake(faults={0: fault}), body(), body(), timeout=1.0 if fault == "hang" else PATIENCE)
     assert re.search(reason, bad.error or "", re.IGNORECASE), bad.error
     assert good.error is None
 
@@ -142,7 +136,7 @@ def test_a_cancelled_request_gives_up_its_connection() -> None:
         async with serving(Fake(first=0.2)) as fake:
             client = HttpClient(fake.url)
             task = asyncio.create_task(client.stream("/v1/completions", body()))
-            await asyncio.sleep(0.1)
+            await until_async(lambda: fake.requests)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -154,14 +148,23 @@ def test_a_cancelled_request_gives_up_its_connection() -> None:
 
 
 def test_the_client_is_cheap() -> None:
-    """64 streams without pauses: the client and the fake server share one core, and most of it is the server."""
+    """64 streams without pauses: with the fake server, it takes little more than a client that reads no word."""
 
-    async def main() -> float:
+    async def read_no_word(fake: Fake) -> None:
+        reader, writer = await asyncio.open_connection(*fake.url.removeprefix("http://").split(":"))
+        head = f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(body(300))}\r\n\r\n"
+        writer.write(head.encode() + body(300))
+        await reader.readuntil(b"[DONE]")
+        writer.close()
+
+    async def seconds(stream: Callable[[Fake], Coroutine[Any, Any, Any]]) -> float:
         async with serving(Fake()) as fake:
-            client = HttpClient(fake.url)
             begun = time.process_time()
-            done = await asyncio.gather(*(client.stream("/v1/completions", body(300)) for _ in range(64)))
-            assert sum(t.output_tokens for t in done) == 64 * 300
-            return (time.process_time() - begun) / (64 * 300)
+            await asyncio.gather(*(stream(fake) for _ in range(64)))
+            return time.process_time() - begun
 
-    assert uvloop.run(main()) < 200e-6
+    def client(fake: Fake) -> Coroutine[Any, Any, Timeline]:
+        return HttpClient(fake.url).stream("/v1/completions", body(300))
+
+    costs = [min(uvloop.run(seconds(stream)) for _ in range(3)) for stream in (client, read_no_word)]
+    assert costs[0] < 2 * costs[1]

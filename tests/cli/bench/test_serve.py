@@ -18,6 +18,7 @@ from graphllm.cli.bench.report import about
 from graphllm.cli.bench.serve import Load, bench_serve
 from graphllm.cli.bench.workload import arrivals
 from graphllm.config import ConfigError
+from tests.waiting import PATIENCE
 
 Serve = Callable[..., tuple[int, dict[str, Any]]]
 
@@ -162,7 +163,7 @@ def test_help_imports_nothing_heavy_and_every_option_has_one() -> None:
         "    assert leaf.help and all(p.help for p in leaf.params)\n"
         "assert not {'torch', 'numpy', 'uvloop', 'msgspec', 'httptools'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
 
 
 def test_the_load_test_needs_no_torch(tmp_path: Path) -> None:
@@ -173,7 +174,9 @@ def test_the_load_test_needs_no_torch(tmp_path: Path) -> None:
     with serving_thread(Fake()) as fake:
         arguments = ["serve", "--url", fake.url, "--num-prompts", "3", "--request-rate", "inf", "--output-len", "4",
                      "--goodput", "ttft:5000 tpot:5000", "--output", str(tmp_path / "r.json"), "--quiet"]  # fmt: skip
-        subprocess.run([sys.executable, "-c", script, *arguments], check=True, timeout=60, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-c", script, *arguments], check=True, timeout=PATIENCE, stdout=subprocess.DEVNULL
+        )
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["request_goodput"] == result["request_throughput"]
     assert result["request_rate"] == "inf"

@@ -17,6 +17,8 @@ from pydantic import BaseModel
 from reply_parts import unknown
 from sdk import BOTH, CITY, FUNCTIONS, MODEL, RESULT, STORY, SUM, TOLD, WEATHER, fresh, prompt_ids, tokenizer
 
+from tests.waiting import PATIENCE
+
 SAID = "12 + 7 = 19."
 TOOLS: Any = [{"name": f["name"], "description": f["description"], "input_schema": f["parameters"]} for f in FUNCTIONS]
 OPENAI_TOOLS: Any = [{"type": "function", "function": function} for function in FUNCTIONS]
@@ -24,7 +26,7 @@ OPENAI_TOOLS: Any = [{"type": "function", "function": function} for function in 
 
 @pytest.fixture
 def client(served: Served) -> Iterator[Anthropic]:
-    with Anthropic(base_url=served.url, api_key="any", max_retries=0, timeout=60) as client:
+    with Anthropic(base_url=served.url, api_key="any", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 

@@ -13,6 +13,8 @@ import pytest
 from live import Served
 from sdk import BOTH, FUNCTIONS, MODEL, TOOLS
 
+from tests.tiers import thorough
+
 
 class Reply(NamedTuple):
     """What a client has read. calls: names and arguments. ended: why. turn: what it sends back."""
@@ -116,7 +118,7 @@ def api(request: pytest.FixtureRequest, served: Served) -> Iterator[Api]:
             yield (_openai if request.param == "chat" else _responses)(other)
 
 
-@pytest.mark.parametrize("choice", ["auto", "required", "named"])
+@pytest.mark.parametrize("choice", ["auto", thorough("required"), thorough("named")])
 def test_calls_that_are_cut(choice: str, api: Api) -> None:
     sent: list[Any] = []
     for most in range(1, 40, api.step):

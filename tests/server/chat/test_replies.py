@@ -25,6 +25,7 @@ from graphllm.server.chat.replies import (
     Text,
     merged,
 )
+from tests.tiers import thorough
 
 NAMES = frozenset({"f", "get_weather", "search-2"})
 HERMES, LLAMA3, MISTRAL, JSON = (ReplyFormat(tools=t, names=NAMES) for t in ("hermes", "llama3", "mistral", "json"))
@@ -527,11 +528,10 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", [n if n in ("brackets", "a prefix") else thorough(n) for n in SLOW])
 def test_time_is_linear(name: str) -> None:
-    """In tokens of two characters, and at once. A quadratic reader takes minutes for most of these; a linear one takes
-    less than 3 s, or on a slow machine 3 to 7 times as long as for a fourth of the text (the better of two tries,
-    as one beside other work was 10.6), a quadratic one 16 times."""
+    """In tokens of two characters, and at once. A linear reader takes 3 to 7 times as long as for a fourth of the text
+    (in one of three tries, as one beside other work was 10.6), a quadratic one 16 times."""
     format, text = SLOW[name]
 
     def seconds(text: str) -> float:
@@ -540,5 +540,5 @@ def test_time_is_linear(name: str) -> None:
         assert merged(read(format, pieces)) == merged(read(format, [text]))
         return time.process_time() - begin
 
-    taken = seconds(text)
-    assert taken < 3 or min(taken, seconds(text)) < 10 * seconds(text[: len(text) // 4])
+    fourth = seconds(text[: len(text) // 4])
+    assert any(seconds(text) < 10 * fourth for _ in range(3))

@@ -18,13 +18,14 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from sdk import MODEL, STORY, SUM, fresh, prompt_ids, scores, tokenizer
 
 from graphllm.embedded import MODEL_DIR
+from tests.waiting import PATIENCE, until
 
 LONG: Any = {"model": MODEL, "prompt": "Count:", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture
 def client(served: Served) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=60) as client:
+    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 
@@ -49,8 +50,8 @@ def test_models(client: OpenAI) -> None:
 
 
 def test_a_chat(client: OpenAI) -> None:
-    time.sleep(1.1)  # so that the server's start is another second
-    asked = int(time.time())
+    (card,) = client.models.list()
+    asked = until(lambda: (now := int(time.time())) > card.created and now)  # another second than the server's start
     raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=SUM, temperature=0)
     read = ChatCompletion.model_validate(json.loads(raw.text), strict=True)
     (choice,) = read.choices
@@ -157,6 +158,7 @@ def test_logprobs_of_a_chat(client: OpenAI) -> None:
     assert [e.token for e in told] == [e.token for e in entries]
 
 
+@pytest.mark.thorough
 def test_logprobs_of_the_whole_vocabulary(serve: Callable[..., Served], client: OpenAI) -> None:
     """Where the server was started for it; and any number of them."""
     body: Any = {"model": MODEL, "messages": SUM, "temperature": 0, "logprobs": True, "max_tokens": 2}
@@ -164,7 +166,7 @@ def test_logprobs_of_the_whole_vocabulary(serve: Callable[..., Served], client: 
         client.chat.completions.create(**body, top_logprobs=-1)
     server = serve("--artifact", "build", "--backend", "eager", "--max-logprobs", -1).wait_ready()
     prompt = prompt_ids(SUM)
-    with OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60) as asking:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as asking:
         for count, stream in ((-1, False), (-1, True), (300, False)):
             answered: Any = asking.chat.completions.create(**body, top_logprobs=count, stream=stream)
             parts = list(answered) if stream else [answered]

@@ -13,10 +13,12 @@ from openai import OpenAI
 from pydantic import BaseModel
 from sdk import BOTH, FUNCTIONS, MODEL, RESULT, STORY, SUM, TOLD, TOOLS, WEATHER, fresh, prompt_ids, tokenizer
 
+from tests.waiting import PATIENCE
+
 
 @pytest.fixture
 def client(served: Served) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=60) as client:
+    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 

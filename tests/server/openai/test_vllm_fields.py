@@ -16,13 +16,14 @@ from openai import AsyncOpenAI, OpenAI
 from sdk import MODEL, STORY, SUM, prompt_ids, scores, tokenizer
 
 from graphllm.engine.structured.compilers import compiler_class
+from tests.waiting import PATIENCE
 
 BEGUN: Any = [*SUM, {"role": "assistant", "content": "12 + 7 ="}]
 
 
 @pytest.fixture
 def client(served: Served) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=60) as client:
+    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 
@@ -278,7 +279,7 @@ def test_many_ids_leave_nothing_behind(count: int, served: Served) -> None:
         return int(status.split("VmRSS:")[1].split()[0]) << 10
 
     async def ask() -> None:
-        async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="a", max_retries=0, timeout=300) as client:
+        async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="a", max_retries=0, timeout=PATIENCE) as client:
             turns = asyncio.Semaphore(16)
 
             async def one(i: int) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from live import Served
 from sdk import MODEL, SUM, tokenizer
 
 from graphllm.embedded import MODEL_DIR
+from tests.waiting import PATIENCE
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}{{ mood }}]{{ m.content }}{% endfor %}"
 ASK = {"model": MODEL, "messages": SUM, "max_tokens": 8, "temperature": 0, "return_prompt_text": True}
@@ -68,7 +69,7 @@ def test_the_role_and_the_usage_of_answers(flagged: Served) -> None:
         f"{flagged.url}/v1/chat/completions", json.dumps({**ASK, "stream": True}).encode(),
         {"content-type": "application/json", **ADMIN},
     )  # fmt: skip
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         lines = [line[6:] for line in answer.read().decode().splitlines() if line.startswith("data: {")]
     chunks = [json.loads(line) for line in lines]
     assert chunks[0]["choices"][0]["delta"]["role"] == "bot"
@@ -108,20 +109,16 @@ def test_a_template_of_a_request(flagged: Served) -> None:
     ],
 )
 def test_templates_that_mean_harm(template: str, message: str, flagged: Served) -> None:
-    """They are refused within seconds, and others are answered meanwhile."""
-    found: list[tuple[int, Any]] = []
-    begun = time.monotonic()
-    thread = threading.Thread(target=lambda: found.append(_chat(flagged, chat_template=template)))
-    thread.start()
-    time.sleep(0.2)
-    asked = time.monotonic()
-    assert flagged.get("/ping")[0] == 200
-    assert time.monotonic() - asked < 1
-    thread.join(30)
-    assert time.monotonic() - begun < 15
-    ((status, body),) = found
+    """They are refused, and others are answered meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        asked, answers = pool.submit(_chat, flagged, chat_template=template), 0
+        while not asked.done():
+            assert flagged.get("/ping")[0] == 200
+            answers += 1
+        status, body = asked.result()
     assert status == 400
     assert message in body["error"]["message"]
+    assert answers > 3 or "takes more than 2 s" not in message
 
 
 def test_profiles(flagged: Served) -> None:
@@ -149,7 +146,7 @@ def test_admins_alone(flagged: Served) -> None:
     assert _post(flagged, "/reset_prefix_cache", {}, **ADMIN)[:2] == (200, {"reset": True})
     for path, known in (("/server_info", f'"models":["{MODEL}","other"]'), ("/tokenizer_info", "[{{ m.role }}")):
         request = urllib.request.Request(flagged.url + path, headers=ADMIN)
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             text = answer.read().decode()
         assert known in text
         assert str(MODEL_DIR) not in text
@@ -172,10 +169,9 @@ def test_requests_are_aborted_by_their_ids(flagged: Served) -> None:
 
     thread = threading.Thread(target=ask)
     thread.start()
-    aborted, deadline = 0, time.monotonic() + 20
-    while not aborted and time.monotonic() < deadline:
-        aborted = _post(flagged, "/abort_requests", {"request_ids": ["endless", "unknown"]}, **ADMIN)[1]["aborted"]
-    thread.join(30)
+    ids = {"request_ids": ["endless", "unknown"]}
+    aborted = flagged.wait(lambda: _post(flagged, "/abort_requests", ids, **ADMIN)[1]["aborted"])
+    thread.join(PATIENCE)
     ((status, body),) = found
     assert (aborted, status) == (1, 200)
     assert [choice["finish_reason"] for choice in body["choices"]] == ["abort", "abort"]
@@ -189,7 +185,7 @@ def test_pages_of_other_hosts(flagged: Served) -> None:
             headers={"origin": origin, "access-control-request-method": method},
         )  # fmt: skip
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
                 return answer.status, answer.headers
         except urllib.error.HTTPError as error:
             return error.code, error.headers
@@ -230,7 +226,7 @@ def test_rates(flagged: Served) -> None:
     assert _post(flagged, "/tokenize", {"prompt": "x"}, **ADMIN)[0] == 200
 
 
-def test_flags_that_are_refused(process: Callable[..., Any], embedded_artifact: Path) -> None:
+def test_flags_that_are_refused(cli: Callable[..., Any], embedded_artifact: Path) -> None:
     for flags, message in [
         (("--ssl-ciphers", "AES"), "ssl_ciphers is 'AES': ciphers are those of OpenSSL's defaults"),
         (("--lora-modules", "a=b"), "lora-modules: adapters are served with --enable-lora"),
@@ -242,7 +238,7 @@ def test_flags_that_are_refused(process: Callable[..., Any], embedded_artifact: 
         (("--rate-limit-token", "0"), "rate-limit-token is 0"),
         (("--admin-api-key", ""), "admin-api-key is empty"),
     ]:
-        done = process("serve", "--artifact", embedded_artifact, "--port", "0", *flags)
+        done = cli("serve", "--artifact", embedded_artifact, "--port", "0", *flags)
         assert done.code == 2, (flags, done.err)
         assert message in done.err
         assert "Traceback" not in done.err

@@ -15,6 +15,7 @@ from openai import OpenAI
 from sdk import MODEL, STORY, SUM
 
 from graphllm.server.http.unserved import UNSERVED
+from tests.waiting import PATIENCE
 
 CHAT = {"messages": SUM, "max_tokens": 12, "temperature": 0}
 SURFACE = (Path(__file__).parent / "vllm_routes.txt").read_text().splitlines()
@@ -24,7 +25,7 @@ def _ask(served: Served, method: str, path: str) -> tuple[int, Any]:
     data = b"{}" if method == "POST" else None
     request = urllib.request.Request(served.url + path, data, {"content-type": "application/json"}, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

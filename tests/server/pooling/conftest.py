@@ -65,8 +65,7 @@ def reranker_folder(shared: Any) -> Path:
 
 
 def _serve(folder: Path, place: Path, *options: str) -> Iterator[Served]:
-    environment = {"GRAPHLLM_CACHE": str(place / "cache")}
-    server = Served(place / "log", folder, *OPTIONS, *options, environment=environment)
+    server = Served(place / "log", folder, *OPTIONS, *options)
     yield server.wait_ready()
     assert server.stop() == 0, server.log.read_text()
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,8 +18,7 @@ import pytest
 
 from graphllm.config import ConfigError
 from graphllm.server.ranks.options import RankOptions
-
-SECONDS = 120.0
+from tests.waiting import PATIENCE, gone, until
 
 
 def free_ports(count: int) -> int:
@@ -38,7 +36,7 @@ def free_ports(count: int) -> int:
 
 def get(port: int, path: str = "/health") -> tuple[int, Any]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE) as response:
             return response.status, json.loads(response.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
@@ -51,16 +49,8 @@ def complete(port: int) -> dict[str, Any]:
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
         return json.loads(response.read())
-
-
-def until(look: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + SECONDS
-    while not (found := look()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return found
 
 
 def ranks_of(pid: int) -> dict[int, int]:
@@ -113,7 +103,7 @@ def test_two_ranks_and_the_death_of_one(ranks: Any, tmp_path: Path) -> None:
     ]  # fmt: skip
     texts = [complete(port)["choices"][0]["text"] for port in (first, first + 1)]
     assert texts[0] == texts[1]
-    with urllib.request.urlopen(f"http://127.0.0.1:{first + 1}/metrics", timeout=30) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{first + 1}/metrics", timeout=PATIENCE) as response:
         assert 'vllm:num_requests_running{engine="1"' in response.read().decode()
     if len(os.sched_getaffinity(0)) > 1:
         shares = [os.sched_getaffinity(pid) for pid in ranks_of(process.pid).values()]
@@ -130,7 +120,7 @@ def test_two_ranks_and_the_death_of_one(ranks: Any, tmp_path: Path) -> None:
     below = processes_below(process.pid)
     assert len(below) >= 4  # servers and their engines
     process.send_signal(signal.SIGTERM)
-    assert process.wait(SECONDS) == 0, (tmp_path / "log").read_text()
+    assert process.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
     assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
 
 
@@ -145,13 +135,28 @@ def test_without_restart_and_without_the_supervisor(ranks: Any) -> None:
     below = processes_below(process.pid)
     process.kill()
     process.wait()
-    until(lambda: not [pid for pid in below if Path(f"/proc/{pid}").exists()])
+    until(lambda: gone(*below))
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still(ranks: Any) -> None:
+    """It does not answer, though it could; until it goes on."""
+    process, first = ranks("--dp-supervisor-probe-timeout-s", "1")
+    until(lambda: get(first + 2)[0] == 200)
+    pid = ranks_of(process.pid)[1]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: get(first + 2, "/health/liveness")[0] == 503)
+        assert [one["status"] for one in get(first + 2)[1]["ranks"]] == ["ready", "unhealthy"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: get(first + 2)[0] == 200 and get(first + 2, "/health/liveness")[0] == 200)
 
 
 @pytest.mark.slow
 def test_a_rank_that_cannot_start_ends_all(ranks: Any, tmp_path: Path) -> None:
     process, _ = ranks("--max-model-len", "7")
-    assert process.wait(SECONDS) == 2
+    assert process.wait(PATIENCE) == 2
     assert "max_model_len is 7" in (tmp_path / "log").read_text()
 
 

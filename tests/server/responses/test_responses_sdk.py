@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import math
-import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -20,6 +19,8 @@ from pydantic import BaseModel
 from reply_parts import unknown
 from sdk import BOTH, CITY, FUNCTIONS, MODEL, RESULT, SUM, TOLD, WEATHER, fresh, prompt_ids, scores, tokenizer
 
+from tests.waiting import PATIENCE, until
+
 ASKED, SAID = "What is 12 + 7?", "12 + 7 = 19."
 TOOLS: Any = [{"type": "function", "strict": False, **function} for function in FUNCTIONS]
 LONG: Any = {"model": MODEL, "input": "Write a story.", "max_output_tokens": 900, "extra_body": {"ignore_eos": True}}
@@ -27,7 +28,7 @@ LONG: Any = {"model": MODEL, "input": "Write a story.", "max_output_tokens": 900
 
 @pytest.fixture
 def client(served: Served) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=60) as client:
+    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 
@@ -226,11 +227,11 @@ def test_parsed_answers(client: OpenAI) -> None:
 
 
 def _wait(client: OpenAI, id: str) -> Response:
-    deadline = time.monotonic() + 60
-    while (response := client.responses.retrieve(id)).status in ("queued", "in_progress"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return response
+    def ended() -> Response | None:
+        response = client.responses.retrieve(id)
+        return None if response.status in ("queued", "in_progress") else response
+
+    return until(ended)
 
 
 def test_in_the_background(client: OpenAI) -> None:

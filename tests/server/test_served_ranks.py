@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from live import Served
 
 from graphllm import LLM, SamplingParams
+from tests.waiting import PATIENCE, gone, until
 
 LIMITS = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
 EAGER: dict[str, Any] = {"target": "cpu", "backend": "eager", "dtype": "float32", **LIMITS}
@@ -22,7 +22,7 @@ PROMPT = "hello world, the cat"
 
 
 @pytest.fixture
-def server(checkpoint: Path, cache: Path, tmp_path: Path) -> Iterator[Served]:
+def server(checkpoint: Path, tmp_path: Path) -> Iterator[Served]:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in EAGER.items()]
     found = Served(tmp_path / "log", checkpoint, "--tensor-parallel-size", 2, "--restart-engine", *options)
     yield found.wait_ready()
@@ -37,24 +37,13 @@ def _ranks(server: Served) -> tuple[int, int]:
     return core, int(other)
 
 
-def _within(seconds: float, look: Callable[[], bool]) -> float:
-    begun = time.monotonic()
-    while not look():
-        assert time.monotonic() - begun < seconds
-        time.sleep(0.02)
-    return time.monotonic() - begun
-
-
-def _gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
-
-
 def _text(server: Served) -> str:
     status, answer, _ = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 12, "temperature": 0})
     assert status == 200, answer
     return str(answer["choices"][0]["text"])
 
 
+@pytest.mark.thorough
 def test_a_killed_rank(server: Served, checkpoint: Path) -> None:
     """Nobody asks for anything, and yet it is noticed."""
     with LLM(checkpoint, **EAGER) as llm:
@@ -62,10 +51,10 @@ def test_a_killed_rank(server: Served, checkpoint: Path) -> None:
     assert _text(server) == expected
     core, rank = _ranks(server)
     os.kill(rank, signal.SIGKILL)
-    _within(5, lambda: server.get("/health/ready")[0] == 503)
+    until(lambda: server.get("/health/ready")[0] == 503)
     assert f"rank 1 of 2 (process {rank}) was killed by signal 9" in server.get("/health/ready")[1]
-    _within(10, lambda: _gone(core))
-    _within(30, lambda: server.get("/health/ready")[0] == 200)
+    until(lambda: gone(core))
+    until(lambda: server.get("/health/ready")[0] == 200)
     assert _text(server) == expected
 
 
@@ -78,12 +67,13 @@ def test_the_core_and_the_front_are_killed(server: Served) -> None:
     asking = threading.Thread(target=lambda: server.post("/v1/completions", long))
     asking.start()
     os.kill(core, signal.SIGKILL)
-    asking.join(20)
-    _within(10, lambda: _gone(core) and _gone(rank))
-    _within(30, lambda: server.get("/health/ready")[0] == 200)
+    asking.join(PATIENCE)
+    assert not asking.is_alive()
+    until(lambda: gone(core, rank))
+    until(lambda: server.get("/health/ready")[0] == 200)
     assert not {core, rank} & set(_ranks(server))
     assert _text(server) == expected
     core, rank = _ranks(server)
     server.process.kill()  # nobody is left to end the others
     server.process.wait()
-    _within(10, lambda: _gone(core) and _gone(rank))
+    until(lambda: gone(core, rank))

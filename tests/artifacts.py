@@ -1,0 +1,54 @@
+"""Artifacts that tests share: each is compiled once, keyed by all that shapes it, and kept for later runs.
+
+They lie in the cache that conftest.py names in GRAPHLLM_CACHE; a changed source gives another key. Nobody writes into
+them. Tests of the cache itself, and of compiling, have one of their own (the fixture ``cache``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from graphllm import artifact
+from graphllm.config import EngineArgs, Env
+from graphllm.entrypoints.build import artifact_folder
+from graphllm.entrypoints.build_lock import build_lock
+from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.source import Source, open_source
+from graphllm.runtime.executor import Executor
+from graphllm.weights.loader import load_weights
+from graphllm.weights.plan import WeightPlan
+
+# Small enough that prompts of a few tokens are chunked and the batch fills up; context 96 needs 12 blocks.
+LIMITS = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
+ON: dict[str, dict[str, Any]] = {  # settings by device: the block size is the least that its kernels take
+    "cpu": {"target": "cpu", "backend": "eager", "block_size": 8},
+    "cuda": {"target": "cuda", "dtype": "float32", "block_size": 16, "tune": False},
+}
+
+
+def artifact_of(model: Path | Source | None, replaced: dict[str, Any] | None = None, **settings: Any) -> Path:
+    """Of a checkpoint's folder, the embedded model's if None. settings: of `EngineArgs`; on the CPU unless they say
+    otherwise. replaced: fields of the compile config that no setting has so. Weights are not looked at, nor whether the
+    model was made for so many positions."""
+    from graphllm.compile.objects import Objects
+    from graphllm.compile.pipeline import compile_model
+
+    source, env = model if isinstance(model, Source) else open_source(model), Env.read()
+    config = compile_config(source.config, EngineArgs(**{"target": "cpu", **settings}))
+    config = replace(config, **replaced or {})
+    place, stored = artifact_folder(source, config, env), source.checkpoint and source.checkpoint.tensors
+    with build_lock(place), Objects(env.cache_dir / "objects" if config.target.device == "cpu" else None) as objects:
+        if not (place / "manifest.json").exists():
+            tuned = env.cache_dir / "tuned"
+            compile_model(source.config, source.tensors, config, place, tuned=tuned, objects=objects, stored=stored)
+    return place
+
+
+def open_executor(model: Path | Source, place: Path, num_blocks: int = 16, device: str = "cpu") -> Executor:
+    """The executor of an artifact with a checkpoint's weights."""
+    source = model if isinstance(model, Source) else open_source(model)
+    assert source.checkpoint is not None
+    plan = WeightPlan.from_json((place / "weights.json").read_text())
+    return Executor(place, artifact.verify(place), load_weights(plan, source.checkpoint, device), num_blocks=num_blocks)

@@ -1,0 +1,26 @@
+"""The two tiers of the suite (docs/testing.md): what stands only in the second one says so by these."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from graphllm.machine import detect_target
+
+THOROUGH = os.environ.get("GRAPHLLM_TEST_TIER") == "thorough"  # set by conftest.py before tests are collected
+
+
+ON_GPU = detect_target("auto").device == "cuda"
+COMPILED = pytest.mark.gpu if ON_GPU else pytest.mark.slow  # of tests that are compiled for the device that is there
+
+
+def thorough(*values: Any, **options: Any) -> Any:
+    """Values of a parameter, or of several, that only `make test-all` runs. options: of `pytest.param`."""
+    return pytest.param(*values, marks=pytest.mark.thorough, **options)
+
+
+def draws(first: int, second: int) -> int:
+    """How often a random test draws in the first tier, and in the second."""
+    return second if THOROUGH else first
