@@ -2,8 +2,9 @@
 
 Every file is two nodes. ``file``: what its import runs. ``file()``: what its functions may run, too. An edge leads to
 every module that is imported there, to modules and folders whose names stand there as strings
-("graphllm.engine.process", "graphllm.ops"), to headers that C++ includes, and from Python to other sources in its
-folder. A test file also needs the fixtures of conftest.py that it names, and the files of the repository that it names.
+("graphllm.engine.process", "graphllm.ops", "graphllm.weights.formats." with a name behind it), to headers that C++
+includes, and from Python to other sources in its folder. A test file also needs the fixtures of conftest.py that it
+names, and the files of the repository that it names.
 
 Run as a program: `python tests/reach.py COMMIT` prints the test files for what changed since that commit.
 """
@@ -97,11 +98,11 @@ class Graph:
                 if file == "graphllm/__init__.py":  # its table of public names, each imported when it is used
                     target, words = f"{file}()", [f"graphllm.{node.value.partition(':')[0]}"]
                 for word in words:
-                    if word.rpartition(".")[2] in LINKED:
+                    if word.rpartition(".")[2] in LINKED or node.value == f"{word}.":  # it imports what lies there
                         for name, f in self._modules.items():
                             if name.startswith(f"{word}."):
                                 self.needs[f"{file}()"] |= {f, f"{f}()"}
-                    elif word in self._modules:
+                    if word in self._modules:
                         self._import(file, target, word)
                 if file.startswith("tests/"):
                     for f in self._by_name.get(Path(node.value).name, ()):

@@ -23,7 +23,8 @@ def graph() -> Graph:
     [
         ("graphllm/engine/block_pool.py", "engine/test_block_pool.py", "server/chat/test_tools.py"),
         ("graphllm/entrypoints/core_process.py", "engine/test_async_llm.py", "weights/test_expr.py"),  # by its name
-        ("ops/cpu_int_rows.h", "ops/test_quant_linear_cpu.py", "engine/test_scheduling.py"),  # by #include
+        ("ops/cpu_int_rows.h", "ops/test_quant_linear_cpu.py", "server/chat/test_replies.py"),  # by #include
+        ("graphllm/weights/formats/gptq.py", "weights/test_quantized_checkpoints.py", "server/chat/test_replies.py"),
         ("ops/rope/op.py", "models/test_parity.py", "server/chat/test_replies.py"),  # by the registry
         ("model_defs/opt.py", "models/test_parity.py", "engine/test_scheduling.py"),
         ("graphllm/server/page/markdown.js", "server/page/test_page.py", "engine/test_scheduling.py"),
