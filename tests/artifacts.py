@@ -6,6 +6,7 @@ them. Tests of the cache itself, and of compiling, have one of their own (the fi
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,11 @@ def artifact_of(model: Path | Source | None, replaced: dict[str, Any] | None = N
     config = compile_config(source.config, EngineArgs(**{"target": "cpu", **settings}))
     config = replace(config, **replaced or {})
     place, stored = artifact_folder(source, config, env), source.checkpoint and source.checkpoint.tensors
-    with build_lock(place), Objects(env.cache_dir / "objects" if config.target.device == "cpu" else None) as objects:
-        if not (place / "manifest.json").exists():
+    with build_lock(place):
+        if (place / "manifest.json").exists():
+            return place
+        native = (config.target.device, config.backend) == ("cpu", "inductor")
+        with Objects(env.cache_dir / "objects") if native else contextlib.nullcontext() as objects:
             tuned = env.cache_dir / "tuned"
             compile_model(source.config, source.tensors, config, place, tuned=tuned, objects=objects, stored=stored)
     return place

@@ -23,7 +23,7 @@ import pytest
 
 from graphllm.artifact import source_digest
 from graphllm.machine import detect_target
-from tests.tiers import ON_GPU
+from tests.tiers import ON_GPU, both_tiers
 from tests.times import DURATIONS, unit_of
 from tests.waiting import PATIENCE
 
@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """The order in which workers take files: the longest first, as they were recorded; new ones before them."""
     if not config.getoption("as_given"):
         recorded = json.loads(DURATIONS.read_text())
-        tier = recorded["test" if "not thorough" in config.getoption("markexpr") else "test-all"]
+        tier = recorded["test-all" if both_tiers() else "test"]
         names = {unit_of(item.nodeid) for item in items}
         seconds = {name: tier.get(name, 0.0 if name in recorded["test-all"] else 1e9) for name in names}
         items.sort(key=lambda item: -seconds[unit_of(item.nodeid)])

@@ -9,11 +9,13 @@ import pytest
 
 from graphllm.machine import detect_target
 
-THOROUGH = os.environ.get("GRAPHLLM_TEST_TIER") == "thorough"  # set by conftest.py before tests are collected
-
-
 ON_GPU = detect_target("auto").device == "cuda"
 COMPILED = pytest.mark.gpu if ON_GPU else pytest.mark.slow  # of tests that are compiled for the device that is there
+
+
+def both_tiers() -> bool:
+    """Whether the second tier runs, too: conftest.py says it before it collects tests."""
+    return os.environ.get("GRAPHLLM_TEST_TIER") == "thorough"
 
 
 def thorough(*values: Any, **options: Any) -> Any:
@@ -23,4 +25,4 @@ def thorough(*values: Any, **options: Any) -> Any:
 
 def draws(first: int, second: int) -> int:
     """How often a random test draws in the first tier, and in the second."""
-    return second if THOROUGH else first
+    return second if both_tiers() else first

@@ -20,10 +20,10 @@ from graphllm.runtime.multiproc_executor import MultiprocExecutor
 from graphllm.runtime.rank_failure import RankError
 from graphllm.runtime.rank_messages import Array, Start
 from graphllm.runtime.rank_processes import RankProcesses
+from tests.artifacts import LIMITS
 from tests.waiting import gone, until
 
 PROMPTS = ["hello world, the cat", "what is the answer", "a list of words in a row", "hello"]
-LIMITS = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
 EAGER: dict[str, Any] = {"target": "cpu", "backend": "eager", "dtype": "float32", "seed": 3, **LIMITS}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=5, ignore_eos=True)
 

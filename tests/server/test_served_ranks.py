@@ -14,9 +14,9 @@ import pytest
 from live import Served
 
 from graphllm import LLM, SamplingParams
+from tests.artifacts import LIMITS
 from tests.waiting import PATIENCE, gone, until
 
-LIMITS = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
 EAGER: dict[str, Any] = {"target": "cpu", "backend": "eager", "dtype": "float32", **LIMITS}
 PROMPT = "hello world, the cat"
 
