@@ -15,7 +15,7 @@ import time
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -93,7 +93,7 @@ def train_tokenizer(samples: int, seed: int) -> Tokenizer:
     return tokenizer
 
 
-CausalLM = LlamaForCausalLM | Qwen3MoeForCausalLM
+CausalLM: TypeAlias = LlamaForCausalLM | Qwen3MoeForCausalLM
 
 
 def new_model(tokenizer: Tokenizer, hidden: int, layers: int, experts: int) -> CausalLM:

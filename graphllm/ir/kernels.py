@@ -57,9 +57,7 @@ class CKernel:
 
     def _run(self, *args: Any) -> None:
         if self._function is None:
-            self._function = bind_symbol(
-                ctypes.CDLL(str(build_library([self.source]))), self.symbol, self.argument_types
-            )
+            self._function = bind_symbol(ctypes.CDLL(str(build_library(self.source))), self.symbol, self.argument_types)
         self._function(*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args))
 
 
@@ -88,18 +86,19 @@ def c_type(schema_type: str) -> type:
     return ctypes.c_double if schema_type == "float" else ctypes.c_int64
 
 
-def build_library(sources: Sequence[Path]) -> Path:
-    """Compile kernels for direct calls outside an artifact (tests, `graphllm op bench`); cached by content."""
-    inputs = [*map(content, sources), torch.__version__.encode()]
-    digest = hashlib.sha256(b"".join(inputs)).hexdigest()[:16]
+def build_library(source: Path) -> Path:
+    """Compile a kernel for direct calls outside an artifact (tests, `graphllm op bench`); cached by content."""
+    digest = hashlib.sha256(content(source) + torch.__version__.encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"graphllm-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{digest}.so"
     if not library.exists():
-        partial = library.with_suffix(f".{os.getpid()}.tmp")
-        done = subprocess.run(compiler_command(sources, partial), capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"g++ failed on {', '.join(s.name for s in sources)}:\n{done.stderr[-4000:]}")
+        made, partial = (library.with_suffix(f".{os.getpid()}.{kind}") for kind in ("o", "tmp"))
+        for command in (compiler_command([source], made, link=False), compiler_command([made], partial)):
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"g++ failed on {source.name}:\n{done.stderr[-4000:]}")
+        made.unlink()
         partial.replace(library)
     return library
 

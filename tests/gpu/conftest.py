@@ -11,6 +11,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from several_gpus import Compiled
 
+from tests.tiers import ON_GPU
+
+collect_ignore_glob = [] if ON_GPU else ["test_*.py"]  # test_suite.py imports them
+
 
 @pytest.fixture(scope="session")
 def compiled(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
