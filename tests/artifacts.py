@@ -29,6 +29,15 @@ ON: dict[str, dict[str, Any]] = {  # settings by device: the block size is the l
 }
 
 
+def flags(settings: dict[str, Any]) -> list[str]:
+    """Settings as the options of a command, which finds what `artifact_of` has made with them."""
+    return [
+        word
+        for name, value in settings.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))[: 1 if value is True else 2]
+    ]
+
+
 def artifact_of(model: Path | Source | None, replaced: dict[str, Any] | None = None, **settings: Any) -> Path:
     """Of a checkpoint's folder, the embedded model's if None. settings: of `EngineArgs`; on the CPU unless they say
     otherwise. replaced: fields of the compile config that no setting has so. Weights are not looked at, nor whether the
@@ -36,8 +45,9 @@ def artifact_of(model: Path | Source | None, replaced: dict[str, Any] | None = N
     from graphllm.compile.objects import Objects
     from graphllm.compile.pipeline import compile_model
 
-    source, env = model if isinstance(model, Source) else open_source(model), Env.read()
-    config = compile_config(source.config, EngineArgs(**{"target": "cpu", **settings}))
+    args, env = EngineArgs(**{"target": "cpu", **settings}), Env.read()
+    source = model if isinstance(model, Source) else open_source(model, runner=args.runner)
+    config = compile_config(source.config, args)
     config = replace(config, **replaced or {})
     place, stored = artifact_folder(source, config, env), source.checkpoint and source.checkpoint.tensors
     with build_lock(place):

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from graphllm import artifact
 from graphllm.artifact import ArtifactError
+from tests.tiers import draws
 from tests.waiting import PATIENCE, until
 
 
@@ -121,7 +122,7 @@ def test_every_file_is_checked(copy: Path) -> None:
     artifact.verify(copy)
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=draws(50, 150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(which=st.integers(0), where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_any_flipped_bit_is_found(copy: Path, which: int, where: float, bit: int) -> None:
     files = _files(copy)

@@ -186,12 +186,11 @@ def test_files_and_links_in_the_guides_exist(guide: Path) -> None:
 
 @pytest.mark.parametrize("guide", _guides(), ids=lambda p: p.name)
 def test_options_in_the_guides_exist(guide: Path) -> None:
-    import typer
 
-    from graphllm.cli.app import app
+    from graphllm.cli.app import command_line
     from graphllm.config.vllm_names import VLLM_NAMES
 
-    command: Any = typer.main.get_command(app)
+    command: Any = command_line()
     for line in re.findall(r"graphllm ((?:compile|run|inspect|op)\b[^`#\n]*)", guide.read_text()):
         words = line.split()
         leaf = command.commands[words[0]]

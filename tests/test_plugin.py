@@ -124,6 +124,7 @@ def test_it_is_timed(session: tuple[dict[str, str], Any]) -> None:
     assert "T64_F4096" in session[0]["bench"]
 
 
+@pytest.mark.thorough
 def test_it_is_compiled(environment: dict[str, str]) -> None:
     """Its reference is lowered and fused with its neighbours into one kernel."""
     done = subprocess.run(

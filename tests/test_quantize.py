@@ -40,6 +40,7 @@ from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import Entry, WeightPlan, make_plan
 from graphllm.weights.random import random_weights
 from tests.artifacts import artifact_of, open_executor
+from tests.tiers import draws
 
 GROUP = {"int8": 64, "int4": 32}
 
@@ -121,7 +122,7 @@ def test_what_is_not_finite_stays_visible() -> None:
     assert scales[0, 0].isnan().sum() == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws(20, 60), deadline=None)
 @given(
     name=st.sampled_from(sorted(INTEGERS)),
     rows=st.integers(1, 70),

@@ -88,6 +88,7 @@ core.close()
 """
 
 
+@pytest.mark.thorough
 def test_kernels_have_the_only_threads(checkpoint: Path, eager_artifact: Path, tmp_path: Path) -> None:
     """Loading must start no OpenMP threads but those of the stream: with more than CPUs, none of them spins."""
     shutil.copy(checkpoint / "config.json", tmp_path)  # without a tokenizer, whose grammars have threads of their own

@@ -20,7 +20,6 @@ import pytest
 import safetensors
 import torch
 import transformers
-import typer
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -536,11 +535,11 @@ COMMANDS: dict[tuple[str, ...], tuple[tuple[object, ...], tuple[str, ...]]] = {
 
 def _options() -> list[tuple[tuple[str, ...], str]]:
     """Every option that takes a value, with its command."""
-    from graphllm.cli.app import app
+    from graphllm.cli.app import command_line
 
     found = []
     for path, (_, without) in COMMANDS.items():
-        command: Any = typer.main.get_command(app)
+        command: Any = command_line()
         for part in path:
             command = command.commands[part]
         found += [

@@ -217,11 +217,9 @@ def test_mistakes(given: dict[str, Any], message: str) -> None:
 
 def _parsed(*words: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `graphllm serve` reads, and the other names among it."""
-    import typer
+    from graphllm.cli.app import command_line
 
-    from graphllm.cli.app import app
-
-    command: Any = typer.main.get_command(app)
+    command: Any = command_line()
     given = command.commands["serve"].make_context("serve", list(words)).params
     return given, vllm_values(given.pop("vllm_name") or ())
 

@@ -63,8 +63,8 @@ def main() -> None:
         try:
             if sys.argv[1:2] == ["serve"]:
                 early.append(spawn())
-            from graphllm.cli.app import app
+            from graphllm.cli.app import command_line
 
-            app(obj=early)
+            command_line()(obj=early)
         finally:
             end(early)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from graphllm.cli.bench.app import bench_app
 from graphllm.cli.endings import endings
@@ -483,3 +485,9 @@ def op_bench(
     from graphllm.cli.ops import bench_ops
 
     bench_ops(name, output)
+
+
+@functools.cache
+def command_line() -> Any:
+    """The ``graphllm`` command: `app` as what reads a command line, made once in a process."""
+    return get_command(app)

@@ -33,16 +33,15 @@ def unit_of(piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> 
 
 def require_implementations(jobs: Iterable[tuple[Mapping[str, Any], Bucket]], config: CompileConfig) -> None:
     """Raise ConfigError, before anything is compiled, for a call that nothing can compute in one of the pieces at its
-    bucket: of an op without an implementation there whose reference needs data. Only references that need a fake can be
-    such."""
+    bucket: of an op without an implementation there whose reference needs data."""
     for piece, bucket in jobs:
-        if not any(op.has_fake for node in from_json(piece).nodes if (op := op_of(node.target))):
+        if not any(op.untraceable for node in from_json(piece).nodes if (op := op_of(node.target))):
             continue
         unit = unit_of(piece, bucket, config)
         with unit.shapes.mode, torch.no_grad():
             for node in unit.graph.nodes:
                 op = op_of(node.target)
-                if op is not None and op.has_fake:
+                if op is not None and op.untraceable:
                     args, kwargs = fake_values((node.args, node.kwargs))
                     site = site_of(op, op.bind(args, kwargs), unit.shapes, config, bucket)
                     if choose(op, site) is None:
@@ -56,7 +55,7 @@ def trace_reference(op: Op, site: CallSite) -> Any:
     try:
         return op.traced(**site.args) if op.boundary else op.reference(**site.args)
     except Exception as problem:
-        if not op.has_fake:
+        if not op.untraceable:
             raise
         own = [impl for impl in op.impls.values() if impl.device == site.target.device]
         remedies = dict.fromkeys(remedy for impl in own if (remedy := impl.remedy(site)))

@@ -368,7 +368,7 @@ def trace_unit(
     outputs: names of the first results; further ones are "shared.<i>". layers: see `Unit`.
     """
     names = list(inputs)
-    fakes = [shapes.tensor(inputs[n]) for n in names]
+    fakes = [shapes.named(n, inputs[n]) for n in names]
     with shapes.mode, torch.no_grad():
         traced = make_fx(lambda *values: fn(dict(zip(names, values, strict=True))))(*fakes)
     if fixed := shapes.fixed():

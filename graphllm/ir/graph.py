@@ -72,6 +72,7 @@ class Shapes:
     def __init__(self, device: str, bucket: Bucket | None = None) -> None:
         self.device = torch.device(device)
         self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        self._named: dict[tuple[str, TensorSpec], torch.Tensor] = {}
         if bucket and bucket.kind == "decode":
             q = bucket.query_len
             S: Any = bucket.lo if bucket.static else self._symbol(bucket.hi)
@@ -102,6 +103,12 @@ class Shapes:
                 dtype=getattr(torch, spec.dtype),
                 device=self.device,
             )
+
+    def named(self, name: str, spec: TensorSpec) -> torch.Tensor:
+        """The fake tensor that stands for a value of that name and spec in every unit of this trace."""
+        if (name, spec) not in self._named:
+            self._named[name, spec] = self.tensor(spec)
+        return self._named[name, spec]
 
     def spec(self, value: torch.Tensor) -> TensorSpec:
         """The spec of a fake tensor of this trace."""

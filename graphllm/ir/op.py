@@ -128,6 +128,7 @@ class Op:
         self.signature = inspect.signature(self.reference)
         self.cost = self._by_name(self.cost)
         self._fake: Callable[..., Any] | None = None
+        self._traceable = False
         self._tuning: Callable[..., Mapping[str, torch.Tensor]] | None = None
         torch.library.register_fake(self.overload.name(), self._describe, lib=_library)
         self.__doc__ = self.reference.__doc__
@@ -139,18 +140,20 @@ class Op:
         return Path(self.reference.__code__.co_filename).parent
 
     @property
-    def has_fake(self) -> bool:
-        """Whether results are described apart from the reference, which then may be impossible to trace."""
-        return self._fake is not None
+    def untraceable(self) -> bool:
+        """Whether the reference may be impossible to trace."""
+        return self._fake is not None and not self._traceable
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.overload(*args, **kwargs)
 
-    def fake(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def fake(self, fn: Callable[..., Any] | None = None, *, traceable: bool = False) -> Callable[..., Any]:
         """Describe the results without data: same shapes, dtypes *and strides* as the reference. For an op whose
-        reference cannot run on tensors without data, takes long to, or talks to other processes; ``fn`` takes the
-        arguments that it names."""
-        self._fake = self._by_name(fn)
+        reference cannot run on tensors without data, or talks to other processes; and, ``traceable``, to save the time
+        of tracing it. ``fn`` takes the arguments that it names."""
+        if fn is None:
+            return functools.partial(self.fake, traceable=traceable)
+        self._fake, self._traceable = self._by_name(fn), traceable
         return fn
 
     def tuning_inputs(self, fn: Callable[..., Mapping[str, torch.Tensor]]) -> Callable[..., Any]:

@@ -71,3 +71,14 @@ def accept_drafts(
     newest_R = torch.where(row_R == end_R, row_slots_R, scrap)
     kept_R = torch.where(row_R <= end_R, row_slots_R, scrap)
     return newest_R, kept_R, kept_S.to(torch.int32), count_S.to(torch.int32)
+
+
+@accept_drafts.fake(traceable=True)
+def _(row_slots_R: Tensor, slots_S: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (R,), (S,) = row_slots_R.shape, slots_S.shape
+    return (
+        row_slots_R.new_empty(R),
+        row_slots_R.new_empty(R),
+        slots_S.new_empty(S, dtype=torch.int32),
+        slots_S.new_empty(S, dtype=torch.int32),
+    )

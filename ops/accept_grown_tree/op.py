@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
-from graphllm.ops.accept_tree.op import as_one_run
+from graphllm.ops.accept_tree.op import as_one_run, one_run_like
 
 
 def _cost(tokens_R: Tensor, slots_S: Tensor, path_NL: Tensor, bits_SM: Tensor) -> Cost:
@@ -62,6 +62,13 @@ def accept_grown_tree(
     path_SD = torch.where(at_SDM.any(-1), torch.where(at_SDM, node_M, 0).sum(-1), depth_D)
     where = row_slots_R, logits_indices_R, sequence_ids_T, query_start_loc, row_start_loc, slots_S
     return as_one_run(tokens_R, *where, rejected_N, path_NL, path_SD, tree_S, kept_S, drafted_S)
+
+
+@accept_grown_tree.fake(traceable=True)
+def _(
+    tokens_R: Tensor, slots_S: Tensor, path_NL: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return one_run_like(tokens_R, slots_S, path_NL)
 
 
 def _all_set(bits_SM: Tensor, which_SM: Tensor, one_M: Tensor) -> Tensor:

@@ -82,6 +82,23 @@ def accept_tree(
     return as_one_run(tokens_R, *where, rejected_N, path_NL, torch.stack(path, -1), tree_S, kept_S, drafted_S)
 
 
+@accept_tree.fake(traceable=True)
+def _(
+    tokens_R: Tensor, slots_S: Tensor, path_NL: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return one_run_like(tokens_R, slots_S, path_NL)
+
+
+def one_run_like(
+    tokens_R: Tensor, slots_S: Tensor, path_NL: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Tensors such as `as_one_run` returns."""
+    (R,), (S,), levels = tokens_R.shape, slots_S.shape, path_NL.shape[1] - 2
+    from_R, newest_R, kept_R = (tokens_R.new_empty(R, dtype=torch.int32) for _ in range(3))
+    kept_S, drafted_S = (slots_S.new_empty(S, dtype=torch.int32) for _ in range(2))
+    return tokens_R.new_empty(R), from_R, newest_R, kept_R, kept_S, drafted_S, kept_S.new_empty(S, levels + 1)
+
+
 def as_one_run(
     tokens_R: Tensor,
     row_slots_R: Tensor,

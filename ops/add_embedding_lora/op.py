@@ -38,3 +38,8 @@ def add_embedding_lora(
     low_TLr = torch.where(own_TL[:, :, None], low_Tr[:, None], 0.0)
     delta_TD = low_TLr.flatten(1) @ b_LrD[1:].flatten(0, 1).to(wide)
     return (y_TD.to(wide) + delta_TD * round_to(scale, y_TD.dtype)).to(y_TD.dtype)
+
+
+@add_embedding_lora.fake(traceable=True)
+def _(y_TD: Tensor) -> Tensor:
+    return torch.empty_like(y_TD, memory_format=torch.contiguous_format)

@@ -47,6 +47,11 @@ def add_lora(
     return (y_TO.to(wide) + delta_TO).to(y_TO.dtype)
 
 
+@add_lora.fake(traceable=True)
+def _(y_TO: Tensor) -> Tensor:
+    return torch.empty_like(y_TO, memory_format=torch.contiguous_format)
+
+
 def adapted(
     y_TO: Tensor,
     x_TI: Tensor,

@@ -34,3 +34,8 @@ def gguf_linear(
     out_TO = torch.nn.functional.linear(x_TI.to(wide), weight_OI, None if bias_O is None else bias_O.to(wide))
     out_TO = out_TO.to(x_TI.dtype)
     return swiglu.reference(out_TO) if gated else out_TO
+
+
+@gguf_linear.fake(traceable=True)
+def _(x_TI: Tensor, rows: int, gated: bool) -> Tensor:
+    return x_TI.new_empty(x_TI.shape[0], rows // (2 if gated else 1))

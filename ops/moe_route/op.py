@@ -60,6 +60,12 @@ def moe_route(
     return weights * scale, chosen.to(torch.int32)
 
 
+@moe_route.fake(traceable=True)
+def _(logits_TN: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    weights = logits_TN.new_empty(logits_TN.shape[0], k, dtype=torch.promote_types(logits_TN.dtype, torch.float32))
+    return weights, torch.empty_like(weights, dtype=torch.int32)
+
+
 def _largest(values: Tensor, k: int) -> Tensor:
     """Where the k largest of each row are, the largest first, of equal ones the first."""
     return torch.sort(values, dim=-1, descending=True, stable=True).indices[:, :k].contiguous()

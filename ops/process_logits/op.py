@@ -78,6 +78,6 @@ def process_logits(
     return x_SV - presence_S.to(dtype)[:, None] * (times_SV > 0)
 
 
-@process_logits.fake  # the reference is long, and this is needed for every bucket
+@process_logits.fake(traceable=True)
 def _(logits_SV: Tensor) -> Tensor:
     return logits_SV.new_empty(logits_SV.shape, dtype=torch.promote_types(logits_SV.dtype, torch.float32))

@@ -48,6 +48,11 @@ def quant_linear(
     return swiglu.reference(out_TO) if gated else out_TO
 
 
+@quant_linear.fake(traceable=True)
+def _(x_TI: Tensor, rows: int, gated: bool) -> Tensor:
+    return x_TI.new_empty(x_TI.shape[0], rows // (2 if gated else 1))
+
+
 def dequantize(values_BGLRQ: Tensor, scales_BGR: Tensor, rows: int, inner: int) -> Tensor:
     """The weight [rows, inner] that values and scales of `quant_linear` stand for, exactly, in float32 (float64 for
     float64 scales)."""

@@ -31,3 +31,8 @@ def record_tokens(
     once = ((counted_S > 0) & (tokens_S >= 0) & (kept != counts_NV.shape[0] - 1)).to(counts_NV.dtype)
     counts_NV.index_put_((kept, token.long()), once, accumulate=True)
     return tokens_S.clone(memory_format=torch.contiguous_format)
+
+
+@record_tokens.fake(traceable=True)
+def _(tokens_S: Tensor) -> Tensor:
+    return torch.empty_like(tokens_S, memory_format=torch.contiguous_format)

@@ -77,7 +77,7 @@ def rejection_sample(
     return torch.where(possible, token, -1).to(torch.int32)
 
 
-@rejection_sample.fake  # the reference is long, and this is needed for every bucket
+@rejection_sample.fake(traceable=True)
 def _(logits_RV: Tensor) -> Tensor:
     return logits_RV.new_empty(logits_RV.shape[0], dtype=torch.int32)
 

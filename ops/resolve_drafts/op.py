@@ -52,3 +52,17 @@ def resolve_drafts(
         (context_lens_T - back_T).clamp(min=0),
         (seq_lens_S - back_S).clamp(min=0),
     )
+
+
+@resolve_drafts.fake(traceable=True)
+def _(
+    token_ids_T: Tensor, positions_T: Tensor, context_lens_T: Tensor, seq_lens_S: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    of_T = token_ids_T.shape
+    return (
+        token_ids_T.new_empty(of_T),
+        token_ids_T.new_empty(of_T),
+        positions_T.new_empty(of_T),
+        context_lens_T.new_empty(of_T),
+        seq_lens_S.new_empty(seq_lens_S.shape),
+    )

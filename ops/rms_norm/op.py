@@ -24,3 +24,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     if offset:
         return (normed * (offset + weight.to(wide.dtype))).to(x.dtype)
     return normed.to(x.dtype) * weight
+
+
+@rms_norm.fake(traceable=True)
+def _(x: Tensor, weight: Tensor, offset: float) -> Tensor:
+    torch._check(weight.shape == x.shape[-1:], lambda: f"weight {weight.shape} for rows of {x.shape[-1]}")
+    return torch.empty_like(x, dtype=x.dtype if offset else torch.promote_types(x.dtype, weight.dtype))

@@ -24,3 +24,9 @@ def rope(x_THE: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
     cos, sin = cos_TF.to(x_THE.dtype)[:, None], sin_TF.to(x_THE.dtype)[:, None]
     first, second = x_THE[..., :F], x_THE[..., F : 2 * F]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, x_THE[..., 2 * F :]), dim=-1)
+
+
+@rope.fake(traceable=True)
+def _(x_THE: Tensor, cos_TF: Tensor) -> Tensor:
+    torch._check(x_THE.shape[2] >= 2 * cos_TF.shape[1], lambda: f"{cos_TF.shape[1]} angles, heads of {x_THE.shape[2]}")
+    return torch.empty_like(x_THE, memory_format=torch.contiguous_format)

@@ -44,3 +44,9 @@ def rope_table(
         freq_TF = freq_TF * torch.pow(growth_T[:, None], exponent_F)
     angle_TF = positions_T.to(inv_freq_RF.dtype)[:, None] * freq_TF
     return angle_TF.cos() * scale, angle_TF.sin() * scale
+
+
+@rope_table.fake(traceable=True)
+def _(positions_T: Tensor, inv_freq_RF: Tensor) -> tuple[Tensor, Tensor]:
+    table_TF = inv_freq_RF.new_empty(positions_T.shape[0], inv_freq_RF.shape[1])
+    return table_TF, torch.empty_like(table_TF)

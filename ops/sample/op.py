@@ -89,6 +89,6 @@ def sample(
     return torch.where(possible, torch.where(temperature_S > 0, drawn, greedy), -1).to(torch.int32)
 
 
-@sample.fake  # the reference is long, and this is needed for every bucket
+@sample.fake(traceable=True)
 def _(logits_SV: Tensor) -> Tensor:
     return logits_SV.new_empty(logits_SV.shape[0], dtype=torch.int32)

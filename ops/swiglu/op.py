@@ -21,3 +21,10 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
     """
     gate_TF, up_TF = gate_up_T2F.unflatten(1, (2, gate_up_T2F.shape[1] // 2)).unbind(1)
     return torch.nn.functional.silu(gate_TF) * up_TF
+
+
+@swiglu.fake(traceable=True)
+def _(gate_up_T2F: Tensor) -> Tensor:
+    T, width = gate_up_T2F.shape
+    torch._check(width % 2 == 0, lambda: f"rows of {width} have no halves")
+    return gate_up_T2F.new_empty(T, width // 2)

@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.waiting import PATIENCE
 
 BENCH = Path(__file__).parents[2] / "bench"
 
 
+@pytest.mark.thorough
 def test_all_load() -> None:
     names = sorted(p.stem for p in BENCH.glob("*.py") if not p.stem.startswith("__"))
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"

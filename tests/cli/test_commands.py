@@ -42,11 +42,10 @@ def test_version(cli: Any) -> None:
 
 
 def _commands() -> dict[str, Any]:
-    import typer
 
-    from graphllm.cli.app import app
+    from graphllm.cli.app import command_line
 
-    command: Any = typer.main.get_command(app)
+    command: Any = command_line()
     groups = {name: command.commands[name].commands for name in ("op", "bench")}
     return {**command.commands, **{f"{g} {n}": leaf for g, leaves in groups.items() for n, leaf in leaves.items()}}
 

@@ -15,6 +15,7 @@ from graphllm.config.sampling import SamplingParams
 from graphllm.engine.block_pool import BlockPool
 from graphllm.engine.digests import PrefixHasher
 from graphllm.engine.request import Adapter, EngineRequest, Item
+from tests.tiers import draws
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -101,7 +102,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=draws(20, 60), stateful_step_count=40, deadline=None)
 
 
 def test_the_last_page_of_a_sequence_goes_first() -> None:

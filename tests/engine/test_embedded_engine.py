@@ -13,8 +13,8 @@ from graphllm.config.sampling import SamplingParams
 from graphllm.embedded import MODEL_DIR, MOE_DIR
 from graphllm.engine.text import Tokenizer
 from tests.artifacts import artifact_of
-from tests.tiers import thorough
 
+pytestmark = pytest.mark.thorough
 TOKENS = 32
 
 
@@ -56,7 +56,7 @@ def _answers(folder: Path, questions: list[str]) -> dict[tuple[int, ...], list[i
 
 
 @pytest.mark.parametrize("chunk", [0, 5], ids=["whole", "chunked"])
-@pytest.mark.parametrize("batch", [thorough(1), 7, 64])
+@pytest.mark.parametrize("batch", [1, 7, 64])
 def test_greedy(batch: int, chunk: int, place: Path, expected: dict[tuple[int, ...], list[int]]) -> None:
     """Cold, then from a warm prefix cache with real hits."""
     stops = sorted(Tokenizer.from_folder(MODEL_DIR).stop_ids)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from graphllm.engine.expert_placement import balanced, balancedness, moves_between, rank_loads
 from graphllm.weights.expert_slots import first_placement, routing_tables
+from tests.tiers import draws
 
 
 @st.composite
@@ -31,7 +32,7 @@ def most(tokens: list[int], placement: list[int], ranks: int) -> float:
     return max(sum(share[e] for e in placement[at : at + room]) for at in range(0, len(placement), room))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=draws(100, 300))
 @given(layers())
 def test_every_expert_has_a_slot_and_no_rank_gets_busier(layer: tuple[list[int], list[int], int]) -> None:
     tokens, placement, ranks = layer
@@ -45,7 +46,7 @@ def test_every_expert_has_a_slot_and_no_rank_gets_busier(layer: tuple[list[int],
     assert max(rank_loads(tokens, found, ranks)) == pytest.approx(most(tokens, found, ranks))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=draws(100, 300))
 @given(layers(), st.randoms(use_true_random=False))
 def test_moves_lead_from_one_placement_to_another(layer: tuple[list[int], list[int], int], random: object) -> None:
     """Carried out on what the slots hold, a group at once: no expert is lost on the way, and the end is right."""

@@ -30,6 +30,7 @@ from graphllm.config.structured_outputs import BACKENDS
 from graphllm.engine.structured.compiler import Grammar
 from graphllm.engine.structured.compilers import GrammarCompilers, compiler_class
 from graphllm.engine.structured.source import GrammarError, UnsupportedError
+from tests.tiers import draws
 
 from .grammar_kit import EMBEDDED, Kit, is_bounded, make_kit, sample, violation
 from .schemas import WRITTEN, schemas
@@ -252,7 +253,13 @@ def test_what_people_ask_for_is_taken(kit: Kit) -> None:
 def test_documents_of_generated_schemas(kit: Kit) -> None:
     compiled = 0
 
-    @settings(max_examples=60, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=draws(20, 60),
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(schemas(), st.integers(0, 2**32))
     def check(schema: Any, seed: int) -> None:
         nonlocal compiled

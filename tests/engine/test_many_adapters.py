@@ -111,6 +111,7 @@ def _open(model: Model, **options: Any) -> LLM:
     return LLM(model.folder, **{**given, **options})
 
 
+@pytest.mark.thorough
 def test_twenty_adapters_in_three_tables(tmp_path: Path) -> None:
     """With drafts, and a cache that is too small for all."""
     model = Model(tmp_path, 20)

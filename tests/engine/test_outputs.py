@@ -21,6 +21,7 @@ from graphllm.engine.outputs import CompletionOutput, Logprob, OutputProcessor, 
 from graphllm.engine.processor import Processor
 from graphllm.engine.request import EngineCoreOutput, PositionLogprobs
 from graphllm.engine.text import Tokenizer
+from tests.tiers import draws
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 PROMPT = "Hello world"
@@ -115,7 +116,7 @@ def held(text: str, stops: list[str]) -> int:
 LETTERS = st.text("aabbSTOP é漢🙂🙃", max_size=24)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=draws(100, 300))
 @given(data=st.data())
 def test_any_text_with_any_stop_strings(tokenizer: Tokenizer, data: st.DataObject) -> None:
     text = data.draw(LETTERS)
@@ -168,7 +169,7 @@ def _byte_characters(text: str) -> str:
     return "".join(names[b] for b in text.encode())
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=draws(66, 200))
 @given(
     prompt=st.lists(st.integers(0, 319), min_size=1, max_size=9),
     ids=st.lists(st.integers(0, 319), max_size=12),

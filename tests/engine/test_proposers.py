@@ -23,7 +23,7 @@ from graphllm.engine.proposers.ngram import NgramProposer
 from graphllm.engine.proposers.suffix import SuffixProposer
 from graphllm.engine.request import EngineRequest
 from tests.artifacts import artifact_of
-from tests.tiers import thorough
+from tests.tiers import draws, thorough
 
 
 def _followed(text: Sequence[int], most: int, fewest: int, count: int) -> list[int]:
@@ -39,7 +39,7 @@ _TOKENS = st.lists(st.integers(0, 3), max_size=30)
 
 
 @given(_TOKENS, st.lists(_TOKENS, min_size=1, max_size=4), st.integers(1, 3), st.integers(0, 2))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=draws(50, 150), deadline=None)
 def test_ngram(prompt: list[int], steps: list[list[int]], fewest: int, more: int) -> None:
     """However many tokens come at a time."""
     proposer = NgramProposer(SpeculationConfig(ngram_proposer_min=fewest, ngram_proposer_max=fewest + more))
@@ -69,7 +69,7 @@ def _likely(texts: Sequence[Sequence[int]], tail: Sequence[int], depth: int) -> 
 
 
 @given(_TOKENS.filter(bool), st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=draws(50, 150), deadline=None)
 def test_suffix(prompt: list[int], steps: list[list[int]]) -> None:
     """The first draft is what most often followed the longest agreement, in this text or in those that ended; no more
     drafts than tokens agree."""

@@ -13,6 +13,7 @@ from simulation import VOCAB, Content, Simulation, continuation, item, request
 
 from graphllm.engine.request import EngineRequest
 from graphllm.engine.scheduler_output import SchedulerLimits
+from tests.tiers import draws
 
 BEGINNINGS = ([1] * 16, [1, 2] * 8, [3, 1, 1, 2] * 4)
 
@@ -208,7 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=draws(40, 120), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -21,6 +21,7 @@ from graphllm.engine.processor import Processor
 from graphllm.engine.text import Tokenizer
 from graphllm.engine.text_length import encode_at_most
 from graphllm.entrypoints.async_llm import AsyncLLM
+from tests.tiers import draws
 from tests.waiting import until_async
 
 TEXT = ["Hello world, how are you?", "  indented    text ", "ÄÖÜ äöü ﷺ 🏳 e\u0301e\u0301", "aaaaaaaaaaaaaaaa bbbb"] * 3
@@ -120,7 +121,7 @@ def test_what_fits_is_never_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert bound is not None
     monkeypatch.setattr(text_length, "PIECE", 50)
 
-    @settings(deadline=None, derandomize=True, max_examples=60)
+    @settings(deadline=None, derandomize=True, max_examples=draws(20, 60))
     @given(st.lists(st.sampled_from(PARTS), max_size=8).map("".join), st.integers(1, 40))
     def check(text: str, times: int) -> None:
         ids = tokenizer.encode(text * times)

@@ -78,7 +78,7 @@ def llama(checkpoint: Path, llama_place: Path) -> Iterator[EngineCore]:
     core.close()
 
 
-@pytest.mark.parametrize("right", [1.0, 0.8, 0.0])
+@pytest.mark.parametrize("right", [1.0, thorough(0.8), 0.0])
 def test_drafts_change_nothing_but_the_number_of_steps(llama: EngineCore, checkpoint: Path, right: float) -> None:
     import torch
 
@@ -289,7 +289,7 @@ def _wanting(i: int, kind: str, prompt: list[int], temperature: float) -> Engine
     return request(str(i), prompt, params, bad_words=words)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.3])
+@pytest.mark.parametrize("temperature", [0.0, thorough(0.3)])
 def test_every_kind_of_request_is_verified(
     looking: tuple[Path, EngineCore], llama: EngineCore, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,7 +172,7 @@ def _stepwise(model: transformers.PreTrainedModel, prompt: list[int], drawn: lis
 
 
 # Two layer kinds with both caps and windows; learned positions and LayerNorm; grouped queries with a changing table.
-FIRST, SECOND = {"gemma2"}, {"gpt2", "llama_dynamic"}  # tiers, compiled for a CPU
+SECOND = {"gemma2", "gpt2", "llama_dynamic"}  # compiled for a CPU, in the second tier
 # Of each family one, and of each kind of rotary embedding: in the first tier, and on a GPU.
 EACH = {
     "llama_biases", "llama_dynamic", "llama_llama3", "llama_yarn_mscale", "mistral_window", "qwen2", "qwen3", "gemma2",
@@ -182,10 +182,8 @@ EACH = {
 
 
 def _marks(backend: str, name: str) -> list[pytest.MarkDecorator]:
-    if (name in EACH and backend == "eager") or (name in FIRST and not ON_GPU):
-        return []
     if backend == "eager":
-        return [pytest.mark.thorough]
+        return [] if name in EACH else [pytest.mark.thorough]
     if ON_GPU and name in EACH:
         return [pytest.mark.gpu]
     return [pytest.mark.thorough if name in SECOND and not ON_GPU else pytest.mark.slow]

@@ -31,7 +31,7 @@ def test_ranks_that_take_turns_in_being_late(ranks: int, tmp_path: Path) -> None
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(ranks), str(tmp_path / "meeting"), str(draws(4, 12))],
+            [sys.executable, str(worker), str(rank), str(ranks), str(tmp_path / "meeting"), str(draws(2, 12))],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
         )
         for rank in range(ranks)

@@ -29,6 +29,7 @@ from graphllm.runtime.torch_memory import TorchMemory
 from graphllm.specs import InputSpec
 from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan
+from tests.tiers import draws
 
 BLOCKS = 64
 
@@ -225,7 +226,7 @@ def test_cache_that_does_not_fit(eager_artifact: Path, checkpoint: Path) -> None
         Executor(eager_artifact, manifest, {}, 10**12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=draws(20, 60))
 @given(data=st.data())
 @pytest.mark.parametrize("longest", [64, 65536], ids=["small tables", "large tables"])
 def test_staging_round_trip(longest: int, data: st.DataObject) -> None:

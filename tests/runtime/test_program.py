@@ -19,6 +19,7 @@ from graphllm.expr import value
 from graphllm.program.linking import Call, LinkedProgram, plan_memory
 from graphllm.runtime.binding import bind
 from graphllm.runtime.torch_memory import TorchMemory
+from tests.tiers import draws
 
 MEMORY = TorchMemory(torch.device("cpu"))
 
@@ -145,7 +146,7 @@ def _expected(program: Program, outside: Mapping[str, np.ndarray], symbols: Mapp
     return {r: values[r].copy() for r in program.results}
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=draws(66, 200), suppress_health_check=[HealthCheck.too_slow])
 @given(program=programs(), T=st.integers(1, LIMITS["T"]), S=st.integers(1, LIMITS["S"]))
 def test_planned_memory_changes_nothing(program: Program, T: int, S: int) -> None:
     linked = LinkedProgram(program.calls, program.results)

@@ -17,13 +17,12 @@ import torch
 import transformers
 from live import Served
 
+from tests.artifacts import LIMITS, artifact_of, flags
 from tests.waiting import PATIENCE
 
 PROMPTS = ["hello world", "the cat sat on", "what is the answer"]
-SMALL = (
-    "--backend", "eager", "--max-model-len", 96, "--max-num-seqs", 4, "--max-num-batched-tokens", 32, "--block-size", 8,
-    "--dtype", "float32",
-)  # fmt: skip
+SMALL: dict[str, Any] = {**LIMITS, "backend": "eager", "dtype": "float32"}
+WITH_ADAPTERS = {**SMALL, "enable_lora": True, "max_loras": 1, "max_cpu_loras": 2}
 
 
 class Adapters:
@@ -72,9 +71,10 @@ def _package(site: Path, adapters: Path) -> str:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, adapters: Adapters, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    artifact_of(checkpoint, **WITH_ADAPTERS)
     served = Served(
-        tmp_path_factory.mktemp("server") / "log", checkpoint, *SMALL, "--enable-lora", "--max-loras", 1,
-        "--max-cpu-loras", 2, "--lora-modules", f"first={adapters.folder / 'one'}", "--lora-dir", adapters.folder,
+        tmp_path_factory.mktemp("server") / "log", checkpoint, *flags(WITH_ADAPTERS),
+        "--lora-modules", f"first={adapters.folder / 'one'}", "--lora-dir", adapters.folder,
         "--api-server-count", 2, "--served-model-name", "base",
         environment={
             "PYTHONPATH": _package(tmp_path_factory.mktemp("site"), adapters.folder),
@@ -157,5 +157,5 @@ def test_a_server_does_not_start_with_an_adapter_that_it_cannot_serve(
         (("--enable-lora", "--lora-dir", tmp_path / "x"), "lora-dir is"),
     )
     for options, told in cases:
-        done = cli("serve", checkpoint, *SMALL, "--port", 0, *options)
+        done = cli("serve", checkpoint, *flags(SMALL), "--port", 0, *options)
         assert (done.code, told in done.err) == (2, True), done.err

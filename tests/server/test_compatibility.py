@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 
-from graphllm.cli.app import app
+from graphllm.cli.app import command_line
 from graphllm.config import ConfigError
 from graphllm.config.sampling import SamplingParams
 from graphllm.config.vllm_names import VLLM_NAMES, as_settings
@@ -117,7 +116,7 @@ def test_a_field(api: str, name: str) -> None:
 
 
 def test_flags() -> None:
-    command: Any = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    command: Any = command_line().commands["serve"]  # type: ignore[attr-defined]
     options = {option.lstrip("-").replace("-", "_") for p in command.params for option in (*p.opts, *p.secondary_opts)}
     for flag in SURFACE["flags"]:
         name = flag.replace("-", "_")

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import yaml
 from live import Served
-from typer.main import get_command
 
-from graphllm.cli.app import app
+from graphllm.cli.app import command_line
 from graphllm.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +25,7 @@ DOCKERFILES = sorted(DEPLOY.glob("Dockerfile.*"))
 
 def _parse(words: list[str]) -> dict[str, Any]:
     """The values that the command line makes of `graphllm WORDS`; raises for options and values it does not know."""
-    group: Any = get_command(app)
+    group: Any = command_line()
     command = group.commands[words[0]]
     with command.make_context(words[0], [word for word in words[1:] if not word.startswith("$")]) as context:
         return context.params

@@ -21,6 +21,7 @@ import transformers
 from live import Served
 
 from graphllm.embedded import ADAPTERS, EMBEDDER_DIR
+from tests.artifacts import artifact_of
 from tests.waiting import PATIENCE
 
 EMBEDDER = json.dumps({"model": "embedded-embedder", "served_model_name": "small", "backend": "eager"})
@@ -31,6 +32,7 @@ TEXTS = ["A cat sleeps.", "A dog runs over the road."]
 def both(embedded_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server of the embedded models, of which the second makes vectors."""
     place = tmp_path_factory.mktemp("both")
+    artifact_of(EMBEDDER_DIR, backend="eager")
     options = ("--artifact", embedded_artifact, "--also", EMBEDDER, "--admin-api-key", "boss", "--restart-engine")
     server = Served(place / "log", *options)
     yield server.wait_ready()

@@ -41,6 +41,7 @@ from graphllm.weights.loader import load_weights
 from graphllm.weights.match import check_checkpoint
 from graphllm.weights.plan import Entry, WeightPlan, decoded
 from graphllm.weights.simplify import Region, at_rank, region_of, same_encodings, simplify
+from tests.tiers import draws
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -173,7 +174,7 @@ def an_expr(draw: st.DrawFn) -> tuple[Expr, dict[str, Tensor]]:
     return maker.expr(shape, draw(st.integers(0, 4))), maker.tensors
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=draws(100, 300), deadline=None)
 @given(made=an_expr())
 def test_simplifying_changes_no_number(made: tuple[Expr, dict[str, Tensor]]) -> None:
     expr, tensors = made
@@ -185,7 +186,7 @@ def test_simplifying_changes_no_number(made: tuple[Expr, dict[str, Tensor]]) -> 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=draws(100, 300), deadline=None)
 @given(made=an_expr(), dtype=st.sampled_from(["bfloat16", "float32", "float64"]))
 def test_loading_is_evaluating(
     tmp_path_factory: pytest.TempPathFactory, made: tuple[Expr, dict[str, Tensor]], dtype: str, device: str

@@ -29,7 +29,7 @@ from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan, make_plan
 from graphllm.weights.random import random_weights
 from graphllm.weights.readers import Loading, Progress
-from tests.tiers import thorough
+from tests.tiers import draws, thorough
 from tests.waiting import until
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -100,7 +100,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=draws(50, 150), deadline=None)
 @given(made=a_weight(), dtype=st.sampled_from(sorted(DTYPES)))
 def test_against_a_naive_reference(
     tmp_path_factory: pytest.TempPathFactory,

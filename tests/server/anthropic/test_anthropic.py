@@ -29,6 +29,7 @@ from graphllm.server.anthropic.requests import (
 from graphllm.server.chat.call import CHAT, parse_call
 from graphllm.server.chat.replies import CallArguments, CallStart, Ending, Part, Reasoning, Text, Usage
 from graphllm.server.http.error_bodies import anthropic_error_body
+from tests.tiers import draws
 
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -266,7 +267,7 @@ RICH = {
 }  # fmt: skip
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=draws(16, 50))
 @given(spoiled(RICH))
 @example(RICH)
 def test_mistakes_have_an_answer(body: dict[str, Any]) -> None:
@@ -302,7 +303,7 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     return Message.model_validate(message, strict=True).to_dict(exclude_none=True)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=draws(16, 50))
 @given(replies(), ENDINGS, USAGES, st.integers(1, 9))
 def test_a_stream(parts: list[Part], ending: Ending, first: Usage, size: int) -> None:
     """Every event is one of the client's, and together they are the message; nothing of the reply is lost."""
@@ -333,7 +334,7 @@ def test_a_stream(parts: list[Part], ending: Ending, first: Usage, size: int) ->
         )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=draws(16, 50))
 @given(ARGUMENTS, st.integers(0, 60))
 def test_arguments_that_break_off(arguments: str, length: int) -> None:
     """At max_tokens: the message has what the client makes of the stream."""
@@ -342,7 +343,7 @@ def test_arguments_that_break_off(arguments: str, length: int) -> None:
     assert _plain(_streamed(events)) == _plain(message)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=draws(16, 50))
 @given(BROKEN)
 def test_arguments_that_are_no_json(arguments: str) -> None:
     """There is a message in any case; it can be said again."""
@@ -370,7 +371,7 @@ def test_thinking_that_is_omitted() -> None:
     assert _plain(_streamed(events)) == _plain(message)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=draws(16, 50))
 @given(replies())
 def test_a_reply_that_is_said_again(parts: list[Part]) -> None:
     """A client sends back what it got; the calls keep their ids."""

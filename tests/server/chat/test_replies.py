@@ -25,7 +25,7 @@ from graphllm.server.chat.replies import (
     Text,
     merged,
 )
-from tests.tiers import thorough
+from tests.tiers import draws, thorough
 
 NAMES = frozenset({"f", "get_weather", "search-2"})
 HERMES, LLAMA3, MISTRAL, JSON = (ReplyFormat(tools=t, names=NAMES) for t in ("hermes", "llama3", "mistral", "json"))
@@ -91,7 +91,7 @@ def cut_texts(draw: st.DrawFn) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f"{f.tools}-{f.reasoning}-{f.thinking}")
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=draws(16, 50), deadline=None)
 @given(cut=cut_texts())
 def test_cuts_do_not_matter(format: ReplyFormat, cut: tuple[str, list[str]]) -> None:
     text, pieces = cut
@@ -142,7 +142,7 @@ def hermes(calls: Any, write: Any, key: str, early: bool) -> str:
     return "\n".join(call(*c) for c in calls)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws(20, 60), deadline=None)
 @given(WORDS, CALLS, dumps(), st.sampled_from(["arguments", "parameters"]), st.booleans(), WORDS)
 def test_hermes_calls(before: str, calls: Any, write: Any, key: str, early: bool, after: str) -> None:
     text = hermes(calls, write, key, early)
@@ -153,7 +153,7 @@ def test_hermes_calls(before: str, calls: Any, write: Any, key: str, early: bool
     assert reply(HERMES._replace(reasoning=True), thought) == (before, "", calls)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws(20, 60), deadline=None)
 @given(CALLS, dumps(), st.sampled_from(["; ", ";", "\n", "\n;\n"]), st.sampled_from(["", "<|python_tag|>", " \n"]))
 def test_llama3_calls(calls: Any, write: Any, separator: str, before: str) -> None:
     text = separator.join(write({"name": name, "parameters": arguments}) for name, arguments in calls)
@@ -167,7 +167,7 @@ def test_llama3_calls(calls: Any, write: Any, separator: str, before: str) -> No
         assert reply(tagged, before + text) == ("", before + text, [])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws(20, 60), deadline=None)
 @given(WORDS, CALLS, dumps(), st.sampled_from(["", " ", "\n"]))
 def test_mistral_calls(before: str, calls: Any, write: Any, space: str) -> None:
     array = write([{"name": name, "arguments": arguments, "id": "a1b2c3d4e"} for name, arguments in calls])
@@ -177,7 +177,7 @@ def test_mistral_calls(before: str, calls: Any, write: Any, space: str) -> None:
         assert reply(MISTRAL, before + text + space) == ("", before, calls)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws(20, 60), deadline=None)
 @given(CALLS, dumps(), st.sampled_from(["", " ", "\n\n"]))
 def test_json_calls(calls: Any, write: Any, space: str) -> None:
     array = write([{"name": name, "parameters": arguments} for name, arguments in calls])

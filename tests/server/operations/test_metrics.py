@@ -33,6 +33,7 @@ from graphllm.engine.request import (
 )
 from graphllm.entrypoints.async_llm import merge
 from graphllm.server.operations.metrics import Counted, Metrics
+from tests.tiers import draws
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -190,7 +191,7 @@ def test_values() -> None:
     assert again == {("graphllm_startup_seconds", (("phase", "weights"),)): 2.0}
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=draws(10, 30))
 @given(st.lists(st.tuples(st.floats(0, 20) | st.sampled_from(STEP_SECONDS), st.integers(1, 4))))
 def test_distributions_are_those_of_the_official_library(drawn: list[tuple[float, int]]) -> None:
     ours, theirs = Distribution.over(STEP_SECONDS), prometheus.Histogram("x", "x", registry=None, buckets=STEP_SECONDS)
@@ -272,7 +273,7 @@ def histogram(found: dict[str, Metric], name: str, observed: Iterable[float]) ->
     check_histogram(ours, theirs)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=draws(10, 30))
 @given(data=st.data(), kind=st.sampled_from(RequestOutputKind), n=st.integers(1, 3))
 def test_a_request(data: st.DataObject, kind: RequestOutputKind, n: int) -> None:
     timeline = data.draw(timelines(n))
@@ -315,7 +316,7 @@ def test_a_request(data: st.DataObject, kind: RequestOutputKind, n: int) -> None
     assert of(found, "requests_finished_total", finished_reason="length") == n
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=draws(10, 30))
 @given(data=st.data())
 def test_a_slow_reader(data: st.DataObject) -> None:
     """Merged outputs: whatever was taken together, the tokens' times add up to the same."""
@@ -398,7 +399,7 @@ def work(stats: CoreStats, steps: list[tuple[float, int]]) -> None:
 STEPS = st.lists(st.tuples(st.integers(0, 2**14).map(lambda n: n / 2**10), st.integers(1, 2**15)), max_size=6)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=draws(10, 25))
 @given(st.lists(STEPS | st.sampled_from(["restart", "silent"]), min_size=1, max_size=8))
 def test_counters_only_grow(events: list[Any]) -> None:
     """Over restarts and silence they are the totals of all cores; the gauges are the living core's."""
@@ -430,7 +431,7 @@ def test_counters_only_grow(events: list[Any]) -> None:
 REQUESTS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["/a", "/b"]), st.integers(0, 2**14)), max_size=12)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=draws(10, 25))
 @given(REQUESTS, st.sets(st.integers(0, 2)))
 def test_processes_count_as_one(requests: list[tuple[int, str, int]], gone: set[int]) -> None:
     """Three of a server, some of which end: nothing is lost of what they have counted but what they had in flight."""

@@ -14,6 +14,7 @@ import transformers
 from live import Served
 
 from graphllm.embedded import MODEL_DIR
+from tests.artifacts import artifact_of, flags
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -22,18 +23,9 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "head_dim": 8,
     "pad_token_id": 0,
 }  # fmt: skip
-OPTIONS = (
-    "--backend",
-    "eager",
-    "--target",
-    "cpu",
-    "--dtype",
-    "float32",
-    "--max-model-len",
-    "128",
-    "--max-num-seqs",
-    "8",
-)
+OPTIONS: dict[str, Any] = {
+    "backend": "eager", "target": "cpu", "dtype": "float32", "max_model_len": 128, "max_num_seqs": 8,
+}  # fmt: skip
 
 
 def make(kind: Any, folder: Path, **config: Any) -> Any:
@@ -64,8 +56,10 @@ def reranker_folder(shared: Any) -> Path:
     return shared("reranker", lambda folder: make(transformers.Qwen3ForSequenceClassification, folder, num_labels=1))
 
 
-def _serve(folder: Path, place: Path, *options: str) -> Iterator[Served]:
-    server = Served(place / "log", folder, *OPTIONS, *options)
+def _serve(folder: Path, place: Path, *options: str, **settings: Any) -> Iterator[Served]:
+    settings = OPTIONS | settings
+    artifact_of(folder, **settings)
+    server = Served(place / "log", folder, *flags(settings), "--served-model-name", "small", *options)
     yield server.wait_ready()
     assert server.stop() == 0, server.log.read_text()
 
@@ -73,11 +67,11 @@ def _serve(folder: Path, place: Path, *options: str) -> Iterator[Served]:
 @pytest.fixture(scope="session")
 def embedder(embedder_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server of the embedder, with two fronts."""
-    options = ("--runner", "pooling", "--served-model-name", "small", "--api-server-count", "2")
-    yield from _serve(embedder_folder, tmp_path_factory.mktemp("embedder"), *options)
+    place = tmp_path_factory.mktemp("embedder")
+    yield from _serve(embedder_folder, place, "--api-server-count", "2", runner="pooling")
 
 
 @pytest.fixture(scope="session")
 def reranker(reranker_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server of the reranker."""
-    yield from _serve(reranker_folder, tmp_path_factory.mktemp("reranker"), "--served-model-name", "small")
+    yield from _serve(reranker_folder, tmp_path_factory.mktemp("reranker"))

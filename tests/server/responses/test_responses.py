@@ -36,6 +36,7 @@ from graphllm.server.responses.events import ResponseWriter
 from graphllm.server.responses.requests import ResponsesRequest, conversation, to_chat
 from graphllm.server.responses.store import ResponseStore, StoredResponse
 from graphllm.server.responses.truncation import fitting
+from tests.tiers import draws
 
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -275,7 +276,7 @@ RICH = {
 }  # fmt: skip
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=draws(16, 50))
 @given(spoiled(RICH))
 @example(RICH)
 def test_mistakes_have_an_answer(body: dict[str, Any]) -> None:
@@ -333,7 +334,7 @@ def _items_of(body: dict[str, Any]) -> list[tuple[str, ...]]:
     return found
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=draws(16, 50))
 @given(replies(BROKEN), ENDINGS, st.integers(1, 9))
 def test_a_stream(parts: list[Part], ending: Ending, size: int) -> None:
     """Every event is one of the client's, and together they are the response; nothing of the reply is lost."""
@@ -372,7 +373,7 @@ def test_a_stream(parts: list[Part], ending: Ending, size: int) -> None:
     )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=draws(16, 50))
 @given(replies(BROKEN), st.integers(1, 9))
 def test_items_begin_and_end(parts: list[Part], size: int) -> None:
     """What is said of an item lies between its beginning and its end, and at its end it is what the response has."""
@@ -396,7 +397,7 @@ def test_items_begin_and_end(parts: list[Part], size: int) -> None:
     assert len({item["id"] for item in output}) == len(output)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=draws(16, 50))
 @given(replies())
 def test_a_reply_that_is_gone_on_from(parts: list[Part]) -> None:
     """With previous_response_id, and by a client that sends back the output it got, the chat is the same."""
@@ -501,7 +502,7 @@ def test_bytes_are_counted() -> None:
     assert (len(store), store.bytes) == (0, 0)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=draws(16, 50))
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 60), st.booleans())))
 def test_the_store_keeps_its_limits(puts: list[tuple[str, int, bool]]) -> None:
     store = ResponseStore(count=3, bytes=120)
