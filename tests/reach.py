@@ -36,6 +36,7 @@ class Graph:
         self.needs: dict[str, set[str]] = collections.defaultdict(set)
         sources = [f for f in self.files if f.partition("/")[0] in SOURCES]
         self._modules = {_module(f): f for f in sources if f.endswith(".py")}
+        self._trees: dict[str, ast.Module] = {}
         self._by_name: dict[str, list[str]] = collections.defaultdict(list)  # file name -> paths
         beside: dict[str, list[str]] = collections.defaultdict(list)  # folder -> its Python files
         for f in sources:
@@ -82,7 +83,7 @@ class Graph:
         return sorted(found, key=lambda f: (f not in near, found[f], f))
 
     def _python(self, file: str) -> None:
-        tree = ast.parse((self.root / file).read_text())
+        tree = self._parsed(file)
         self.needs[f"{file}()"].add(file)
         conftest = file.endswith("/conftest.py")
         for node, function in _nodes(tree):
@@ -113,6 +114,11 @@ class Graph:
         if file.startswith("tests/"):
             self._fixtures(file, tree)
 
+    def _parsed(self, file: str) -> ast.Module:
+        if file not in self._trees:
+            self._trees[file] = ast.parse((self.root / file).read_text())
+        return self._trees[file]
+
     def _import(self, file: str, target: str, name: str) -> None:
         parts = name.split(".")
         found = [self._modules[p] for n in range(1, len(parts) + 1) if (p := ".".join(parts[:n])) in self._modules]
@@ -131,9 +137,7 @@ class Graph:
             conftest = f"{folder}/conftest.py"
             if conftest not in self.files:
                 continue
-            functions = [
-                n for n in ast.parse((self.root / conftest).read_text()).body if isinstance(n, ast.FunctionDef)
-            ]
+            functions = [n for n in self._parsed(conftest).body if isinstance(n, ast.FunctionDef)]
             if conftest != file:
                 self.needs[file].add(conftest)
                 for node in functions:

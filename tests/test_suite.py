@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import runpy
 from pathlib import Path
 
 import pytest
 
 from tests import faults
 from tests.reach import Graph
+from tests.tiers import ON_GPU
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,17 +36,20 @@ def graph() -> Graph:
         ("tests/engine/test_core.py", "engine/test_core.py", "engine/test_text.py"),
     ],
 )
+@pytest.mark.thorough
 def test_what_a_change_reaches(graph: Graph, changed: str, reached: str, spared: str) -> None:
     found = graph.reached([changed])
     assert f"tests/{reached}" in found
     assert f"tests/{spared}" not in found
 
 
+@pytest.mark.thorough
 def test_what_all_tests_need(graph: Graph) -> None:
     for file in ("pyproject.toml", "constraints.txt", "tests/conftest.py"):
         assert graph.reached([file]) == graph.tests() or set(graph.reached([file])) == set(graph.tests())
 
 
+@pytest.mark.thorough
 def test_the_nearest_come_first(graph: Graph) -> None:
     assert graph.reached(["graphllm/engine/block_pool.py"])[0] == "tests/engine/test_block_pool.py"
 
@@ -62,3 +67,10 @@ def test_there_are_forty_half_of_them_drawn() -> None:
     drawn = [fault.seed for fault in faults.FAULTS if fault.seed is not None]
     assert (len(faults.FAULTS), len(drawn)) == (40, 20)
     assert sorted({*drawn, *faults.SKIPPED}) == list(range(1, max(drawn) + 1))  # in order, none left out unsaid
+
+
+@pytest.mark.skipif(ON_GPU, reason="they are collected")
+@pytest.mark.parametrize("file", sorted((ROOT / "tests" / "gpu").glob("test_*.py")), ids=lambda file: file.name)
+def test_what_needs_a_gpu_can_be_imported(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(file.parent)
+    runpy.run_path(str(file))

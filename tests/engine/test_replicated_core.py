@@ -26,7 +26,7 @@ ENDLESS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def place() -> Path:
-    return artifact_of(MODEL_DIR, **SIZES)
+    return artifact_of(MODEL_DIR, backend="eager", **SIZES)
 
 
 @pytest.fixture(scope="module")

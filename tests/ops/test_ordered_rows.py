@@ -13,6 +13,7 @@ from graphllm.config import Bucket, Target
 from graphllm.ir import CallSite, runs_gluon
 from graphllm.ir.registry import load_ops
 from graphllm.ir.testing.check import relative_error
+from tests.tiers import thorough
 
 OPS = load_ops()
 TARGET = Target("cuda", ("sm_90", "sms_132"))
@@ -36,7 +37,7 @@ def _attention(tokens: tuple[int, ...], lengths: tuple[int, ...], window: int) -
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has it on a GPU")
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize(
-    ("tokens", "programs"), [((1, 0, 1), 1), ((1, 1, 1), 3), ((70, 1, 3), 1)], ids=["alone", "shared", "prompts"]
+    ("tokens", "programs"), [((1, 0, 1), 1), ((1, 1, 1), 3), thorough((70, 1, 3), 1, id="prompts")]
 )
 def test_ranges_are_joined(tokens: tuple[int, ...], programs: int, window: int) -> None:
     op = OPS["paged_attention"]

@@ -315,30 +315,29 @@ def test_pooled(tmp_path: Path, backend: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     save_file({n: w[n] for n in ("embed", "layers.0.mix", "layers.1.mix")}, folder / "model.safetensors")
     source = open_source(folder)
-    for backend in ("eager", "inductor"):
-        place = artifact_of(
-            source, target=DEVICE, backend=backend, dtype="float32", max_model_len=96, max_num_seqs=SEQS,
-            max_num_batched_tokens=32, tune=False,
-        )  # fmt: skip
-        core = open_core(folder, place)
-        warm_up_host(core._executor, 96, 32)
-        prompts = [[rng.randrange(1, 90) for _ in range(rng.randint(1, 32))] for _ in range(9)]
-        found = {}
-        for i, prompt in enumerate(prompts):
-            core.add(request(str(i), prompt, GREEDY, limit=0))
-        while core.unfinished:
-            for news in core.step():
-                assert (news.tokens, news.finish_reason) == ([], "stop")
-                found[news.id] = torch.from_numpy(np.frombuffer(news.pooled, np.float32).copy())
-        for i, prompt in enumerate(prompts):
-            torch.testing.assert_close(found[str(i)], expected.pooled(w, prompt), rtol=1e-4, atol=1e-4)
-        for length, limit, told in (
-            (33, 0, "33 prompt tokens; this model computes a prompt in one step"),
-            (3, 1, "limit is 1"),
-        ):
-            with pytest.raises(ConfigError, match=told):
-                core.add(request("long", [1] * length, GREEDY, limit=limit))
-        core.close()
+    place = artifact_of(
+        source, target=DEVICE, backend=backend, dtype="float32", max_model_len=96, max_num_seqs=SEQS,
+        max_num_batched_tokens=32, tune=False,
+    )  # fmt: skip
+    core = open_core(folder, place)
+    warm_up_host(core._executor, 96, 32)
+    prompts = [[rng.randrange(1, 90) for _ in range(rng.randint(1, 32))] for _ in range(9)]
+    found = {}
+    for i, prompt in enumerate(prompts):
+        core.add(request(str(i), prompt, GREEDY, limit=0))
+    while core.unfinished:
+        for news in core.step():
+            assert (news.tokens, news.finish_reason) == ([], "stop")
+            found[news.id] = torch.from_numpy(np.frombuffer(news.pooled, np.float32).copy())
+    for i, prompt in enumerate(prompts):
+        torch.testing.assert_close(found[str(i)], expected.pooled(w, prompt), rtol=1e-4, atol=1e-4)
+    for length, limit, told in (
+        (33, 0, "33 prompt tokens; this model computes a prompt in one step"),
+        (3, 1, "limit is 1"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            core.add(request("long", [1] * length, GREEDY, limit=limit))
+    core.close()
 
 
 def _draft_model(folder: Path) -> dict[str, torch.Tensor]:
