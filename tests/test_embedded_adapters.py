@@ -63,6 +63,7 @@ QUESTIONS = {  # what the plain model and each adapter say to them, as far as it
 }
 
 
+@pytest.mark.thorough
 def test_one_batch_of_all() -> None:
     """Each request gets the answer that PEFT gives, visibly unlike the others."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)

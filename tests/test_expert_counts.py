@@ -70,6 +70,7 @@ def test_counts_are_those_of_transformers_routers(checkpoint: Path, backend: str
     executor.close()
 
 
+@pytest.mark.thorough
 def test_a_bench_run_shows_them(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
     small = ("--model", checkpoint, "--backend", "eager", "--target", "cpu", "--max-model-len", 64, "--max-num-seqs", 4,
              "--num-prompts", 3, "--input-len", 6, "--output-len", 4)  # fmt: skip

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from graphllm.ir.registry import load_ops, load_passes
+from tests.tiers import thorough
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,9 +26,9 @@ def scripts() -> None:
     ("shape", "ranks", "count", "error"),
     [
         ("llama3.1-8b", 2, 6, 0.1),
-        ("llama3-70b", 2, 3, 0.1),
-        ("llama3.1-8b", 4, 6, 0.13),  # 32 and 64 rows; a layer's matrices are small there
-        ("llama3-70b", 4, 4, 0.11),
+        thorough("llama3-70b", 2, 3, 0.1),
+        thorough("llama3.1-8b", 4, 6, 0.13),  # 32 and 64 rows; a layer's matrices are small there
+        thorough("llama3-70b", 4, 4, 0.11),
     ],
 )
 def test_gpus_as_measured(shape: str, ranks: int, count: int, error: float) -> None:

@@ -116,6 +116,7 @@ def test_a_kernel_is_built_with_what_a_launch_needs(bundle: Bundle) -> None:
     assert not made["early"]
 
 
+@pytest.mark.thorough
 def test_options_of_the_compiler_are_no_arguments() -> None:
     """And pointers may be to bytes."""
     constants = {

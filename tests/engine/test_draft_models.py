@@ -560,6 +560,7 @@ def _check_tree(model: LlamaForCausalLM, name: str, tree: str, tmp_path: Path, b
 
 
 @pytest.mark.parametrize("name", [thorough("draft_model"), thorough("eagle3"), "medusa"])
+@pytest.mark.thorough
 def test_no_more_drafts_than_are_verified(model: LlamaForCausalLM, name: str, tmp_path: Path) -> None:
     """Whatever the acceptance asks for: as many runs draft behind a step, and the next step verifies no more."""
     opened, rng = _open(model, METHODS[name](model), tmp_path, dynamic_speculative_tokens=True), random.Random(2)

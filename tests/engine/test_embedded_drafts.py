@@ -19,6 +19,7 @@ TASKS = ("capital", "sort_numbers", "persona", "call_tool", "word_problem", "opp
 
 
 @pytest.mark.parametrize("method", [m if m == "eagle3" else thorough(m) for m in DRAFTS])
+@pytest.mark.thorough
 def test_shipped_drafts(method: str) -> None:
     rng, params = Random(5), SamplingParams(temperature=0.0, max_tokens=48)
     chats = [draw(rng, name, held_out=True) for name in TASKS for _ in range(2)]

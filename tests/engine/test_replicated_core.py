@@ -23,10 +23,12 @@ from tests.artifacts import artifact_of
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
 ENDLESS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def place() -> Path:
-    return artifact_of(MODEL_DIR, backend="eager", **SIZES)
+    return artifact_of(MODEL_DIR, **SIZES)
 
 
 @pytest.fixture(scope="module")

@@ -163,6 +163,7 @@ def test_looking_up_changes_nothing_but_the_number_of_steps(
     scarce.close()
 
 
+@pytest.mark.thorough
 def test_sampling_is_the_same_with_looking_up(
     looking: tuple[Path, EngineCore], llama: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """One rank of test_exchange.py: kernels that give each other numbers through the host's memory, by Triton's
 interpreter.
 
-TRITON_INTERPRET=1 python exchange_worker.py RANK RANKS MEETING
+TRITON_INTERPRET=1 python exchange_worker.py RANK RANKS MEETING CALLS
 """
 
 from __future__ import annotations
@@ -97,8 +97,9 @@ def main() -> None:
     set_group(TENSOR, LibraryGroup(dist.group.WORLD, host))
     late = random.Random(rank)
     many = one_trip(ranks, 2) // WIDE + 2 if ranks > 2 else 2
-    sizes = [(ROWS[call % len(ROWS)], WIDTH) for call in range(int(sys.argv[4]))]
-    sizes += [(rows, WIDE) for rows in (many, many, 1, 2)]
+    calls = int(sys.argv[4])
+    sizes = [(ROWS[call % len(ROWS)], WIDTH) for call in range(calls)]
+    sizes += [(rows, WIDE) for rows in ((many, 1) if calls < 10 else (many, many, 1, 2))]
     sums = []
     for call, (rows, width) in enumerate(sizes):
         time.sleep(late.random() * 0.05)

@@ -73,6 +73,7 @@ def test_experts_embedding_and_head(quantization: Any) -> None:
     assert linked.optional == [["adapter_ids", "row_adapter_ids"]]
 
 
+@pytest.mark.thorough
 def test_by_default_only_linear_layers() -> None:
     linked, states = _linked(CompileConfig(GPU, buckets=BUCKETS, enable_lora=True))
     assert states == [f"{n}.lora_{m}" for n in ("qkv", "o") for m in "ab"]

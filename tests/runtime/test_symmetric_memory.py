@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
@@ -49,6 +50,7 @@ def _say(rank: int, folder: str, told: Any) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 def test_groups_of_a_process_have_names_of_their_own(tmp_path: Path) -> None:
     """Two processes, of which one was in two groups before: each resolves its group by name, as torch's kernels do."""
     context = torch.multiprocessing.get_context("spawn")

@@ -60,6 +60,7 @@ def _greedy(run: Callable[[StepInput], np.ndarray]) -> tuple[list[np.ndarray], l
     return logits, tokens
 
 
+@pytest.mark.thorough
 def test_two_processes_give_the_logits_of_one(biased: Path, tmp_path: Path) -> None:
     one = _compiled(biased, 1)
     executor = open_executor(biased, one, BLOCKS)

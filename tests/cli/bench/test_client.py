@@ -147,6 +147,7 @@ def test_a_cancelled_request_gives_up_its_connection() -> None:
     assert after.error is None
 
 
+@pytest.mark.thorough
 def test_the_client_is_cheap() -> None:
     """64 streams without pauses: with the fake server, it takes little more than a client that reads no word."""
 
