@@ -5,7 +5,7 @@ reach the changed file, the nearest first, up to the first failure. "all" runs w
 build/faults.json as they come, so that a run that was stopped goes on where it was; `show` prints them.
 
 `python tests/faults.py draw SEED ...` proposes faults: a folder, a file in it by its size, a place in it, all by
-chance. Half of the table, tests/faults.toml, was drawn that way. A drawn fault is left out only where it changes nothing
+chance. Half of the table, tests/faults.toml, was drawn that way. One is left out only where it changes nothing
 that can be observed on a CPU; the table says why.
 """
 

@@ -26,7 +26,8 @@ def geglu(gate_up_T2F: Tensor, approximate: str = "tanh") -> Tensor:
 
 
 @geglu.fake(traceable=True)
-def _(gate_up_T2F: Tensor) -> Tensor:
+def _(gate_up_T2F: Tensor, approximate: str) -> Tensor:
     T, width = gate_up_T2F.shape
+    torch._check(approximate in ("tanh", "none"), lambda: f"approximate is {approximate!r}: give 'tanh' or 'none'")
     torch._check(width % 2 == 0, lambda: f"rows of {width} have no halves")
     return gate_up_T2F.new_empty(T, width // 2)

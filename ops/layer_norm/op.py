@@ -23,5 +23,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 @layer_norm.fake(traceable=True)
-def _(x: Tensor) -> Tensor:
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    torch._check(weight.shape == x.shape[-1:], lambda: f"weight {weight.shape} for rows of {x.shape[-1]}")
     return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphllm.config import Bucket
 from graphllm.ir import Cost, Impl, Op
+from graphllm.ir.registry import load_ops
 from graphllm.ir.testing import Case, Maker
 from graphllm.ir.testing.check import check_impl, check_specification, relative_error
 
@@ -139,3 +141,21 @@ def test_relative_error() -> None:
     assert relative_error(torch.tensor([1.0, inf]), torch.tensor([1.0, -inf])) == inf
     assert relative_error(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 5])) == 0.25
     assert relative_error(torch.zeros(0), torch.zeros(0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "more", "told"),
+    [
+        ("rms_norm", [(3, 8), (7,)], (1e-6,), "weight .*7.* for rows of 8"),
+        ("layer_norm", [(3, 8), (7,), (7,)], (1e-6,), "weight .*7.* for rows of 8"),
+        ("rope", [(3, 2, 8), (3, 5), (3, 5)], (), "5 angles, heads of 8"),
+        ("swiglu", [(3, 7)], (), "rows of 7 have no halves"),
+        ("geglu", [(3, 7)], ("tanh",), "rows of 7 have no halves"),
+        ("geglu", [(3, 8)], ("erf",), "approximate is 'erf'"),
+    ],
+)
+def test_what_does_not_fit_is_named_while_a_model_is_traced(
+    name: str, shapes: list[tuple[int, ...]], more: tuple[Any, ...], told: str
+) -> None:
+    with FakeTensorMode(), pytest.raises(RuntimeError, match=told):
+        load_ops()[name](*(torch.empty(shape) for shape in shapes), *more)
