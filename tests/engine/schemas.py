@@ -34,6 +34,12 @@ def _kind(name: str, **properties: Any) -> dict[str, Any]:
     }
 
 
+def _within(levels: int, schema: Any) -> Any:
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
 # name: (schema, documents that satisfy it and must be possible)
 WRITTEN: dict[str, tuple[Any, list[Any]]] = {
     "weather tool": (
@@ -372,6 +378,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"oneOf": [{"enum": [1, 2]}, {"enum": [2.0, 3]}]}, "oneOf"),
     ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, "oneOf"),
     ({"oneOf": [{"type": "string", "pattern": "^a"}, {"type": "string", "pattern": "b$"}]}, "oneOf"),
+    ({"oneOf": [_within(14, {"type": "integer"}), _within(14, {"type": "number"})]}, "oneOf"),  # too deep to be proved
     (False, "false"),
     ({"type": "integer", "minimum": 5, "maximum": 4}, "nsatisfiable"),
     ({"properties": {"a": 3}}, "json: #/properties/a: 3"),
