@@ -99,7 +99,7 @@ def main() -> None:
     many = one_trip(ranks, 2) // WIDE + 2 if ranks > 2 else 2
     calls = int(sys.argv[4])
     sizes = [(ROWS[call % len(ROWS)], WIDTH) for call in range(calls)]
-    sizes += [(rows, WIDE) for rows in ((many, 1) if calls < 10 else (many, many, 1, 2))]
+    sizes += [(rows, WIDE) for rows in ((many,) if calls < 10 else (many, many, 1, 2))]
     sums = []
     for call, (rows, width) in enumerate(sizes):
         time.sleep(late.random() * 0.05)
