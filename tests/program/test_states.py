@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphllm.config import ConfigError
-from graphllm.program.schema import CacheGroup
+from graphllm.program.schema import CacheGroup, CacheLayout
 from graphllm.program.states import ITEMSIZE, layer_places, plan_blocks, slot_shape
 from graphllm.specs import StateSpec
 
@@ -50,6 +50,13 @@ def test_lighter_states_have_larger_blocks() -> None:
     assert (places["scale"].shape, places["scale"].offset) == ((64,), 0)
     assert (places["latent"].shape, places["latent"].offset) == ((64, 20), 4 * 64)
     assert places["scale"].stride[0] * 4 == places["latent"].stride[0] == plan.block_bytes
+
+
+def test_beginnings_are_told_apart_by_the_smallest_blocks() -> None:
+    """A model that has recurrent states alone has none: as many tokens as a block has by default."""
+    groups = (CacheGroup("full", 0, 64), CacheGroup("window", 64, 8))
+    assert CacheLayout(groups, 9).block_size == 8
+    assert CacheLayout((), 1, recurrent=True, num_snapshots=2).block_size == 16
 
 
 def test_mistakes_of_a_model() -> None:
