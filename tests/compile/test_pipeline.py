@@ -238,6 +238,11 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
             "logprobs",
         )
     ] + [("select_early", "layer.full + head mixed-2-32")]
+    for entry in manifest["passes"][:-1]:  # a pass says that it changed what it has changed, and nothing else
+        (now,) = (compiled_artifact / "graph").glob(f"??-{entry['pass']}.{entry['unit']}.txt")
+        (before,) = (compiled_artifact / "graph").glob(f"{int(now.name[:2]) - 1:02}-*.{entry['unit']}.txt")
+        was, became = (file.read_text().partition("\n")[2] for file in (before, now))
+        assert (entry["changed"] > 0) == (was != became), entry
     assert list(manifest["seconds"]) == [
         "assemble", "build", "import backend", "link", "package", "passes", "trace", "tune"
     ]  # fmt: skip
