@@ -44,12 +44,13 @@ def _driver() -> ModuleType:
     return module
 
 
-def _plan(folder: Path) -> WeightPlan:
+def _plan(folder: Path, random: bool = False) -> WeightPlan:
+    """random: for random weights, which know nothing of the checkpoint's tensors."""
     source = open_source(folder)
     assert source.checkpoint is not None
     model = find_model(source.config)
     plan = make_plan(model, model.config(source.config), "float32")
-    return as_quantized(plan, source.config, source.checkpoint.tensors)
+    return as_quantized(plan, source.config, None if random else source.checkpoint.tensors)
 
 
 def _loaded(folder: Path, plan: WeightPlan, rank: int = 0) -> dict[str, torch.Tensor]:
@@ -158,13 +159,18 @@ def _gpt_oss(folder: Path, width: int) -> transformers.GptOssForCausalLM:
 @torch.no_grad()
 def test_experts_of_gpt_oss(tmp_path: Path) -> None:
     """Their MXFP4 blocks, against transformers' own reader of them."""
-    model = _gpt_oss(tmp_path, 96)
-    weights, stored = _loaded(tmp_path, _plan(tmp_path)), model.state_dict()
+    model, plan = _gpt_oss(tmp_path, 96), _plan(tmp_path)
+    weights, stored = _loaded(tmp_path, plan), model.state_dict()
     for i in range(2):
         at = f"model.layers.{i}.mlp.experts."
         gate_up = stored[at + "gate_up_proj"].transpose(1, 2)
         _same(weights[f"layers.{i}.gate_up"], torch.cat([gate_up[:, ::2], gate_up[:, 1::2]], 1))
         _same(weights[f"layers.{i}.down"], stored[at + "down_proj"].transpose(1, 2))
+    for entry in _plan(tmp_path, random=True):  # random weights are kept as these are
+        like = plan[entry.name]
+        assert (entry.shape, entry.dtype, same_encodings(entry.expr)) == (
+            like.shape, like.dtype, same_encodings(like.expr)
+        ), entry.name  # fmt: skip
 
 
 @pytest.mark.thorough
