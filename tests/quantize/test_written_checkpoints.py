@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -232,5 +233,9 @@ def test_the_command(tmp_path: Path) -> None:
     made = CliRunner().invoke(app, command, catch_exceptions=False)
     assert made.exit_code == 0
     assert "int8 by rtn, 56 matrices of 8 layers, 8.05 bits a weight; 13.9 MB became 8.0 MB" in made.stdout
-    assert "perplexity" in made.stdout
+    told = re.search(r"perplexity (\S+) before, (\S+) after; the same likeliest next token (\S+)%", made.stdout)
+    assert told is not None, made.stdout
+    before, after, same = map(float, told.groups())
+    assert after == pytest.approx(before, rel=0.02)
+    assert 90 < same <= 100  # 8 bits change little
     assert (tmp_path / "new" / "tokenizer.json").read_bytes() == (MODEL_DIR / "tokenizer.json").read_bytes()
