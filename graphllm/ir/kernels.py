@@ -93,13 +93,13 @@ def build_library(source: Path) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{digest}.so"
     if not library.exists():
-        made, partial = (library.with_suffix(f".{os.getpid()}.{kind}") for kind in ("o", "tmp"))
-        for command in (compiler_command([source], made, link=False), compiler_command([made], partial)):
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"g++ failed on {source.name}:\n{done.stderr[-4000:]}")
-        made.unlink()
-        partial.replace(library)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made, linked = Path(scratch, "kernel.o"), Path(scratch, library.name)
+            for command in (compiler_command([source], made, link=False), compiler_command([made], linked)):
+                done = subprocess.run(command, capture_output=True, text=True)
+                if done.returncode:
+                    raise RuntimeError(f"g++ failed on {source.name}:\n{done.stderr[-4000:]}")
+            linked.replace(library)
     return library
 
 

@@ -64,11 +64,7 @@ def accept_grown_tree(
     return as_one_run(tokens_R, *where, rejected_N, path_NL, path_SD, tree_S, kept_S, drafted_S)
 
 
-@accept_grown_tree.fake(traceable=True)
-def _(
-    tokens_R: Tensor, slots_S: Tensor, path_NL: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return one_run_like(tokens_R, slots_S, path_NL)
+accept_grown_tree.fake(traceable=True)(one_run_like)
 
 
 def _all_set(bits_SM: Tensor, which_SM: Tensor, one_M: Tensor) -> Tensor:

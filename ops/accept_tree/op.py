@@ -83,12 +83,6 @@ def accept_tree(
 
 
 @accept_tree.fake(traceable=True)
-def _(
-    tokens_R: Tensor, slots_S: Tensor, path_NL: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return one_run_like(tokens_R, slots_S, path_NL)
-
-
 def one_run_like(
     tokens_R: Tensor, slots_S: Tensor, path_NL: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -241,7 +241,7 @@ def _fakes(args: Mapping[str, Any], mode: FakeTensorMode | None = None) -> dict[
     return {k: _map_tensors(mode.from_tensor, v) for k, v in args.items()}
 
 
-def _map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+def _map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_map_tensors(fn, v) for v in value)
     return fn(value) if isinstance(value, Tensor) else value
@@ -355,13 +355,8 @@ def _fake_problem(op: Op, args: dict[str, Any], found: Any) -> str:
 
 def _arguments(args: Mapping[str, Any]) -> str:
     """A call's arguments, of tensors what a fake sees: implementations get the same ones."""
-
-    def seen(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [seen(v) for v in value]
-        return (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
-
-    return repr([(name, seen(value)) for name, value in args.items()])
+    seen = {n: _map_tensors(lambda t: (t.shape, t.stride(), t.dtype, t.device), v) for n, v in args.items()}
+    return repr(seen)
 
 
 def _form(t: Tensor) -> tuple[list[int], str, list[int]]:
