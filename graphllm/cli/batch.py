@@ -114,7 +114,9 @@ class BatchItem:
     def row(self, call: Call, outputs: Sequence[RequestOutput], model: str) -> dict[str, Any]:
         """Its line in the results."""
         if (broken := failure(outputs)) is not None:
-            return self._row(500, error_body(broken, type="server_error"))
+            if broken.mistake:
+                return self.refused(ConfigError(broken.told))
+            return self._row(500, error_body(broken.told, type="server_error"))
         return self._row(200, answers.response_body(call, outputs, uuid.uuid4().hex, model, int(time.time())))
 
     def refused(self, mistake: ConfigError) -> dict[str, Any]:

@@ -371,7 +371,9 @@ def _row(result: Result, model: str) -> dict[str, Any]:
 def _print(result: Result) -> None:
     """Text to the terminal: one answer as it comes, several when each is done."""
     id = result.item.id
-    problem = result.error or failure(result.outputs)
+    problem, broken = result.error, failure(result.outputs)
+    if broken is not None:
+        problem = problem or broken.told
     if problem is not None:
         print(f"graphllm: {id}: {problem}", file=sys.stderr)
         return

@@ -69,7 +69,7 @@ class SamplingTable:
 
     def admit(self, state: RequestState, always_masked: bool) -> bool:
         """Fill a slot; whether it has state on the device, penalties or bias. always_masked: each of its rows has a
-        mask of its own (a grammar, bad words of several tokens)."""
+        mask of its own (a grammar, bad words)."""
         slot, request, p = state.slot, state.request, state.request.params
         self._last_slots = _NO_SLOTS
         for definition, values in self._columns.items():
@@ -82,14 +82,10 @@ class SamplingTable:
         self.prompt_len[slot] = len(request.prompt)
         self.min_tokens[slot] = p.min_tokens if request.stop_ids else 0
         self._base.pop(slot, None)
-        single = [words[0] for words in request.bad_words if len(words) == 1]
-        if p.allowed_token_ids is not None or single:
-            base = np.full(self.words, _FULL if p.allowed_token_ids is None else 0, dtype=np.int32)
-            for token in p.allowed_token_ids or ():
+        if p.allowed_token_ids is not None:
+            base = self._base[slot] = np.zeros(self.words, dtype=np.int32)
+            for token in p.allowed_token_ids:
                 _set(base, token, True)
-            for token in single:
-                _set(base, token, False)
-            self._base[slot] = base
         self.masked[slot] = always_masked or slot in self._base
         has_state = bool(counted or p.logit_bias)
         wants = p.logprobs is not None or p.prompt_logprobs is not None
@@ -108,7 +104,7 @@ class SamplingTable:
         return {"counts": counts, "bias_token": tokens, "bias_value": values}
 
     def mask_row(self, row: np.ndarray, slot: int, state: RequestState, output: Sequence[int]) -> None:
-        """Write the mask [words] of everything but a grammar: allowed ids, bad words, the end of thinking, and no
+        """Write the mask [words] of everything but a grammar and bad words: allowed ids, the end of thinking, and no
         stop before min_tokens or before what is structured.
 
         row holds what is allowed so far and is narrowed. output: what stands before it, drafts included.
@@ -117,9 +113,6 @@ class SamplingTable:
         if base is not None:
             row &= base
         request = state.request
-        for *before, last in (words for words in request.bad_words if len(words) > 1):
-            if list(output[-len(before) :]) == before:
-                _set(row, last, False)
         if request.thinking is not None and (forced := request.thinking.forced(output)) is not None:
             row[:] = 0
             _set(row, forced, True)

@@ -13,6 +13,8 @@ from graphllm.engine.batch import SamplingTable
 from graphllm.engine.request_table import RequestState
 
 if TYPE_CHECKING:
+    from graphllm.config.sampling import SamplingParams
+    from graphllm.engine.bad_words import BadWords
     from graphllm.engine.structured.compiler import Grammar, Matcher
 
 
@@ -21,24 +23,29 @@ class ConstraintError(Exception):
 
 
 class Constraints:
-    """Of the requests that have a grammar, where they stand in it. table: the other constraints."""
+    """Of the requests that have a grammar, where they stand in it, and the words of others. table: what is left."""
 
     def __init__(self, table: SamplingTable) -> None:
         self._table = table
         self._grammars: dict[str, Grammar] = {}
         self._matchers: dict[str, Matcher] = {}
+        self._words: dict[str, BadWords] = {}
 
     def __contains__(self, id: str) -> bool:
-        return id in self._matchers
+        return id in self._matchers or id in self._words
 
-    def add(self, id: str, grammar: Grammar) -> None:
+    def add(self, id: str, grammar: Grammar | None, words: BadWords | None) -> None:
         """A request begins."""
-        self._grammars[id], self._matchers[id] = grammar, grammar.matcher()
+        if grammar is not None:
+            self._grammars[id], self._matchers[id] = grammar, grammar.matcher()
+        if words is not None:
+            self._words[id] = words
 
     def forget(self, id: str) -> None:
         """A request has ended."""
         self._grammars.pop(id, None)
         self._matchers.pop(id, None)
+        self._words.pop(id, None)
 
     def write(
         self, state: RequestState, masks: np.ndarray, drafts: Sequence[int], tree: TokenTree | None = None
@@ -49,7 +56,8 @@ class Constraints:
         next."""
         from graphllm.engine.structured.source import GrammarError
 
-        matcher, output = self._matchers.get(state.request.id), list(state.output)
+        id, output = state.request.id, list(state.output)
+        matcher, words = self._matchers.get(id), self._words.get(id)
         tree = tree or chain(max(len(masks) - 1, 1))
         parents, children = tree.parents, tree.children
         path: list[tuple[int, bool]] = []  # the drafts behind the known output, and whether the matcher has taken each
@@ -81,7 +89,11 @@ class Constraints:
                     output.pop()
                 matcher = self._replay(state, [drafts[on - 1] for on, taken in path if taken])
                 continue
+            if words is not None:
+                words.forbid(masks[node], output)
             self._table.mask_row(masks[node], state.slot, state, output)
+            if not node and not masks[0].any():
+                raise ConstraintError(_nothing_left(state.request.params))
             todo += [child for child in reversed(children[node]) if child < len(masks)]
         _go_back(matcher, path, 0, output)
 
@@ -101,7 +113,9 @@ class Constraints:
         Raises ConstraintError where one of them may not come."""
         from graphllm.engine.structured.source import GrammarError
 
-        matcher, known = self._matchers[state.request.id], len(state.output) - len(new)
+        matcher, known = self._matchers.get(state.request.id), len(state.output) - len(new)
+        if matcher is None:
+            return None
         try:
             for i, token in enumerate(new):
                 if _holds(state, state.output[: known + i]):
@@ -111,6 +125,12 @@ class Constraints:
         except GrammarError as problem:
             raise ConstraintError(f"structured_outputs: {problem}") from problem
         return None
+
+
+def _nothing_left(params: SamplingParams) -> str:
+    names = ("structured_outputs", "allowed_token_ids", "bad_words", "thinking_token_budget")
+    given = [name for name in names if getattr(params, name)]
+    return f"{' and '.join(given)} leave no token that may come next; change or leave out one of them"
 
 
 def _go_back(matcher: Matcher | None, path: list[tuple[int, bool]], kept: int, output: list[int]) -> None:

@@ -57,6 +57,7 @@ from graphllm.runtime.staging import ragged
 if TYPE_CHECKING:
     import torch
 
+    from graphllm.engine.bad_words import BadWords
     from graphllm.engine.core_waves import CoreWaves
     from graphllm.engine.proposers import Proposer
     from graphllm.engine.structured.compiler import Grammar
@@ -158,7 +159,9 @@ class EngineCore:
         self._depth = overlapping  # steps that are started before the first of them is waited for
         self._news: list[EngineCoreOutput] = []  # of requests that ended outside a step
         self._compiler = concurrent.futures.ThreadPoolExecutor(_COMPILERS, "graphllm-grammars")
-        self._compiling: dict[str, tuple[EngineRequest, concurrent.futures.Future[Grammar]]] = {}
+        self._compiling: dict[
+            str, tuple[EngineRequest, concurrent.futures.Future[tuple[Grammar | None, BadWords | None]]]
+        ] = {}
         self._constraints = Constraints(self._table)
         self._device_drafts = np.zeros((0, 0), dtype=np.int32)  # of the next step, by slot
         self._device_parents = self._device_drafts  # of the trees that they are, where these grow
@@ -233,16 +236,13 @@ class EngineCore:
             self._validate(processor, request.params)
         if request.id in self._compiling:
             raise ConfigError(f"request_id: {request.id!r} is already running; ids must be unique")
-        if request.params.structured_outputs is None:
+        if request.params.structured_outputs is None and not request.params.bad_words:
             self._scheduler.add(request)
             return
         if self.grammars is None:
-            raise ConfigError("structured_outputs: there is no tokenizer to make a grammar for; leave it out")
+            raise ConfigError("structured_outputs and bad_words: there is no tokenizer to read them by; leave them out")
         self._scheduler.check(request)
-        self._compiling[request.id] = (
-            request,
-            self._compiler.submit(self.grammars.compile, request.params.structured_outputs),
-        )
+        self._compiling[request.id] = request, self._compiler.submit(self.grammars.constraints, request.params)
 
     def _answer(self, request: EngineRequest, vectors: bytes) -> None:
         """End a request at once with vectors that were kept."""
@@ -357,10 +357,10 @@ class EngineCore:
             if future.done():
                 del self._compiling[id]
                 try:
-                    self._constraints.add(id, future.result())
+                    self._constraints.add(id, *future.result())
                     self._scheduler.add(request)
                 except ConfigError as mistake:
-                    self._end(EngineCoreOutput(id, [], "error", error=str(mistake)))
+                    self._end(EngineCoreOutput(id, [], "error", error=str(mistake), mistake=True))
 
     def _read_adapters(self) -> None:
         """Take in adapters that have been read, and have those read that requests wait for."""
@@ -407,9 +407,8 @@ class EngineCore:
         for state in output.admitted:
             id, request = state.request.id, state.request
             state.scheduled = state.scheduled or begun
-            masked = request.thinking is not None or any(len(words) > 1 for words in request.bad_words)
             begun_states: dict[str, np.ndarray] = {}
-            if self._table.admit(state, always_masked=id in self._constraints or masked):
+            if self._table.admit(state, always_masked=id in self._constraints or request.thinking is not None):
                 bias = request.params.logit_bias or {}
                 begun_states = self._table.states(request.prompt, state.output, bias)
             if length := self._executor.layout.history:
@@ -470,8 +469,8 @@ class EngineCore:
         try:
             self._constraints.write(state, masks, drafts, tree)
         except ConstraintError as problem:
-            self._scheduler.fail(state, str(problem))
-            self._end(EngineCoreOutput(state.request.id, [], "error", error=str(problem)))
+            self._scheduler.fail(state, str(problem), mistake=True)
+            self._end(EngineCoreOutput(state.request.id, [], "error", error=str(problem), mistake=True))
 
     def _drafts_of(self, started: _InFlight, entry: int) -> list[int]:
         """The drafts that a step verifies of an entry, none of one that does not."""
@@ -565,7 +564,7 @@ class EngineCore:
             self._stats.cached_tokens += state.cached_tokens
         if state.finish_reason is not None:
             output.finish_reason, output.stop_reason = state.finish_reason, state.stop_reason
-            output.error = state.error
+            output.error, output.mistake = state.error, state.mistake
             output.draft_tokens, output.accepted_tokens = state.draft_tokens, state.accepted_tokens
             if state.finish_reason == "error" and output.error is None:
                 output.error = _NO_TOKEN
@@ -582,7 +581,7 @@ class EngineCore:
         try:
             count = self._constraints.advance(state, new)
         except ConstraintError as problem:
-            self._scheduler.fail(state, str(problem))
+            self._scheduler.fail(state, str(problem), mistake=True)
             return
         if count is not None:
             del state.output[len(state.output) - len(tokens) + count :], tokens[count:]

@@ -8,25 +8,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 import msgspec
 
 from graphllm.config import ConfigError
 from graphllm.config.sampling import RepetitionDetectionParams, RequestOutputKind
+from graphllm.engine.detokenizer import Detokenizer, text_offsets
 from graphllm.engine.processor import ParsedRequest
 from graphllm.engine.request import EngineCoreOutput, PositionLogprobs
-from graphllm.engine.text import Detokenizer, Tokenizer
-
-_CONTEXT = 6  # prompt tokens that are decoded ahead of the output: enough to know whether it begins with a space
+from graphllm.engine.text import Tokenizer
 
 
 class Logprob(NamedTuple):
-    """Natural logarithm of a token's probability. rank: 1 for the likeliest."""
+    """Natural logarithm of a token's probability. rank: 1 for the likeliest. decoded_token: by itself. token_bytes: all
+    that it stands for, also within a character. offset: of a token that stands there, the characters before it in the
+    text of the prompt, or of the output."""
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+    token_bytes: bytes | None = None
+    offset: int | None = None
 
 
 Position = dict[int, Logprob]  # by token id: the token that stands there first, then the likeliest, best first
@@ -36,7 +40,8 @@ Position = dict[int, Logprob]  # by token id: the token that stands there first,
 class CompletionOutput:
     """One completion. finish_reason: "stop", "length", "repetition", "abort", "error", or None while it runs.
     stop_reason: the stop string or the id of stop_token_ids that ended it, None for an end-of-sequence token.
-    cumulative_logprob: of all its tokens, where logprobs were asked for. error: what went wrong, for people."""
+    cumulative_logprob: of all its tokens, where logprobs were asked for. error: what went wrong, for people.
+    mistake: it is the request's own, which asks for what cannot be."""
 
     index: int
     text: str
@@ -46,6 +51,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    mistake: bool = False
 
     def finished(self) -> bool:
         """Whether it has its end."""
@@ -130,7 +136,7 @@ class OutputProcessor:
         stream = request.streams[index] if request is not None else None
         if request is None or stream is None or stream.finish_reason is not None:
             return Processed([], [])
-        stream.finish_reason, stream.news = "stop", True
+        stream.end()
         id = request.parsed.requests[index].id
         del self._streams[id]
         request.running -= 1
@@ -148,7 +154,7 @@ class OutputProcessor:
                 continue
             request = stream.request
             if update.prompt_logprobs is not None and stream.index == 0:
-                request.prompt_logprobs = [None, *map(self._position, update.prompt_logprobs)]
+                request.prompt_logprobs = self._of_prompt(request.parsed, update.prompt_logprobs)
             if update.cached and stream.index == 0:
                 request.cached = update.cached
             if update.scheduled and not request.metrics.first_scheduled_time:
@@ -161,7 +167,8 @@ class OutputProcessor:
                 if not request.metrics.first_token_time:
                     request.metrics.first_token_time = now
             if update.logprobs is not None:
-                stream.add_logprobs([self._position(ranked) for ranked in update.logprobs[:count]])
+                offsets = stream.offsets or repeat(None)
+                stream.add_logprobs(list(map(self._position, update.logprobs[:count], offsets)))
             if stream.finish_reason is not None:
                 del self._streams[update.id]
                 request.running -= 1
@@ -193,28 +200,32 @@ class OutputProcessor:
             request.cached,
         )
 
-    def _position(self, ranked: PositionLogprobs) -> Position:
+    def _of_prompt(self, parsed: ParsedRequest, ranked: list[PositionLogprobs]) -> list[Position | None]:
+        ids = parsed.prompt_token_ids
+        offsets = [None] * len(ids) if self._tokenizer is None else text_offsets(self._tokenizer, ids, parsed.prompt)
+        return [None, *map(self._position, ranked, offsets[1:])]
+
+    def _position(self, ranked: PositionLogprobs, offset: int | None) -> Position:
         piece = self._pieces.__getitem__
-        own = Logprob(ranked.logprob, ranked.rank, piece(ranked.token))
-        ranks = range(1, len(ranked.top_ids) + 1)
-        best = zip(ranked.top_ids, map(Logprob, ranked.top_logprobs, ranks, map(piece, ranked.top_ids)), strict=True)
-        found = {ranked.token: own, **dict(best)}
+        own = Logprob(ranked.logprob, ranked.rank, *piece(ranked.token), offset)
+        best = zip(ranked.top_ids, ranked.top_logprobs, range(1, len(ranked.top_ids) + 1), strict=True)
+        found = {ranked.token: own, **{token: Logprob(logprob, rank, *piece(token)) for token, logprob, rank in best}}
         for token, logprob, rank in ranked.named:
-            found.setdefault(token, Logprob(logprob, rank, piece(token)))
+            found.setdefault(token, Logprob(logprob, rank, *piece(token)))
         found[ranked.token] = own  # with its own rank, which is another than its place where several are equal
         return found
 
 
-class _Pieces(dict[int, str | None]):
-    """The text of each token alone, filled as needed."""
+class _Pieces(dict[int, tuple[str | None, bytes | None]]):
+    """The text of each token alone, and its bytes, filled as needed."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
-    def __missing__(self, token: int) -> str | None:
-        text = None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
-        self[token] = text
-        return text
+    def __missing__(self, token: int) -> tuple[str | None, bytes | None]:
+        told = self._tokenizer
+        self[token] = found = (None, None) if told is None else (told.decode([token], False), told.token_bytes[token])
+        return found
 
 
 class _Request:
@@ -236,14 +247,16 @@ class _Request:
 class _Stream:
     """One completion as it comes.
 
-    text: decoded so far. safe: where a stop string that is not complete yet may begin; the text from there on is held
-    back. sent, sent_tokens: what deltas gave out. deferred: nobody looks at the text before the end, so it is decoded
-    then, in one go, at a seventh of the cost.
+    text: decoded so far. hidden: where it has special tokens that are not shown, which stop strings may name. safe:
+    where a stop string that is not complete yet may begin; the text from there on is held back. sent, sent_tokens: what
+    deltas gave out. offsets: of the tokens last taken, for their log-probabilities. deferred: nobody looks at the text
+    before the end, so it is decoded then, in one go, at a seventh of the cost.
     """
 
     __slots__ = (
-        "deferred", "detokenizer", "error", "finish_reason", "index", "logprob", "logprobs", "news", "params",
-        "request", "safe", "sent", "sent_tokens", "stop_reason", "text", "tokenizer", "tokens",
+        "deferred", "detokenizer", "error", "finish_reason", "hidden", "index", "logprob", "logprobs", "mistake",
+        "news", "offsets", "params", "request", "safe", "sent", "sent_tokens", "specials", "stop_reason", "text",
+        "tokenizer", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: _Request, index: int, tokenizer: Tokenizer | None) -> None:
@@ -251,18 +264,27 @@ class _Stream:
         p = self.params
         self.tokenizer = tokenizer if p.detokenize else None
         joined = not (p.skip_special_tokens or p.spaces_between_special_tokens)
-        self.deferred = p.output_kind is RequestOutputKind.FINAL_ONLY and not p.stop and not joined
+        whole = p.output_kind is RequestOutputKind.FINAL_ONLY and not p.stop and p.logprobs is None
+        self.deferred = whole and not joined
         self.detokenizer: Detokenizer | _Joined | None = None
+        self.specials: dict[int, str] = {}  # tokens that are not shown, where a stop string has one of them
         if self.tokenizer is not None and not self.deferred:
-            detokenizer = self.tokenizer.detokenizer(request.parsed.prompt_token_ids, p.skip_special_tokens)
+            known = self.tokenizer.special_tokens if p.stop and p.skip_special_tokens else {}
+            if any(special in stop for special in known for stop in p.stop):
+                self.specials = {id: special for special, id in known.items()}
+            skip = p.skip_special_tokens and not self.specials
+            detokenizer = self.tokenizer.detokenizer(request.parsed.prompt_token_ids, skip)
             self.detokenizer = _Joined(detokenizer, self.tokenizer) if joined else detokenizer
         self.tokens: list[int] = []
         self.text, self.safe, self.sent, self.sent_tokens = "", 0, 0, 0
+        self.hidden: list[slice] = []
+        self.offsets: list[int] = []
         self.logprobs: list[Position] | None = [] if p.logprobs is not None else None
         self.logprob = 0.0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
+        self.mistake = False
         self.news = False
 
     def take(self, update: EngineCoreOutput) -> int:
@@ -274,25 +296,41 @@ class _Stream:
         self.news = True
         shown = tokens
         if update.finish_reason is not None:
-            self.finish_reason, self.error = update.finish_reason, update.error
+            self.finish_reason, self.error, self.mistake = update.finish_reason, update.error, update.mistake
             if update.finish_reason == "stop" and tokens and tokens[-1] in self.request.stop_ids:
                 self.stop_reason = None if tokens[-1] in self.request.parsed.eos_ids else tokens[-1]
                 if p.skip_special_tokens and not p.include_stop_str_in_output:
                     shown = tokens[:-1]
-        if self.detokenizer is None:
-            self.tokens += tokens
-            if self.deferred and self.finish_reason is not None and self.tokenizer is not None:
-                self.text = self._whole_text(len(self.tokens) - len(tokens) + len(shown))
-        elif not p.stop:
-            self.tokens += tokens
-            self.text += self.detokenizer.step(shown)
+        count = len(tokens)
+        if self.detokenizer is not None:
+            count = self._decode(tokens, len(shown), self.detokenizer)
+        self.tokens += tokens[:count]
+        if self.deferred and self.finish_reason is not None and self.tokenizer is not None:
+            told = self.tokens[: len(self.tokens) - len(tokens) + len(shown)]
+            prompt = self.request.parsed.prompt_token_ids
+            self.text = self.tokenizer.output_text(prompt, told, p.skip_special_tokens)
+        return count
+
+    def _decode(self, tokens: Sequence[int], shown: int, detokenizer: Detokenizer | _Joined) -> int:
+        """Add the text of the first ``shown`` of new tokens; how many there are up to a stop string."""
+        p = self.params
+        if not p.stop and self.logprobs is None:
+            self.text += detokenizer.step(tokens[:shown])
         else:
-            for i, token in enumerate(shown, 1):
-                if self._step_finds_stop(token, len(self.tokens) + i, self.detokenizer):
-                    self.tokens += tokens[:i]
+            self.offsets = []
+            for i, token in enumerate(tokens, 1):
+                self.offsets.append(len(self.text) - sum(s.stop - s.start for s in self.hidden))
+                if i <= shown and self._finds_stop(detokenizer.step((token,)), token, len(self.tokens) + i):
                     return i
-            self.tokens += tokens
+        if self.finish_reason is not None:
+            self._finds_stop(detokenizer.rest(), None, len(self.tokens) + len(tokens))
         return len(tokens)
+
+    def end(self) -> None:
+        """End it as a stop string does, with what it has."""
+        self.finish_reason, self.news = "stop", True
+        if self.detokenizer is not None:
+            self.text += self.detokenizer.rest()
 
     def _until_it_repeats(self, update: EngineCoreOutput, how: RepetitionDetectionParams) -> EngineCoreOutput:
         """An update up to where the output repeats itself, which is its end then."""
@@ -306,10 +344,14 @@ class _Stream:
                 )
         return update
 
-    def _step_finds_stop(self, token: int, number: int, detokenizer: Detokenizer | _Joined) -> bool:
-        """Decode the ``number``th token of the output; whether the text has a stop string now, and was cut."""
+    def _finds_stop(self, new: str, token: int | None, number: int) -> bool:
+        """Add the text of the ``number``th token of the output; whether there is a stop string now, and it was cut."""
         p, old = self.params, len(self.text)
-        text = self.text = self.text + detokenizer.step((token,))
+        text = self.text = self.text + new
+        if not p.stop:
+            return False
+        if token is not None and (special := self.specials.get(token)) is not None:
+            self.hidden.append(slice(len(text) - len(special), len(text)))
         begins = self.request.begins
         while self.safe < len(text) and text[self.safe] not in begins:
             self.safe += 1
@@ -325,6 +367,7 @@ class _Stream:
             if found:
                 at, _, stop = min(found)
                 self.text = text[: at + len(stop)] if p.include_stop_str_in_output else text[:at]
+                self.hidden = [span for span in self.hidden if span.stop <= at]
                 self.finish_reason, self.stop_reason, self.error = "stop", stop, None
                 return True
         while (rest := text[self.safe :]) and not any(stop.startswith(rest) and stop != rest for stop in p.stop):
@@ -337,16 +380,13 @@ class _Stream:
         held = p.stop and self.finish_reason is None and not p.include_stop_str_in_output
         return self.safe if held else len(self.text)
 
-    def _whole_text(self, count: int) -> str:
-        """The text of the first ``count`` tokens, as a detokenizer would have given it."""
-        assert self.tokenizer is not None
-        skip, prompt, ids = self.params.skip_special_tokens, self.request.parsed.prompt_token_ids, self.tokens[:count]
-        context = prompt[-_CONTEXT:]
-        before = self.tokenizer.decode(context, skip)
-        whole = self.tokenizer.decode([*context, *ids], skip)
-        if whole.startswith(before) and not (before.endswith("\ufffd") or whole.endswith("\ufffd")):
-            return whole[len(before) :]
-        return self.tokenizer.detokenizer(prompt, skip).step(ids)  # it begins or ends within a character
+    def _shown(self, start: int, end: int) -> str:
+        """That part of the text, without what is hidden."""
+        pieces, at = list[str](), start
+        for span in self.hidden:
+            pieces.append(self.text[at : min(span.start, end)])
+            at = max(at, span.stop)
+        return "".join(pieces) + self.text[at:end]
 
     def add_logprobs(self, positions: list[Position]) -> None:
         """Log-probabilities of the tokens last taken."""
@@ -358,12 +398,12 @@ class _Stream:
     def whole(self) -> CompletionOutput:
         """Everything so far."""
         logprobs = None if self.logprobs is None else self.logprobs.copy()
-        return self._completion(self.text[: self._visible()], self.tokens.copy(), logprobs)
+        return self._completion(self._shown(0, self._visible()), self.tokens.copy(), logprobs)
 
     def delta(self) -> CompletionOutput:
         """What came since the last call."""
         end, first = self._visible(), self.sent_tokens
-        text, tokens = self.text[self.sent : end], self.tokens[first:]
+        text, tokens = self._shown(self.sent, end), self.tokens[first:]
         logprobs = self.logprobs
         if logprobs is not None:
             self.logprobs = []  # a long stream would hold megabytes of them
@@ -373,7 +413,7 @@ class _Stream:
     def _completion(self, text: str, tokens: list[int], logprobs: list[Position] | None) -> CompletionOutput:
         total = self.logprob if logprobs is not None else None
         return CompletionOutput(
-            self.index, text, tokens, total, logprobs, self.finish_reason, self.stop_reason, self.error
+            self.index, text, tokens, total, logprobs, self.finish_reason, self.stop_reason, self.error, self.mistake
         )
 
 
@@ -387,6 +427,10 @@ class _Joined:
     def step(self, ids: Iterable[int]) -> str:
         """The text that these new tokens complete."""
         return "".join(map(self._one, ids))
+
+    def rest(self) -> str:
+        """The text of tokens that wait for others."""
+        return self._detokenizer.rest()
 
     def _one(self, token: int) -> str:
         text = self._detokenizer.step((token,))

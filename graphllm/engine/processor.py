@@ -22,7 +22,7 @@ from graphllm.engine.text_length import encode_at_most
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "truncation"}
 _TRUNCATED = 1 << 16  # tokens of a prompt that is truncated, or twice the context where that is more
 _ONE_TOKEN, _UNUSED = SamplingParams(max_tokens=1), SamplingParams()  # for requests of vectors
-_BAD_WORDS, _BAD_WORDS_LENGTH = 1024, 64 << 10  # how many, and characters of all together: each is tokenized twice
+_BAD_WORDS, _BAD_WORDS_LENGTH = 1024, 64 << 10  # how many, and characters of all together
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -125,6 +125,7 @@ class Processor:
         limit = self._limit(len(ids), params)
         self._check_counts(params)
         self._check_ids(params)
+        self._check_bad_words(params.bad_words)
         if params.stop and self._tokenizer is None:
             raise ConfigError(
                 f"stop is {params.stop!r:.80}: there is no tokenizer to find it with; give stop_token_ids"
@@ -145,7 +146,6 @@ class Processor:
             "limit": limit,
             "priority": priority,
             "cache_salt": cache_salt or salt,
-            "bad_words": self._bad_words(params),
             "arrival": time.monotonic(),
             "thinking": self._thinking(ids, params),
             "adapter": adapter,
@@ -278,29 +278,15 @@ class Processor:
             return None
         return ThinkingBudget(budget, start, end, begun)
 
-    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Token sequences of the words, as they stand at the beginning of a text and behind a space."""
-        if not params.bad_words:
-            return []
-        if self._tokenizer is None:
-            raise ConfigError(f"bad_words is {params.bad_words!r:.80}: there is no tokenizer; leave it out")
-        count, length = len(params.bad_words), sum(map(len, params.bad_words))
+    def _check_bad_words(self, words: Sequence[str]) -> None:
+        if words and self._tokenizer is None:
+            raise ConfigError(f"bad_words is {words!r:.80}: there is no tokenizer; leave it out")
+        count, length = len(words), sum(map(len, words))
         if count > _BAD_WORDS or length > _BAD_WORDS_LENGTH:
             raise ConfigError(
                 f"bad_words has {count} entries of {length} characters together: give at most {_BAD_WORDS} of "
                 f"{_BAD_WORDS_LENGTH}"
             )
-        found = []
-        for word in params.bad_words:
-            plain, spaced = (self._tokenizer.encode(s + word.lstrip(), add_special_tokens=False) for s in ("", " "))
-            if not plain:
-                raise ConfigError(f"bad_words has {word!r:.80}, which is no token: give words with letters")
-            found.append(plain)
-            # Otherwise the word behind a space begins with the space as a token of its own, or is the same.
-            if len(spaced) == len(plain) and spaced[0] != plain[0]:
-                found.append(spaced)
-        self._check_vocabulary("bad_words", [i for ids in found for i in ids])
-        return found
 
 
 def check_vocabulary(field: str, ids: Sequence[int], vocab: int) -> None:

@@ -86,7 +86,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: token ids, at least one. stop_ids: tokens that end it. limit: output tokens at most; 0 ends it with its
     prompt computed and no token. seed: of its random draws. priority: lower goes first. cache_salt: only requests with
     the same salt share blocks of the prefix cache. fork_of: id of the sibling with the same prompt that computes it (""
-    for none). bad_words: token sequences that must not appear. arrival: seconds, `time.monotonic` of the machine.
+    for none). arrival: seconds, `time.monotonic` of the machine.
     items: encoded inputs. thinking: how long it may think; structured outputs hold from its end on. second: of two
     texts for a cross-encoder, the place of the first token of the second one; 0 where there is one text.
     """
@@ -100,7 +100,6 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     fork_of: str = ""
-    bad_words: list[list[int]] = []
     arrival: float = 0.0
     adapter: Adapter | None = None
     items: list[Item] = []
@@ -127,7 +126,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
     """News of one sequence from one step.
 
     tokens: the new ones. finish_reason: "stop", "length", "abort" or "error" with its last update. stop_reason: the
-    token of stop_ids that ended it, None for an end-of-sequence token. error: what went wrong, for people. logprobs:
+    token of stop_ids that ended it, None for an end-of-sequence token. error: what went wrong, for people. mistake: it
+    is the request's own, which asks for what cannot be. logprobs:
     one entry for each new token, when asked for. prompt_logprobs: one entry for each prompt token but the first, once.
     cached: prompt tokens that the prefix cache held. scheduled: seconds of `time.monotonic` at which its first step was
     planned, with the first update that a step made; 0 in the others. pooled: float32 numbers, of a model that gives a
@@ -140,6 +140,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
     finish_reason: str | None = None
     stop_reason: int | None = None
     error: str | None = None
+    mistake: bool = False
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: list[PositionLogprobs] | None = None
     cached: int = 0

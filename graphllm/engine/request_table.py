@@ -27,7 +27,7 @@ class RequestState:
 
     __slots__ = (
         "accepted_tokens", "adapter_entry", "cached_tokens", "digests", "draft_tokens", "drafts", "error",
-        "finish_reason", "item_starts", "key", "output", "preemptions", "request", "scheduled", "scored",
+        "finish_reason", "item_starts", "key", "mistake", "output", "preemptions", "request", "scheduled", "scored",
         "slot", "stop_reason",
     )  # fmt: skip
 
@@ -43,6 +43,7 @@ class RequestState:
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
         self.error: str | None = None
+        self.mistake = False
 
     def __lt__(self, other: RequestState) -> bool:
         return self.key < other.key
@@ -71,7 +72,8 @@ class RequestTable:
     num_tokens: known ones. num_computed_tokens, num_in_flight: computed and sampled in all planned steps, those not
     finished included, so the next token to compute has this position, and num_tokens + num_in_flight are there to be
     computed; both count as if all drafts in flight were right. num_unsure: by how much they may be too high at most.
-    last_token: the newest known one. limit: tokens of prompt and output at most. num_drafts: proposed by the
+    last_token: the newest known one. limit: tokens of prompt and output at most. stoppable: position from
+    which on a stop token ends it. num_drafts: proposed by the
     host. num_made: drafts that the device makes behind the last step planned for the slot. run: of the guess behind all
     known tokens, see `GuessRuns`. sampled_at: number of the last step that samples for it, where some are in flight.
     epoch: changes whenever a slot gets another owner or loses it. scoring [bool]: prompt log-probabilities are wanted.
@@ -86,7 +88,7 @@ class RequestTable:
 
         self.num_tokens, self.num_computed_tokens, self.num_in_flight = column(), column(), column()
         self.num_unsure, self.num_drafts, self.last_token, self.epoch = column(), column(), column(), column()
-        self.num_prompt_tokens, self.limit, self.adapter_id = column(), column(), column()
+        self.num_prompt_tokens, self.limit, self.adapter_id, self.stoppable = column(), column(), column(), column()
         self.seen_start, self.seen_length, self.num_made, self.run = column(), column(), column(), column()
         self.sampled_at = column(np.int64)
         self.temperature, self.seed = column(np.float32), column(np.int64)
@@ -112,6 +114,7 @@ class RequestTable:
         self.last_token[slot] = state.output[-1] if state.output else request.prompt[-1]
         self.num_prompt_tokens[slot] = len(request.prompt)
         self.limit[slot] = min(len(request.prompt) + request.limit, max_len)
+        self.stoppable[slot] = min(len(request.prompt) + request.params.min_tokens, self.limit[slot])
         self.adapter_id[slot] = state.adapter_entry
         self.temperature[slot], self.seed[slot] = request.params.temperature, request.seed
         self.scoring[slot] = request.params.prompt_logprobs is not None
@@ -168,7 +171,9 @@ class RequestTable:
         rest = state.drafts[len(tokens) :] if state.drafts[: len(tokens)] == tokens else []
         self.propose(state, rest)
 
-    def stopped(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Which tokens [n] or [n, q] end their request [bool]."""
-        stops = self._stops[:, slots]
-        return ((stops if tokens.ndim == 1 else stops[:, :, None]) == tokens).any(axis=0)
+    def stopped(self, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Which tokens [n] or [n, q] at those positions of their request end it [bool]."""
+        stops, first = self._stops[:, slots], self.stoppable[slots]
+        if tokens.ndim > 1:
+            stops, first = stops[:, :, None], first[:, None]
+        return (stops == tokens).any(axis=0) & (positions >= first)

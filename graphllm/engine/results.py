@@ -39,7 +39,7 @@ def take(
     t.num_in_flight[chosen] -= 1
     t.num_tokens[chosen] = known
     t.last_token[chosen] = new
-    failed, stopped = new < 0, t.stopped(chosen, new)
+    failed, stopped = new < 0, t.stopped(chosen, new, known - 1)
     ended = stopped | failed | (known >= t.limit[chosen])
     events = (ended | (known == t.num_prompt_tokens[chosen] + 1)).nonzero()[0].tolist()
     given = new.tolist()
@@ -81,7 +81,7 @@ def take_verified(
     known, limit, n = t.num_tokens[slots], t.limit[slots], np.arange(len(at))
     places = np.arange(query_len)
     failed = new < 0
-    stopped = t.stopped(slots, new)
+    stopped = t.stopped(slots, new, known[:, None] + places)
     ending = (stopped | failed) & (places < kept[:, None])
     last, taken, events = kept - 1, kept, list[int]()
     if np.count_nonzero(ending) or np.count_nonzero(known + kept >= limit):

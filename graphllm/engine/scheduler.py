@@ -148,9 +148,9 @@ class Scheduler:
                 dropped.append(state)
         return dropped
 
-    def fail(self, state: RequestState, error: str) -> None:
-        """End a request with an error."""
-        state.error = error
+    def fail(self, state: RequestState, error: str, mistake: bool = False) -> None:
+        """End a request with an error, which may be its own mistake."""
+        state.error, state.mistake = error, mistake
         self.end(state, "error")
 
     def fail_adapter(self, digest: str, error: str) -> list[RequestState]:

@@ -1,4 +1,4 @@
-"""Text in and out: the tokenizer of a checkpoint folder, its chat template, and incremental detokenization.
+"""Text in and out: the tokenizer of a checkpoint folder and its chat template.
 
 Built on the `tokenizers` library and jinja2 alone, imported when first needed; transformers is not imported.
 """
@@ -9,20 +9,20 @@ import copy
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphllm.config import ConfigError
 from graphllm.config.fields import Fields, read, read_json, read_text, section
 from graphllm.config.parameter import Check, is_int
+from graphllm.engine.detokenizer import Detokenizer, TokenBytes, new_text
 from graphllm.engine.text_length import characters_per_token
 
 if TYPE_CHECKING:
     import jinja2
     import tokenizers
 
-_CONTEXT = 6  # prompt tokens a detokenizer starts from: enough to know whether the first new one begins with a space
 _LONG = 4096  # characters or tokens from which a batch of one is worth it, which lets other threads run meanwhile
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names that templates and clients use for the same field
 _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"))
@@ -57,6 +57,7 @@ class Tokenizer:
         self._special = _special_tokens(folder, config)
         self._templates = _templates(folder, config)
         self._compiled: dict[str, jinja2.Template] = {}
+        self._alone: dict[bool, dict[int, str]] = {True: {}, False: {}}  # texts of single tokens, special ones skipped
         ids = {**_ids(section(model, "text_config")), **_ids(model), **_ids(generation, "generation_config.json")}
         self.bos_id = self._id_of("bos_token", ids)
         self.eos_id = self._id_of("eos_token", ids)
@@ -130,14 +131,30 @@ class Tokenizer:
         return both.ids, types.index(1) if 1 in types else 0
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of complete output; for output as it comes use `detokenizer`."""
+        """The text of some tokens; for that of an output, which stands behind a prompt, use `output_text`."""
         if len(ids) > _LONG:
             return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def output_text(self, prompt_ids: Sequence[int], ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of a whole output."""
+        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+        return new_text(decode, prompt_ids, ids, self.token_bytes.by_bytes)
+
     def detokenizer(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
         """One for each request: turns new tokens into new text."""
-        return Detokenizer(self._backend, prompt_ids, skip_special_tokens)
+        decode = partial(self._backend.decode, skip_special_tokens=skip_special_tokens)
+        return Detokenizer(decode, prompt_ids, self._alone[skip_special_tokens])
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What each token stands for."""
+        return TokenBytes(self._backend)
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of the tokens that are left out of texts, by how they are written."""
+        return {t.content: i for i, t in self._backend.get_added_tokens_decoder().items() if t.special}
 
     def encode_chat(self, messages: Iterable[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of `render_chat`. The template has written BOS where it wants one, so none is added."""
@@ -193,33 +210,6 @@ class Tokenizer:
         token = self._special.get(name)
         found = self._backend.token_to_id(token) if token is not None else None
         return found if found is not None else next(iter(ids.get(name, ())), None)
-
-
-class Detokenizer:
-    """The text of one request as its tokens arrive. A character split over tokens is held back until it is complete."""
-
-    def __init__(self, backend: tokenizers.Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
-        self._backend, self._skip = backend, skip_special_tokens
-        self._restart(prompt_ids[-_CONTEXT:])
-
-    def _restart(self, context: Sequence[int]) -> None:
-        from tokenizers.decoders import DecodeStream
-
-        self._stream = DecodeStream(ids=list(context), skip_special_tokens=self._skip)
-
-    def step(self, ids: Iterable[int]) -> str:
-        """The text that these new tokens complete; "" when there is none yet."""
-        return "".join(self._one(i) for i in ids)
-
-    def _one(self, token: int) -> str:
-        try:
-            return self._stream.step(self._backend, token) or ""
-        except Exception as e:  # the library raises nothing more precise
-            # Some decoders change text that was given out already when another token follows: go on from here.
-            if "Invalid prefix" not in str(e):
-                raise
-            self._restart(())
-            return self._stream.step(self._backend, token) or ""
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -571,5 +571,6 @@ def _joined(older: CompletionOutput, newer: CompletionOutput) -> CompletionOutpu
     if older.logprobs is not None and newer.logprobs is not None:
         older.logprobs += newer.logprobs
     older.cumulative_logprob = newer.cumulative_logprob
-    older.finish_reason, older.stop_reason, older.error = newer.finish_reason, newer.stop_reason, newer.error
+    older.finish_reason, older.stop_reason = newer.finish_reason, newer.stop_reason
+    older.error, older.mistake = newer.error, newer.mistake
     return older

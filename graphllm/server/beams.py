@@ -7,7 +7,9 @@ import contextlib
 import secrets
 from collections.abc import AsyncGenerator
 
+from graphllm.config import ConfigError
 from graphllm.engine.beam import BeamSearch, BeamSearchSequence, step_params
+from graphllm.engine.detokenizer import text_offsets
 from graphllm.engine.outputs import CompletionOutput, Position, RequestOutput
 from graphllm.engine.processor import Prompt
 from graphllm.engine.request import Adapter
@@ -43,7 +45,7 @@ async def search(
         async with contextlib.aclosing(outputs) as stream:
             found += [output async for output in stream]
         if (broken := failure(found)) is not None:
-            raise EngineFailureError(broken)
+            raise ConfigError(broken.told) if broken.mistake else EngineFailureError(broken.told)
         return found[-1]
 
     first = await step(prompt)
@@ -78,15 +80,18 @@ def _completion(index: int, sequence: BeamSearchSequence, call: Call, tokenizer:
     tokens, prompt = sequence.tokens[sequence.prompt_tokens :], sequence.tokens[: sequence.prompt_tokens]
     ended = sequence.finish_reason == "stop"
     shown = tokens[:-1] if ended and not call.params.include_stop_str_in_output else tokens
-    text = "" if tokenizer is None else tokenizer.detokenizer(prompt, call.params.skip_special_tokens).step(shown)
+    text = "" if tokenizer is None else tokenizer.output_text(prompt, shown, call.params.skip_special_tokens)
     wanted = call.params.logprobs
+    offsets = [None] * len(tokens) if tokenizer is None else text_offsets(tokenizer, tokens, None)
     listed = None if wanted is None else [
-        _listed(position, token, wanted) for position, token in zip(sequence.logprobs, tokens, strict=True)
+        _listed(position, token, wanted, at)
+        for position, token, at in zip(sequence.logprobs, tokens, offsets, strict=True)
     ]  # fmt: skip
     return CompletionOutput(index, text, tokens, sequence.cum_logprob, listed, sequence.finish_reason)
 
 
-def _listed(position: Position, token: int, wanted: int) -> Position:
+def _listed(position: Position, token: int, wanted: int, offset: int | None) -> Position:
     """As other completions have it: the token that was taken, then the likeliest."""
-    likeliest = {i: entry for i, entry in position.items() if (entry.rank or 0) <= wanted}
-    return {token: position[token], **likeliest}
+    likeliest = {i: entry for i, entry in position.items() if i != token and (entry.rank or 0) <= wanted}
+    own = position[token]._replace(offset=offset)
+    return {token: own, **likeliest}

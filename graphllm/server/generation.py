@@ -89,7 +89,7 @@ async def generate(
             new = sum(len(c.token_ids) for c in output.outputs)
             tokens, counts[one.prompt] = tokens + new, counts[one.prompt] + new
             if (broken := failure([output])) is not None:
-                raise EngineFailureError(broken)
+                raise ConfigError(broken.told) if broken.mistake else EngineFailureError(broken.told)
             if (wanted := call.params.max_tokens) and wanted > (
                 room := info.max_model_len - len(output.prompt_token_ids)
             ):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from graphllm import artifact
 from graphllm.config import CacheConfig, CoreConfig, LoadConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from graphllm.config.sampling import SamplingParams
+from graphllm.engine.bad_words import BadWords, TokenTexts
 from graphllm.engine.core import EngineCore
 from graphllm.engine.request import EngineCoreOutput, EngineRequest, PositionLogprobs
+from graphllm.engine.structured.compilers import GrammarCompilers
 from graphllm.entrypoints.core import load_core
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -55,7 +57,29 @@ def open_core(folder: Path, place: Path, pages: int = 49, **options: Any) -> Eng
         stop_ids,
         speculation=speculation,
     )
-    return load_core(config, processors=processors)
+    core = load_core(config, processors=processors)
+    core.grammars = cast("GrammarCompilers", Letters(core.grammars))
+    return core
+
+
+class Letters:
+    """The texts of random models: each token is a letter. grammars: of the model's own tokenizer, if it has one."""
+
+    texts = TokenTexts([chr(0x100 + i).encode() for i in range(512)])
+
+    def __init__(self, grammars: GrammarCompilers | None = None) -> None:
+        self._grammars = grammars
+
+    def constraints(self, params: SamplingParams) -> tuple[Any, BadWords | None]:
+        """As `GrammarCompilers.constraints`."""
+        words = BadWords(self.texts, params.bad_words) if params.bad_words else None
+        plain = replace(params, bad_words=())
+        return self._grammars.constraints(plain)[0] if self._grammars else None, words
+
+    @staticmethod
+    def words(sequences: Iterable[Sequence[int]]) -> tuple[str, ...]:
+        """What sequences of tokens say."""
+        return tuple("".join(chr(0x100 + i) for i in ids) for ids in sequences)
 
 
 def verify_all_drafts(core: EngineCore) -> None:
@@ -64,7 +88,8 @@ def verify_all_drafts(core: EngineCore) -> None:
 
 
 def request(id: str, prompt: Sequence[int], params: SamplingParams = GREEDY, **fields: Any) -> EngineRequest:
-    """A request; without ``stop_ids`` nothing but its length and stop_token_ids end it."""
+    """A request; without ``stop_ids`` nothing but its length and stop_token_ids end it. bad_words: as tokens."""
+    params = replace(params, bad_words=Letters.words(fields.pop("bad_words", ())))
     fields = {"stop_ids": list(params.stop_token_ids), "limit": params.max_tokens, "seed": params.seed or 0} | fields
     return EngineRequest(id=id, prompt=list(prompt), params=params, **fields)
 

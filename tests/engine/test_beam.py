@@ -31,6 +31,7 @@ class Ends:
 
     def __init__(self, *stop_ids: int) -> None:
         self.stop_ids = frozenset(stop_ids)
+        self.token_bytes = [b"%d" % i for i in range(100)]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return " ".join(map(str, ids))

@@ -205,7 +205,53 @@ def test_output_that_ends_within_a_character(start: Any, tokenizer: Tokenizer) -
     assert tokenizer.decode(ids) != "a"
     for kind in RequestOutputKind:
         found, _ = run(start(output_kind=kind), updates(ids))
-        assert "".join(o.outputs[0].text for o in (found if kind is DELTA else found[-1:])) == "a"
+        assert "".join(o.outputs[0].text for o in (found if kind is DELTA else found[-1:])) == "a\ufffd"
+
+
+@settings(deadline=None, max_examples=draws(150, 2000))
+@given(data=st.data())
+def test_any_tokens_behind_any_prompt(data: st.DataObject, tokenizer: Tokenizer) -> None:
+    """Prompts and outputs that begin and end within characters, with special and padding tokens: the text is what the
+    tokenizer makes of all tokens, without what it makes of the prompt, however it is asked for."""
+    pieces = st.sampled_from(["a", " the", "é", "🙂", "日本", "\ufffd", "<s>", "</s>", "<|im_end|>", "ST"])
+    texts = st.lists(pieces, min_size=1, max_size=6).map("".join).map(lambda text: ids_of(tokenizer, text))
+    tokens = texts | st.lists(st.integers(0, 319), min_size=1, max_size=12)
+    cut = st.integers(0, 3)
+    prompt = data.draw(tokens)
+    prompt = prompt[: max(1, len(prompt) - data.draw(cut))]
+    ids = [*data.draw(tokens)[data.draw(cut) :], *data.draw(tokens)]
+    stops = data.draw(st.lists(st.sampled_from(["a", "é", "🙂", "\ufffd", "ST", "the"]), max_size=2, unique=True))
+    before, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + ids)
+    known = before if whole.startswith(before) else before.rstrip("\ufffd")  # the output completes its last character
+    assert whole.startswith(known)
+    text = whole[len(known) :]
+    ends = [text.find(stop) for stop in stops if stop in text]
+    for kind in RequestOutputKind:
+        outputs = OutputProcessor(tokenizer)
+        add(outputs, tokenizer, "r", prompt, stop=stops, output_kind=kind, ignore_eos=True)
+        found, _ = run(outputs, updates(ids, data.draw(st.lists(st.integers(1, 4), max_size=3))))
+        given = "".join(o.outputs[0].text for o in found) if kind is DELTA else only(found).text
+        assert given == text[: min(ends, default=len(text))], (kind, prompt, ids, stops)
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_stop_strings_with_special_tokens(start: Any, tokenizer: Tokenizer, kind: RequestOutputKind) -> None:
+    """They are found though the text leaves special tokens out."""
+    ids = ids_of(tokenizer, "the<s> cat\n</s>x")
+
+    def text(**fields: Any) -> tuple[str, str | None, Any]:
+        found, _ = run(start(output_kind=kind, ignore_eos=True, **fields), updates(ids))
+        last = only(found)
+        whole = "".join(o.outputs[0].text for o in found) if kind is DELTA else last.text
+        return whole, last.finish_reason, last.stop_reason
+
+    assert text() == ("the cat\nx", "length", None)
+    assert text(stop="</s>") == ("the cat\n", "stop", "</s>")
+    assert text(stop=["\n</s>"]) == ("the cat", "stop", "\n</s>")
+    assert text(stop=["the<s>"]) == ("", "stop", "the<s>")
+    assert text(stop=["<s></s>", "x"]) == ("the cat\n", "stop", "x")
+    assert text(stop="<s>", min_tokens=len(ids) - 1) == ("the cat\nx", "length", None)
+    assert text(stop="</s>", include_stop_str_in_output=True)[0] == "the cat\n</s>"
 
 
 def test_the_first_stop_string_wins(start: Any, tokenizer: Tokenizer) -> None:
@@ -400,10 +446,10 @@ def test_logprobs(start: Any, tokenizer: Tokenizer, kind: RequestOutputKind) -> 
         EngineCoreOutput("r", [b, c], "length", logprobs=two),
     ]
     found, _ = run(outputs, news)
-    first = {a: Logprob(-3.0, 7, "a"), b: Logprob(-0.5, 1, "b"), c: Logprob(-1.0, 2, "c")}
-    second = {b: Logprob(-0.25, 1, "b"), c: Logprob(-4.0, 2, "c")}
-    third = {c: Logprob(-1.0, 2, "c"), a: Logprob(-0.5, 1, "a")}
-    prompt = [None, {BOS: Logprob(-2.0, 2, "<s>"), b: Logprob(-1.0, 1, "b")}]
+    first = {a: Logprob(-3.0, 7, "a", b"a", 0), b: Logprob(-0.5, 1, "b", b"b"), c: Logprob(-1.0, 2, "c", b"c")}
+    second = {b: Logprob(-0.25, 1, "b", b"b", 1), c: Logprob(-4.0, 2, "c", b"c")}
+    third = {c: Logprob(-1.0, 2, "c", b"c", 2), a: Logprob(-0.5, 1, "a", b"a")}
+    prompt = [None, {BOS: Logprob(-2.0, 2, "<s>", b"<s>", 4), b: Logprob(-1.0, 1, "b", b"b")}]
     completions = [o.outputs[0] for o in found]
     views = {
         DELTA: [[first], [second, third]],

@@ -497,7 +497,7 @@ def test_requests_arrive_as_they_were_sent() -> None:
     )  # fmt: skip
     sent = EngineRequest(
         id="a", prompt=[1], params=params, stop_ids=[2, 3], limit=7, seed=-(2**63), priority=-1, cache_salt="s",
-        fork_of="b", bad_words=[[7], [8, 9]], arrival=1.5,
+        fork_of="b", arrival=1.5,
     )  # fmt: skip
     message = messages.Add([sent])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=messages.ToCore) == message

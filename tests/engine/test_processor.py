@@ -108,30 +108,6 @@ def test_prompt_logprobs_compute_the_prompt(processor: Processor) -> None:
     assert skips(skip_reading_prefix_cache=True) is True
 
 
-def test_bad_words(processor: Processor, tokenizer: Tokenizer) -> None:
-    def ids(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    both, alone = ["cat", "world", "🙂"], ["are", "STOP", "b"]
-    assert [len(ids(w)) for w in (*both, *alone)] == [1, 2, 2, 2, 2, 1]
-    assert [len(ids(" " + w)) for w in (*both, *alone)] == [1, 2, 2, 1, 1, 2]
-    expected = [ids(s + w) for w in both for s in ("", " ")] + [ids(w) for w in alone]
-    (request,) = processor.make("x", SamplingParams(bad_words=[*both, *alone]), "r").requests
-    assert request.bad_words == expected
-    (request,) = processor.make("x", SamplingParams(bad_words=[" cat"]), "r").requests
-    assert request.bad_words == [ids("cat"), ids(" cat")]
-    (request,) = processor.make("x", SamplingParams(bad_words=["<s>"]), "r").requests
-    assert request.bad_words == [[BOS]]  # behind a space it is the space and the same token
-
-
-def test_bad_words_where_a_space_is_no_token(tmp_path: Path) -> None:
-    backend = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.save(str(tmp_path / "tokenizer.json"))
-    made = Processor(Tokenizer.from_folder(tmp_path), info(3))
-    assert made.make([1], SamplingParams(bad_words=["a", "b a"]), "r").requests[0].bad_words == [[1], [2, 1]]
-
-
 def test_log_probabilities_up_to_the_limit(processor: Processor) -> None:
     for count in (0, 20, -1):
         processor.make("a", SamplingParams(logprobs=count, prompt_logprobs=count), "r")

@@ -140,13 +140,34 @@ def test_a_stream_gives_the_whole_text(streams: list[Tokenizer], text: str) -> N
     for t in streams:
         ids = t.encode(text, add_special_tokens=False)
         stream = t.detokenizer()
-        assert "".join(stream.step([i]) for i in ids) + _held_back(t, ids) == t.decode(ids)
+        assert "".join(stream.step([i]) for i in ids) + stream.rest() == t.decode(ids) == t.output_text([], ids)
 
 
-def _held_back(t: Tokenizer, ids: list[int]) -> str:
-    """A text that really ends with U+FFFD looks like one whose last character is incomplete."""
-    text = t.decode(ids)
-    return text[len(text.rstrip("\ufffd")) :]
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
+def test_the_bytes_of_tokens_are_those_of_their_text(streams: list[Tokenizer], text: str) -> None:
+    first, second = streams
+    ids = first.encode(text, add_special_tokens=False)
+    assert b"".join(first.token_bytes[i] for i in ids) == text.encode()
+    ids = second.encode(text, add_special_tokens=False)  # writes a space before a text
+    assert b"".join(second.token_bytes[i] for i in ids) == (f" {text}" if text else "").encode()
+
+
+def test_the_bytes_of_special_and_unknown_tokens(streams: list[Tokenizer]) -> None:
+    for t in streams:
+        assert t.token_bytes[t.special_tokens["</s>"]] == b"</s>"
+        assert t.token_bytes[10**6] == b""
+
+
+def test_bytes_that_break_a_row_of_others(streams: list[Tokenizer]) -> None:
+    """Byte fallback: the library gives up all characters of a row for one that is broken; ours are only that one."""
+    t = streams[1]
+    ids = t.encode("日本", add_special_tokens=False)[1:]
+    assert len(ids) == 6
+    assert t.decode(ids[:4]) == "\ufffd" * 4
+    stream = t.detokenizer()
+    assert "".join(stream.step([i]) for i in ids[:4]) + stream.rest() == "日\ufffd" == t.output_text([], ids[:4])
+    prompt = [*ids * 3, *ids[:4]]  # the end of a long row
+    assert t.detokenizer(prompt).step(ids[4:]) == "本" == t.output_text(prompt, ids[4:])
 
 
 def test_no_character_comes_in_parts(streams: list[Tokenizer]) -> None:

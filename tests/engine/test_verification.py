@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import GREEDY, finish, open_core, request
+from harness import GREEDY, Letters, finish, open_core, request
 from transformers import LlamaForCausalLM
 
 from graphllm.config import ConfigError, SpeculationConfig
@@ -361,6 +361,7 @@ def test_masks_behind_drafts() -> None:
     state.slot, state.output = 1, [8]
     table.admit(state, always_masked=True)
     constraints = Constraints(table)
+    constraints.add("a", *Letters().constraints(wire.params))
     masks = np.full((4, table.words), -1, dtype=np.int32)
     constraints.write(state, masks, [5, 4, 5])
     assert _allowed(masks, 6) == [True, False, True, False]

@@ -1,4 +1,4 @@
-"""Which backend compiles a constraint: `compiler_for` a name, and `GrammarCompilers`, which asks each request."""
+"""What outputs are held to: `compiler_for` a backend's name, and `GrammarCompilers`, which asks each request."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from graphllm.config import ConfigError
+from graphllm.engine.bad_words import BadWords, TokenTexts
 from graphllm.engine.structured.compiler import CachingCompiler, Grammar
 from graphllm.engine.structured.source import UnsupportedError
+from graphllm.engine.text import Tokenizer
 
 if TYPE_CHECKING:
-    from graphllm.config.sampling import StructuredOutputsParams
+    from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
 
 T = TypeVar("T")
 Compiler = CachingCompiler[Any]
@@ -59,6 +61,7 @@ class GrammarCompilers:
         self._place = folder, vocab, stop_ids
         self._lock = threading.Lock()
         self._made: dict[type[Compiler], Compiler] = {}
+        self._known: TokenTexts | None = None
         self._usual = self._of(backend, "structured_outputs_backend")
 
     def check(self, spec: StructuredOutputsParams) -> None:
@@ -69,6 +72,17 @@ class GrammarCompilers:
         """Raises ConfigError (`CachingCompiler.compile`)."""
         grammar: Grammar = self._with(spec, lambda compiler: compiler.compile(spec))
         return grammar
+
+    def constraints(self, params: SamplingParams) -> tuple[Grammar | None, BadWords | None]:
+        """What a request's output is held to. Raises ConfigError (`CachingCompiler.compile`)."""
+        spec, words = params.structured_outputs, params.bad_words
+        return None if spec is None else self.compile(spec), BadWords(self._texts(), words) if words else None
+
+    def _texts(self) -> TokenTexts:
+        folder, vocab, _ = self._place
+        with self._lock:
+            self._known = self._known or TokenTexts.of(Tokenizer.from_folder(folder), vocab)
+            return self._known
 
     def forget(self) -> None:
         """Compiled grammars are not kept any longer."""

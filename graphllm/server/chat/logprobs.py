@@ -42,7 +42,8 @@ def entries(positions: Iterable[Position], top: int, named: frozenset[int] = fro
 
 def _token(entry: Logprob) -> dict[str, Any]:
     text = entry.decoded_token or ""
-    return {"token": text, "logprob": max(entry.logprob, LOWEST), "bytes": list(text.encode())}
+    said = text.encode() if entry.token_bytes is None else entry.token_bytes
+    return {"token": text, "logprob": max(entry.logprob, LOWEST), "bytes": list(said)}
 
 
 class TextLogprobs:

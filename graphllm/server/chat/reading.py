@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphllm.engine.outputs import CompletionOutput, RequestOutput
 from graphllm.server.chat.call import Call
@@ -60,10 +60,17 @@ def add_usage(used: Iterable[Usage]) -> Usage:
     return Usage(*(sum(column) for column in zip(*listed, strict=True))) if listed else Usage(0, 0)
 
 
-def failure(outputs: Iterable[RequestOutput]) -> str | None:
-    """What went wrong in the engine with the first completion that has finish_reason "error"."""
+class Failure(NamedTuple):
+    """What went wrong with a completion. mistake: it is the request's own."""
+
+    told: str
+    mistake: bool
+
+
+def failure(outputs: Iterable[RequestOutput]) -> Failure | None:
+    """Of the first completion that has finish_reason "error"."""
     broken = (c for output in outputs for c in output.outputs if c.finish_reason == "error")
-    return next((c.error or "the engine could not go on with it" for c in broken), None)
+    return next((Failure(c.error or "the engine could not go on with it", c.mistake) for c in broken), None)
 
 
 class Reading:

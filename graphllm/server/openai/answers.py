@@ -69,9 +69,7 @@ def _choice(call: Call, output: RequestOutput, completion: CompletionOutput, ind
         given = None if logprobs is None else completion_logprobs(logprobs)
         if call.echo:
             text = (output.prompt or "") + text
-            if logprobs is not None:
-                first, others = _echoed(call, output)
-                given = completion_logprobs([*others, *logprobs], first=first)
+            given = None if logprobs is None else _with_prompt(call, output, logprobs)
         choice = {"index": index, "text": text, "logprobs": given, **ended, **_tokens(call, completion)}
         return choice | _of_prompt(call, output), ""
     reader = reader_of(call)
@@ -111,7 +109,7 @@ class ChunkWriter:
             "model": call.model or model,
         }
         self._readers: dict[int, ReplyReader] = {}
-        self._offsets: dict[int, int] = {}  # characters of each choice so far, for its logprobs
+        self._begun: set[int] = set()  # choices of text
         self._used: dict[int, Usage] = {}  # by prompt
         self._thoughts: dict[int, list[str]] = {}  # of each choice that goes on
         self._reasoning = 0  # tokens, of choices that have ended
@@ -190,22 +188,20 @@ class ChunkWriter:
             self._reasoning += self._count("".join(pieces))
 
     def _text(self, index: int, output: RequestOutput, completion: CompletionOutput) -> list[dict[str, Any]]:
-        call, begins = self._call, index not in self._offsets
+        call, begins = self._call, index not in self._begun
         text = "" if call.alone else completion.text
-        positions, first = named(call, None if completion.logprobs is None else list(completion.logprobs)), None
+        positions = named(call, completion.logprobs)
         tokens = _tokens(call, completion)
         if positions and call.alone:
             positions = []
         if not (text or positions or completion.finished() or tokens.get("token_ids") or (call.echo and begins)):
             return []
-        offset = self._offsets.setdefault(index, 0)
+        self._begun.add(index)
+        before = len(output.prompt or "") if call.echo else 0
+        logprobs = None if positions is None else completion_logprobs(positions, before)
         if call.echo and begins:
             text = (output.prompt or "") + text
-            if positions is not None:
-                first, others = _echoed(call, output)
-                positions = [*others, *positions]
-        logprobs = None if positions is None else completion_logprobs(positions, offset, first)
-        self._offsets[index] += len("".join(logprobs["tokens"])) if logprobs else 0
+            logprobs = None if positions is None else _with_prompt(call, output, positions)
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None, **tokens}
         if begins:
             choice |= _of_prompt(call, output)
@@ -239,33 +235,30 @@ def usage_body(used: Usage, reasoning: bool = False) -> dict[str, Any]:
     return body | ({"completion_tokens_details": {"reasoning_tokens": used.reasoning}} if reasoning else {})
 
 
-def _echoed(call: Call, output: RequestOutput) -> tuple[str, list[Position]]:
-    """Text of the prompt's first token, which has no log-probability, and the other positions."""
-    others = [position for position in output.prompt_logprobs or () if position is not None]
-    if call.tokens_as_ids:
-        return f"token_id:{output.prompt_token_ids[0]}", named(call, others) or []
-    texts = "".join(next(iter(position.values())).decoded_token or "" for position in others)
-    prompt = output.prompt or ""
-    return prompt[: -len(texts)] if texts and prompt.endswith(texts) else "", others
+def _with_prompt(call: Call, output: RequestOutput, positions: Iterable[Position]) -> dict[str, Any]:
+    """Log-probabilities of a prompt and what follows it. The prompt's first token has none."""
+    prompt, others = output.prompt or "", [p for p in output.prompt_logprobs or () if p is not None]
+    second = next(iter(others[0].values())).offset if others else len(prompt)
+    first = f"token_id:{output.prompt_token_ids[0]}" if call.tokens_as_ids else prompt[:second]
+    parts = [
+        {"text_offset": [0], "token_logprobs": [None], "tokens": [first], "top_logprobs": [None]},
+        completion_logprobs(named(call, others) or []),
+        completion_logprobs(positions, len(prompt)),
+    ]
+    return {name: [value for part in parts for value in part[name]] for name in parts[0]}
 
 
-def completion_logprobs(positions: Iterable[Position], offset: int = 0, first: str | None = None) -> dict[str, Any]:
-    """Log-probabilities in a completion's form. offset: characters before them. first: text of a token before them that
-    has no log-probability, as the first one of a prompt."""
+def completion_logprobs(positions: Iterable[Position], before: int = 0) -> dict[str, Any]:
+    """Log-probabilities in a completion's form. before: characters of text before them."""
     found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-    if first is not None:
-        found = {"text_offset": [offset], "token_logprobs": [None], "tokens": [first], "top_logprobs": [None]}
-        offset += len(first)
     for position in positions:
         taken = next(iter(position.values()))
         top: dict[str, float] = {}
         for entry in position.values():  # tokens that are parts of a character may have the same text; the first stays
             top.setdefault(entry.decoded_token or "", max(entry.logprob, LOWEST))
-        text = taken.decoded_token or ""
-        values = (offset, max(taken.logprob, LOWEST), text, top)
+        values = (before + (taken.offset or 0), max(taken.logprob, LOWEST), taken.decoded_token or "", top)
         for name, value in zip(found, values, strict=True):
             found[name].append(value)
-        offset += len(text)
     return found
 
 
@@ -274,6 +267,9 @@ def prompt_logprobs(positions: Iterable[Position | None]) -> list[dict[str, Any]
     return [
         None
         if position is None
-        else {str(i): {**e._asdict(), "logprob": max(e.logprob, LOWEST)} for i, e in position.items()}
+        else {
+            str(i): {"logprob": max(e.logprob, LOWEST), "rank": e.rank, "decoded_token": e.decoded_token}
+            for i, e in position.items()
+        }
         for position in positions
     ]
