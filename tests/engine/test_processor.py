@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 from byte_tokenizer import BOS, END, EOS, make
 from stub_core import info
-from tokenizers import models, pre_tokenizers
 
 from graphllm.config import ConfigError
 from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
@@ -144,7 +142,6 @@ def test_structured_outputs(tokenizer: Tokenizer) -> None:
         ("a", {"logit_bias": {10**6: 1.0}}, "logit_bias has token id 1000000: give"),
         ("a", {"allowed_token_ids": [1, 10**6]}, "allowed_token_ids has token id 1000000: give"),
         ("a", {"stop_token_ids": [10**6]}, "stop_token_ids has token id 1000000: give"),
-        ("a", {"bad_words": [" "]}, "bad_words has ' ', which is no token: give"),
         ([1] * 60, {"min_tokens": 5}, "min_tokens is 5: there is room for 4 behind this prompt"),
     ],
 )  # fmt: skip
