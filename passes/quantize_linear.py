@@ -3,6 +3,7 @@ checkpoint stores encoded as they are stored, others in the encoding that was as
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,9 @@ from graphllm.ops.embedding import embedding
 from graphllm.ops.linear import linear
 from graphllm.rewrite import PassReport, Unit, register_pass
 from graphllm.weights.encodings import Encoding, encoding_of
-from graphllm.weights.expr import Concat, Encode, Expr, Read, Slice, Tie, Values, walk
+from graphllm.weights.expr import Concat, Encode, Expr, Read, Rounded, Slice, Tie, Values, walk
 from graphllm.weights.plan import Entry, WeightPlan
-from graphllm.weights.schemes import wanted_encoding
+from graphllm.weights.schemes import is_read, wanted_encoding
 from graphllm.weights.simplify import same_encodings, simplify
 
 aten = torch.ops.aten
@@ -34,7 +35,8 @@ def quantize_linear(unit: Unit, plan: WeightPlan, config: CompileConfig) -> Pass
     """Turn `linear` into the op that reads an encoding where the weight is a matrix of the checkpoint that nothing else
     of the unit reads. A weight tied to another one, such as a head's to the embedding, gets an encoded copy of its own,
     unless both are encoded alike. Where the checkpoint stores parts of a merged weight in different encodings, each
-    part has a product of its own. `embedding` looks up rows of an encoded table, if the checkpoint stores it so."""
+    part has a product of its own. Where no op reads the wanted encoding, the weight takes the numbers that it would
+    keep. `embedding` looks up rows of an encoded table, if the checkpoint stores it so."""
     notes = []
     for weight in unit.graph.find_nodes(op="placeholder"):
         name = weight.meta["label"].removeprefix("w.")
@@ -47,6 +49,11 @@ def quantize_linear(unit: Unit, plan: WeightPlan, config: CompileConfig) -> Pass
         else:
             continue
         if len(found) != 1 or not (pieces := found.pop()):
+            continue
+        if not all(is_read(e := encoding_of(piece.encoding), e.op, config) for piece in pieces):
+            for entry in unit.entries(name):
+                plan = plan.replace(entry, replace(plan[entry], expr=Rounded(pieces[0].encoding, plan.expr_of(entry))))
+            notes.append(f"{name}: numbers of {pieces[0].encoding}")
             continue
         for entry in unit.entries(name):
             plan = _encode_entry(plan, entry, pieces)
@@ -95,7 +102,7 @@ def _pieces(plan: WeightPlan, entry: str, config: CompileConfig) -> tuple[_Piece
     if pieces and pieces[-1].stop == shape[0]:
         return tuple(pieces)
     leaves = list(walk(expr))
-    if any(isinstance(e, (Values, Encode)) for e in leaves) or not any(isinstance(e, Read) for e in leaves):
+    if any(isinstance(e, (Values, Encode, Rounded)) for e in leaves) or not any(isinstance(e, Read) for e in leaves):
         return ()
     wanted = wanted_encoding(plan, entry, config)
     return () if wanted is None else (_Piece(shape[0], wanted),)
@@ -111,7 +118,7 @@ def _stored(expr: Expr, config: CompileConfig) -> str | None:
     """The encoding in which the checkpoint stores a matrix, or an equal one, that an op reads."""
     for name in same_encodings(expr):
         encoding = encoding_of(name)
-        if encoding.op is not None and (config.backend == "eager" or config.target.device in encoding.devices):
+        if is_read(encoding, encoding.op, config):
             return name
     return None
 

@@ -4,6 +4,7 @@ that the checkpoint stores encoded as they are stored, others in the encoding th
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from graphllm.ir.op import Op, all_ops, op_of
 from graphllm.ops.fused_moe import fused_moe
 from graphllm.rewrite import PassReport, Unit, register_pass
 from graphllm.weights.encodings import Encoding, encoding_of
-from graphllm.weights.expr import Encode, Expr, Read, Reshape, Slice, Stack, Values, walk
+from graphllm.weights.expr import Encode, Expr, Read, Reshape, Rounded, Slice, Stack, Values, walk
 from graphllm.weights.plan import Entry, WeightPlan
-from graphllm.weights.schemes import wanted_encoding
+from graphllm.weights.schemes import is_read, wanted_encoding
 from graphllm.weights.simplify import rows_moved, same_encodings, simplify
 
 
@@ -36,9 +37,16 @@ def quantize_moe(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassRep
         names = [s.meta["label"].removeprefix("w.") for s in stacks]
         found = {_encoding(plan, entry, config) for name in names for entry in unit.entries(name)}
         inner = int(stacks[1].meta["val"].shape[2])
-        if len(found) != 1 or (chosen := found.pop()) is None or inner % encoding_of(chosen).block[0]:
+        if len(found) != 1 or (chosen := found.pop()) is None:
             continue
-        encoding, parts = encoding_of(chosen), []
+        if not is_read(encoding := encoding_of(chosen), encoding.moe_op, config):
+            for entry in (entry for name in names for entry in unit.entries(name)):
+                plan = plan.replace(entry, replace(plan[entry], expr=_rounded(plan, entry, chosen)))
+            notes += [f"{name}: numbers of {chosen}" for name in names]
+            continue
+        if inner % encoding.block[0]:
+            continue
+        parts = []
         for stack, name in zip(stacks, names, strict=True):
             for entry in unit.entries(name):
                 plan = _encode_entry(plan, entry, encoding)
@@ -66,10 +74,9 @@ def _encoding(plan: WeightPlan, entry: str, config: CompileConfig) -> str | None
     expr = plan.expr_of(entry)
     for name in same_encodings(_expert(expr, 0)):
         encoding = encoding_of(name)
-        if encoding.moe_op is not None and (config.backend == "eager" or config.target.device in encoding.devices):
+        if is_read(encoding, encoding.moe_op, config):
             return name
-    wanted = wanted_encoding(plan, entry, config) if _is_plain(plan, entry) else None
-    return wanted if wanted is not None and encoding_of(wanted).moe_op is not None else None
+    return wanted_encoding(plan, entry, config) if _is_plain(plan, entry) else None
 
 
 def _may_change(unit: Unit, stack: Any, user: Node) -> bool:
@@ -80,7 +87,7 @@ def _may_change(unit: Unit, stack: Any, user: Node) -> bool:
 
 def _is_plain(plan: WeightPlan, entry: str) -> bool:
     leaves = list(walk(plan.expr_of(entry)))
-    computed = any(isinstance(e, (Values, Encode)) for e in leaves)
+    computed = any(isinstance(e, (Values, Encode, Rounded)) for e in leaves)
     return not computed and any(isinstance(e, Read) for e in leaves)
 
 
@@ -98,6 +105,12 @@ def _encode_entry(plan: WeightPlan, name: str, encoding: Encoding) -> WeightPlan
         for part in encoding.parts
     )  # fmt: skip
     return plan.replace(name, *parts)
+
+
+def _rounded(plan: WeightPlan, entry: str, encoding: str) -> Expr:
+    """A stack of the numbers that an encoding would keep of each expert's matrix."""
+    expr = plan.expr_of(entry)
+    return Stack(tuple(Rounded(encoding, _expert(expr, n)) for n in range(plan[entry].shape[0])))
 
 
 def _expert(expr: Expr, n: int) -> Expr:

@@ -15,7 +15,7 @@ from graphllm.config.token_tree import GrownTree, TokenTree, token_tree
 _SHORT = (256, 512, 1024)  # tokens of steps for which a GPU has products that suit so many rows
 _LARGEST_BUCKET, _MOST_QUERIES = 2**24, 2**10
 Dtype = Literal["bfloat16", "float16", "float32"]
-Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
+Quantization = Literal["int8", "int4", "fp8", "mxfp4", "nf4"]
 CacheDtype = Literal["auto", "bfloat16", "float16", "float32", "fp8", "int8"]
 
 
@@ -144,8 +144,9 @@ class CompileConfig:
     quantization: Quantization | None = setting(
         None,
         written=str | None,
-        help="int8 or int4, on a GPU fp8 or mxfp4 as well: round the weights of linear layers and experts while they "
-        "are loaded. A quantized checkpoint's own method may be named too, and need not be.",
+        help="int8, int4, fp8, mxfp4 or nf4: round the weights of linear layers and experts while they are loaded. "
+        "Without kernels on the device they are kept in the model's type. A quantized checkpoint's own method may be "
+        "named too, and need not be.",
     )
     kv_cache_dtype: CacheDtype = setting(
         "auto",

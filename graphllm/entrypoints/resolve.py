@@ -63,11 +63,9 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
     chosen = {name: getattr(args, name) for name, d in definitions(CompileConfig).items()
             if d.setting.auto is None or getattr(args, name) != d.unsaid}  # fmt: skip
     if args.quantization is not None:
-        from graphllm.weights.schemes import check_method, is_own_method, online_encoding  # imports torch
+        from graphllm.weights.schemes import check_method, is_own_method  # imports torch
 
-        if args.quantization in get_args(Quantization) and not is_own_method(model_config, args.quantization):
-            online_encoding(args.quantization, target.device)
-        else:
+        if args.quantization not in get_args(Quantization) or is_own_method(model_config, args.quantization):
             check_method(model_config, args.quantization)
             chosen["quantization"] = None
     if chosen["kv_cache_dtype"] == chosen.get("dtype", automatic["dtype"]):

@@ -22,6 +22,7 @@ from graphllm.weights.expr import (
     Read,
     Repeat,
     Reshape,
+    Rounded,
     Slice,
     Stack,
     Values,
@@ -62,6 +63,8 @@ def evaluate(expr: Expr, fetch: Callable[[Region], Tensor]) -> Tensor:
             parts = {n: evaluate(p, fetch) for n, p in zip(names, expr.parts, strict=True)}
             with _named(expr):
                 return encoding.decode(parts, *expr.matrix)
+        case Rounded():
+            return encoding_of(expr.encoding).decode(encoded(expr.encoding, expr.matrix, fetch), *expr.shape)
         case Encode():
             return encoded(expr.encoding, expr.matrix, fetch)[expr.part]
     raise ValueError(f"{expr} cannot be evaluated")

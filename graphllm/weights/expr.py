@@ -257,6 +257,21 @@ class Encode(Expr):
         return f"encode({self.encoding}.{self.part}, {self.matrix})"
 
 
+@dataclass(frozen=True)
+class Rounded(Expr):
+    """The numbers that an encoding would keep of a matrix [rows, inner], for devices that do not read the encoding."""
+
+    encoding: str
+    matrix: Expr
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape
+
+    def __str__(self) -> str:
+        return f"rounded({self.encoding}, {self.matrix})"
+
+
 def parts_of(expr: Expr) -> tuple[Expr, ...]:
     """The expressions directly under this one."""
     found: list[Expr] = []

@@ -33,6 +33,7 @@ from graphllm.weights.expr import (
     Permute,
     Repeat,
     Reshape,
+    Rounded,
     Slice,
     Stack,
     Values,
@@ -381,8 +382,10 @@ class _Lowering:
 
 def _units(expr: Expr) -> tuple[int, int]:
     """Slices of an expression that begin at multiples of these cut no encoded block, if rows stay rows in it."""
-    blocks = [encoding_of(e.encoding).block for e in walk(expr) if isinstance(e, Decode)]
-    return math.lcm(*(b[0] for b in blocks)), math.lcm(*(b[1] for b in blocks))
+    found = list(walk(expr))
+    blocks = [encoding_of(e.encoding).block for e in found if isinstance(e, (Decode, Rounded))]
+    inner = 0 if any(isinstance(e, Rounded) for e in found) else math.lcm(*(b[1] for b in blocks))
+    return math.lcm(*(b[0] for b in blocks)), inner
 
 
 def _chunks(source: Bytes, dst: Tensor) -> Iterator[Chunk]:

@@ -19,7 +19,7 @@ from graphllm.config.compilation import Quantization
 from graphllm.config.fields import section
 from graphllm.weights.checkpoint import TensorInfo
 from graphllm.weights.dtypes import BY_TAG, DTYPES, PLAIN
-from graphllm.weights.encodings import Part, encoding_of, is_encoding
+from graphllm.weights.encodings import Encoding, Part, encoding_of, is_encoding
 from graphllm.weights.expr import ANY, Decode, Expr, Permute, Read, Reshape, map_parts, walk
 from graphllm.weights.plan import WeightPlan
 
@@ -32,30 +32,26 @@ _OPTIONAL = ("static", "zeros")  # endings of encodings whose last part may be t
 _SAME = {"awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt", "inc": "auto-round"}
 
 
-_ONLINE = {
-    "cpu": {"int8": "int8", "int4": "int4"},
-    "cuda": {"int8": "byte_bf16-64", "int4": "nibble_bf16-32", "fp8": "float8-0", "mxfp4": "e2m1-32"},
+_FLOATS = {"fp8": "float8-0", "mxfp4": "e2m1-32", "nf4": "nf4_rows"}
+_ONLINE = {  # the encodings that plain numbers are rounded to
+    "cpu": {"int8": "int8", "int4": "int4", **_FLOATS},
+    "cuda": {"int8": "byte_bf16-64", "int4": "nibble_bf16-32", **_FLOATS},
 }
-
-
-def online_encoding(quantization: str, device: str) -> str:
-    """The encoding that plain numbers are rounded to. Raises ConfigError where the device has no kernels for it."""
-    if quantization not in _ONLINE[device]:
-        raise ConfigError(
-            f"quantization is {quantization}: there are no kernels for it on {device}; use "
-            f"{' or '.join(_ONLINE[device])}"
-        )
-    return _ONLINE[device][quantization]
 
 
 def wanted_encoding(plan: WeightPlan, entry: str, config: CompileConfig) -> str | None:
     """The encoding that the plain numbers of an entry are to be rounded to, by the first rule that fits one of its
-    names; None for those that stay. Raises ConfigError where the device has no kernels for it."""
+    names; None for those that stay."""
     if plan[entry].exact:
         return None
     rules = (rule.rpartition("=")[::2] for rule in config.quantization_rules)
     said = next((to for pattern, to in rules if is_named(plan, entry, pattern)), config.quantization)
-    return None if said in (None, "none") else online_encoding(str(said), config.target.device)
+    return None if said in (None, "none") else _ONLINE[config.target.device][str(said)]
+
+
+def is_read(encoding: Encoding, op: str | None, config: CompileConfig) -> bool:
+    """Whether there is an op that reads an encoding, of its ops that one, where the artifact will run."""
+    return op is not None and (config.backend == "eager" or config.target.device in encoding.devices)
 
 
 def is_named(plan: WeightPlan, entry: str, pattern: str) -> bool:

@@ -19,6 +19,7 @@ from graphllm.weights.expr import (
     Read,
     Repeat,
     Reshape,
+    Rounded,
     Slice,
     Stack,
     Values,
@@ -48,7 +49,7 @@ def simplify(expr: Expr) -> Expr:
         if (one := _one_of_stack(part, expr.to)) is not None:
             return one
         if isinstance(part, Stack) and len(part.parts) == 1:  # a dimension of 1 more than its part
-            part = part.parts[0]
+            return simplify(Reshape(part.parts[0], expr.to))
         if isinstance(part, Concat) and part.dim and part.shape == (1, *expr.to):
             return simplify(Concat(tuple(simplify(Reshape(p, p.shape[1:])) for p in part.parts), part.dim - 1))
         return part if part.shape == expr.to else Reshape(part, expr.to)
@@ -225,6 +226,8 @@ def _slice(expr: Slice) -> Expr:
         return Stack(tuple(of(p, dim - 1) for p in part.parts))
     if isinstance(part, Decode):
         return _slice_of_decode(expr, part)
+    if isinstance(part, Rounded) and dim == 0 and encoding_of(part.encoding).block[0] == 1:
+        return Rounded(part.encoding, of(part.matrix, dim))  # whose scales may be of whole rows
     if isinstance(part, Reshape):
         return _slice_of_reshape(expr, part)
     if expr.per_rank:

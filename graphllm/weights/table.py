@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any
 
-from graphllm.weights.expr import Decode, Encode, walk
+from graphllm.weights.expr import Decode, Encode, Rounded, walk
 from graphllm.weights.plan import Entry, WeightPlan
 
 
@@ -27,6 +27,8 @@ def table(plan: WeightPlan) -> list[dict[str, Any]]:
         found = re.fullmatch(r"(.*)layers\.(\d+)\.(.*)", name)
         short = name if found is None else f"{found[1]}layers.*.{found[3]}"
         kept = first.dtype if encode is None else encode.encoding
+        if (rounded := next((e for e in walk(first.expr) if isinstance(e, Rounded)), None)) is not None:
+            kept = f"{first.dtype} of {rounded.encoding}"
         rows.setdefault((short, kept, stored, bits), []).extend([int(found[2])] if found else [])
     return [
         {"name": name, "layers": layers, "kept": kept, "stored": stored, "bits": bits}

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
@@ -175,6 +175,7 @@ def an_expr(draw: st.DrawFn) -> tuple[Expr, dict[str, Tensor]]:
 
 
 @settings(max_examples=draws(100, 300), deadline=None)
+@example(made=(Reshape(Stack((Reshape(Read(("x",), (1, 1)), (1,)),)), (1, 1)), {"x": torch.ones(1, 1)}))
 @given(made=an_expr())
 def test_simplifying_changes_no_number(made: tuple[Expr, dict[str, Tensor]]) -> None:
     expr, tensors = made

@@ -3,6 +3,7 @@
 nf4, fp4: four-bit codes of a table of 16 numbers (Dettmers et al. 2023 for NormalFloat), two a byte, the first in the
 upper half, with one scale for each block of entries of the whole matrix in row-major order. nf4_nested, fp4_nested:
 double quantization, the scales are codes of a table themselves. The size of blocks is in a JSON text beside them.
+nf4_rows: what plain numbers are rounded to, nf4 with blocks of 64 that begin where rows do.
 llm_int8: int8 with one scale for each row, 127 times too large (Dettmers et al. 2022).
 """
 
@@ -22,6 +23,13 @@ from graphllm.ops.encoded_weights import packed
 from graphllm.weights.encodings import Encoding, Part, register_encoding
 from graphllm.weights.expr import ANY
 
+_BLOCK = 64
+# The quantiles of a normal distribution that NormalFloat's codes stand for (Dettmers et al. 2023, appendix E).
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
 _WHOLE = 1 << 30  # blocks do not begin where rows do
 
 
@@ -69,6 +77,21 @@ def _four_bits(kind: str, nested: bool) -> Encoding:
     return Encoding(name, tuple(parts), (_WHOLE, _WHOLE), None, partial(_decode, nested))
 
 
+def _decode_rows(parts: Mapping[str, Tensor], rows: int, inner: int) -> Tensor:
+    table = torch.tensor(_NF4, device=parts["values"].device)
+    numbers = table[parts["values"].int()].view(rows, -1, _BLOCK) * parts["scales"].unsqueeze(-1)
+    return numbers.flatten(1)[:, :inner]
+
+
+def _encode_rows(numbers: Tensor) -> Mapping[str, Tensor]:
+    blocks = torch.nn.functional.pad(numbers.float(), (0, -numbers.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    scales = blocks.abs().amax(-1)
+    table = torch.tensor(_NF4, device=numbers.device)
+    scaled = blocks / torch.where(scales == 0, 1, scales).unsqueeze(-1)
+    codes = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2)
+    return {"values": codes.to(torch.uint8).flatten(1), "scales": scales}
+
+
 def _int8(parts: Mapping[str, Tensor], rows: int, inner: int) -> Tensor:
     if int(parts["layout"]):
         raise ConfigError(f"weight_format is {int(parts['layout'])}: only rows (0) can be read; save the model again")
@@ -80,6 +103,16 @@ def _repacked(parts: Mapping[str, Tensor], rows: int, inner: int, library: Path 
     return {"values": values, "scales": (parts["scales"].float() / 127).unsqueeze(0)}
 
 
+register_encoding(
+    Encoding(
+        "nf4_rows",
+        (  # never stored: a code has a byte here
+            Part("values", "uint8", lambda rows, inner: (rows, -(-inner // _BLOCK) * _BLOCK)),
+            Part("scales", "float32", lambda rows, inner: (rows, -(-inner // _BLOCK))),
+        ),
+        (1, _BLOCK), None, _decode_rows, _encode_rows,
+    )
+)  # fmt: skip
 for _kind in ("nf4", "fp4"):
     for _nested in (False, True):
         register_encoding(_four_bits(_kind, _nested))
