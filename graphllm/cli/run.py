@@ -371,9 +371,8 @@ def _row(result: Result, model: str) -> dict[str, Any]:
 def _print(result: Result) -> None:
     """Text to the terminal: one answer as it comes, several when each is done."""
     id = result.item.id
-    problem, broken = result.error, failure(result.outputs)
-    if broken is not None:
-        problem = problem or broken.told
+    broken = failure(result.outputs)
+    problem = result.error or (None if broken is None else broken.told)
     if problem is not None:
         print(f"graphllm: {id}: {problem}", file=sys.stderr)
         return

@@ -66,9 +66,9 @@ class BadWords:
         self._always = np.array(sorted(ids), dtype=np.int64)
         self._longest = max(map(len, self._words), default=0)
         self._begun: dict[int, list[tuple[bytes, bytes]]] = {}  # by its last byte, a word's beginning, and its rest
-        for word in self._words:
-            for count in range(1, len(word)):
-                self._begun.setdefault(word[count - 1], []).append((word[:count], word[count:]))
+        for text in self._words:
+            for count in range(1, len(text)):
+                self._begun.setdefault(text[count - 1], []).append((text[:count], text[count:]))
         self._ids: dict[bytes, NDArray[np.int64]] = {}
 
     def forbid(self, row: NDArray[np.int32], output: Sequence[int]) -> None:
