@@ -204,7 +204,7 @@ class SamplingParams:
     )  # fmt: skip
     stop: tuple[str, ...] = parameter(
         (), STRINGS, normal=_texts, body=str | list[str],
-        help="Strings that end the output, not part of it unless include_stop_str_in_output.",
+        help="Strings that end the output, not part of it unless include_stop_str_in_output; special tokens, too.",
     )  # fmt: skip
     stop_token_ids: tuple[int, ...] = parameter(
         (), IDS, normal=_tuple, body=list[int], help="Tokens that end the output."
@@ -256,7 +256,7 @@ class SamplingParams:
         normal=_tuple_or_none, body=list[int], help="No other token is sampled.",
     )  # fmt: skip
     bad_words: tuple[str, ...] = parameter(
-        (), STRINGS, normal=_texts, body=list[str], help="Strings that never appear in the output."
+        (), STRINGS, normal=_texts, body=list[str], help="Texts that the output never has, also within words."
     )
     repetition_detection: RepetitionDetectionParams | None = parameter(
         None,
