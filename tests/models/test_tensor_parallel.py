@@ -115,7 +115,7 @@ def test_weights_that_are_rounded_by_groups(name: str, rounded: str, apart: bool
     one = parity.driver.Driver(tmp_path, "eager", settings=settings)
     settings = {"quantization": rounded, "tensor_parallel_size": 2, "enable_expert_parallel": apart}
     two = parity.driver.Driver(tmp_path, "eager", settings=settings, opened=ranks_of)
-    shown = [artifact.verify(tmp_path / n) for n in ("one", "two")]
+    shown = [artifact.verify(driver.place) for driver in (one, two)]
     assert shown[1]["memory"]["weights"] < 0.55 * shown[0]["memory"]["weights"]
     prompts = [torch.randint(parity.V, (n,)).tolist() for n in LENGTHS]
     expected, text = one.generate(prompts, N_TOKENS)
