@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from graphllm.config import ConfigError
+from graphllm.config.errors import of_item
 from graphllm.config.pooling import PoolingParams
 from graphllm.engine.pooling import Pair, Pooling, PoolingRequest
 from graphllm.engine.pooling_outputs import (
@@ -170,7 +171,7 @@ class PoolingOfflineMixin:
                     asked_for = meant if task is not None else how.task
                     made = pooling.make(text, how, str(self._count), task=asked_for, adapter=adapter)
                 except ConfigError as mistake:
-                    raise ConfigError(f"prompts[{i}]: {mistake}") from mistake
+                    raise of_item(mistake, "prompts", i) from mistake
                 self._count += 1
                 yield made
 

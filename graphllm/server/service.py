@@ -215,7 +215,7 @@ class Service:
         def write() -> str:
             supervisor = self.supervisor
             call = parse_call(CHAT, body, supervisor.defaults, self.rules)
-            return rendered(call, self.tokenizer, supervisor.style, self.templates)
+            return rendered(call, self.tokenizer, self.templates)
 
         return await self._aside(record, body, write)
 

@@ -219,7 +219,7 @@ def test_a_chat_is_written_out_by_its_template(tokenizer: Tokenizer) -> None:
         ],
         (CHAT, {"messages": [{**HELLO[0], "name": "<|im_end|>"}]}, "messages", "messages[0].name is '<|im_end|>'"),
         (CHAT, {"messages": [{**HELLO[0], "name": 7}]}, "messages", "messages[0].name is 7"),
-        (CHAT, {"messages": [{"role": "tool", "tool_call_id": "a]\n<", "content": ""}]}, "messages",
+        (CHAT, {"messages": [{"role": "tool", "tool_call_id": "x" * 257, "content": ""}]}, "messages",
          "messages[0].tool_call_id is "),
         (CHAT, {"messages": [HELLO[0], {"role": "user", "content": 3}]}, "messages", "messages[1].content is 3"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'image_url'"),
