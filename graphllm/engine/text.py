@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from graphllm.config import ConfigError
 from graphllm.config.fields import Fields, read, read_json, read_text, section
 from graphllm.config.parameter import Check, is_int
-from graphllm.engine.chat.template import ChatTemplate, ContentFormat, plain, up_to_the_end, with_end
+from graphllm.engine.chat.template import ChatTemplate, ContentFormat, no_text, plain, up_to_the_end, with_end
 from graphllm.engine.text_length import characters_per_token
 
 if TYPE_CHECKING:
@@ -107,15 +107,22 @@ class Tokenizer:
         return self._templates.get("tool_use") or self._templates.get("default") or ""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. add_special_tokens: such as BOS, where the tokenizer's post-processor adds any."""
-        if len(text) > _LONG:
-            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids. add_special_tokens: such as BOS, where the tokenizer's post-processor adds any. Raises ConfigError
+        for half of a surrogate pair."""
+        try:
+            if len(text) > _LONG:
+                return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as e:
+            raise no_text(text, "prompt") from e
 
     def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], int]:
         """Token ids of two texts as one, and the number of the second one's first token, 0 where the tokenizer's
         post-processor does not tell them apart. most: cut the longer one until there are no more."""
-        one, other = (self._backend.encode(text, add_special_tokens=False) for text in (first, second))
+        try:
+            one, other = (self._backend.encode(text, add_special_tokens=False) for text in (first, second))
+        except TypeError as e:
+            raise no_text(first + second, "prompt") from e
         both = self._backend.post_process(one, other, add_special_tokens=True)
         if most is not None and len(both.ids) > most:
             room = max(0, most - (len(both.ids) - len(one.ids) - len(other.ids)))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
 
 from graphllm.config import ConfigError, EngineArgs
-from graphllm.config.errors import of_item
+from graphllm.config.errors import Place
 from graphllm.config.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from graphllm.engine.beam import BeamSearch, BeamSearchOutput, step_params
 from graphllm.engine.chat.conversation import check_template_kwargs, conversation, shown_tools
@@ -146,7 +146,7 @@ class LLM(PoolingOfflineMixin):
             try:
                 text = write(conversation(chat))
             except ConfigError as mistake:
-                raise mistake if one else of_item(mistake, "messages", i) from mistake
+                raise mistake if one else Place("messages", i).error(mistake) from mistake
             # The template has written BOS where it wants one, so none is added.
             prompts.append({"prompt": text, "add_special_tokens": False})
         return self.generate(prompts, sampling_params, use_tqdm, lora_request, None, tokenization_kwargs)
@@ -230,7 +230,7 @@ class LLM(PoolingOfflineMixin):
                 made = self._processor.make(prompt, how, str(self._count), priority=first, adapter=adapter)
                 parsed.append(made)
             except ConfigError as mistake:
-                raise of_item(mistake, "prompts", i) from mistake
+                raise Place("prompts", i).error(mistake) from mistake
             self._count += 1
         return parsed
 

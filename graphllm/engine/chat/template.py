@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ContentFormat = Literal["auto", "string", "openai"]
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names that templates and clients use for the same field
+_HALF = re.compile("[\ud800-\udfff]")
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _LISTED = ("selectattr", "rejectattr", "select", "reject", "list", "reverse", "default", "d")  # filters that keep parts
 _END = "CONTINUE-FROM-HERE "  # stands for the end of a message that is continued; templates may strip its space
@@ -79,8 +80,8 @@ def plain(value: Any, where: str) -> Any:
     """A copy made of plain JSON types: a template must not reach any other object. Raises ConfigError that names the
     place for what is none, and for half a surrogate pair, which no tokenizer takes."""
     if isinstance(value, str):
-        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
-            raise ConfigError(f"{where} is {value!r:.80}: half of a surrogate pair is no text; give whole characters")
+        if _HALF.search(value):
+            raise no_text(value, where)
         return str(value)
     if value is None or type(value) in (int, float, bool):
         return value
@@ -89,6 +90,13 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
     raise ConfigError(f"{where}: a {type(value).__name__} cannot be passed to the template; give plain JSON values")
+
+
+def no_text(value: str, where: str) -> ConfigError:
+    """The error about a string with half of a surrogate pair."""
+    half = _HALF.search(value)
+    found = repr(half[0]) if half else f"{value!r:.80}"
+    return ConfigError(f"{where} has {found}: half of a surrogate pair is no text; give whole characters")
 
 
 def with_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from graphllm.config import ConfigError
-from graphllm.config.errors import of_item
+from graphllm.config.errors import Place
 from graphllm.engine.chat.conversation import conversation, shown_tools, text_of
 
 USER = {"role": "user", "content": "hi"}
@@ -113,5 +113,5 @@ def test_tools_as_models_are_told_of_them() -> None:
 
 def test_one_item_of_several() -> None:
     """The place within it is that of the whole."""
-    assert str(of_item(ConfigError("messages[0].content is 5"), "messages", 2)) == "messages[2][0].content is 5"
-    assert str(of_item(ConfigError("chat template: no"), "messages", 2)) == "messages[2]: chat template: no"
+    assert str(Place("messages", 2).error(ConfigError("messages[0].content is 5"))) == "messages[2][0].content is 5"
+    assert str(Place("messages", 2).error(ConfigError("chat template: no"))) == "messages[2]: chat template: no"

@@ -1,4 +1,4 @@
-"""What templates want of a conversation, by their source, and the prompts that they make of it, against transformers."""
+"""What chat templates want of a conversation, by their source, and the prompts that they make of it."""
 
 from __future__ import annotations
 
