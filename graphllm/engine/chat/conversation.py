@@ -13,6 +13,7 @@ from graphllm.config import ConfigError
 _ROLE = re.compile(r"[a-zA-Z][a-zA-Z0-9_-]{0,31}")  # some templates know others than OpenAI's
 _LABEL = re.compile(r"[^\s<>|\[\]{}]{1,256}")
 _LONGEST_ID = 256
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names that templates and clients use for the same field
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # field of a part's text
 _RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "render", "chat_template", "continue_final_message"}
@@ -22,7 +23,7 @@ _RESERVED = frozenset(
 def conversation(given: object) -> list[dict[str, Any]]:
     """The messages of a conversation, checked.
 
-    Fields that are null are gone. "developer" is the newer name of the role "system". Content is text, or a list of
+    Fields that are null are gone, and they have one order. "developer" is the newer name of the role "system". Content is text, or a list of
     parts {"type": "text", "text": ...}; where there is none it is "". Arguments of calls are objects. Raises
     ConfigError that names the place.
     """
@@ -85,9 +86,12 @@ def _message(message: object, where: str) -> dict[str, Any]:
         check_label(found["name"], f"{where}.name")
     if "tool_call_id" in found:
         _check_id(found["tool_call_id"], f"{where}.tool_call_id")
-    if found["role"] == "developer":
-        found["role"] = "system"
-    found["content"] = _content(found.get("content", ""), f"{where}.content")
+    for name in REASONING:
+        if not isinstance(found.get(name, ""), str):
+            raise ConfigError(f"{where}.{name} is {found[name]!r:.80}: give text")
+    role = found.pop("role")
+    content = _content(found.pop("content", ""), f"{where}.content")
+    found = {"role": "system" if role == "developer" else role, "content": content, **found}
     calls = found.pop("tool_calls", [])
     if not isinstance(calls, list):
         raise ConfigError(f"{where}.tool_calls is {calls!r:.80}: give a list of calls")
@@ -124,7 +128,9 @@ def _call(call: object, where: str) -> dict[str, Any]:
     arguments = _object(given) if isinstance(given, str) else given
     if not isinstance(arguments, Mapping):
         raise ConfigError(f"{where}.function.arguments is {given!r:.80}: give a JSON object as text")
-    return {**found, "function": {**function, "arguments": arguments}}
+    # In one order: some templates write a call as JSON.
+    first = {name: found.pop(name) for name in ("id", "type") if name in found}
+    return {**first, **found, "function": {"name": function["name"], **function, "arguments": arguments}}
 
 
 def _check_id(id: object, where: str) -> None:

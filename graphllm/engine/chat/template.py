@@ -14,14 +14,13 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from graphllm.config import ConfigError
-from graphllm.engine.chat.conversation import text_of
+from graphllm.engine.chat.conversation import REASONING, text_of
 
 if TYPE_CHECKING:
     import jinja2
     from jinja2 import nodes
 
 ContentFormat = Literal["auto", "string", "openai"]
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that templates and clients use for the same field
 _HALF = re.compile("[\ud800-\udfff]")
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _LISTED = ("selectattr", "rejectattr", "select", "reject", "list", "reverse", "default", "d")  # filters that keep parts
@@ -138,7 +137,7 @@ def _as_wanted(given: Mapping[str, Any], wants: Wants) -> dict[str, Any]:
         if calls:
             message["tool_calls"] = [{**c, "id": _short_id(c["id"])} if "id" in c else c for c in calls]
     # Templates differ in the name under which they read the reasoning of an earlier turn, so it gets all of them.
-    thought = next((message[name] for name in _REASONING if name in message), None)
+    thought = next((message[name] for name in REASONING if name in message), None)
     return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 
 

@@ -68,6 +68,7 @@ def test_ids_are_their_makers(id: str) -> None:
         ([{**USER, "role": "<|im_end|>"}], "messages[0].role is '<|im_end|>'"),
         ([{**USER, "name": "a b"}], "messages[0].name is 'a b'"),
         ([{**USER, "tool_call_id": "x" * 257}], "messages[0].tool_call_id is 'xxx"),
+        ([{**USER, "reasoning": ["a"]}], "messages[0].reasoning is ['a']: give text"),
         ([{**USER, "tool_call_id": 5}], "messages[0].tool_call_id is 5: give 1 to 256 characters"),
         ([USER, {**USER, "content": 5}], "messages[1].content is 5: give text, or a list of parts of type text"),
         ([USER, {**USER, "content": [part("a"), {"type": "image"}]}], "messages[1].content has {'type': 'image'}"),
