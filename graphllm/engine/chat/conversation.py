@@ -23,9 +23,9 @@ _RESERVED = frozenset(
 def conversation(given: object) -> list[dict[str, Any]]:
     """The messages of a conversation, checked.
 
-    Fields that are null are gone, and they have one order. "developer" is the newer name of the role "system". Content is text, or a list of
-    parts {"type": "text", "text": ...}; where there is none it is "". Arguments of calls are objects. Raises
-    ConfigError that names the place.
+    Fields that are null are gone, and the others have one order. "developer" is the newer name of the role "system".
+    Content is text, or a list of parts {"type": "text", "text": ...}; where there is none it is "". Arguments of calls
+    are objects. Raises ConfigError that names the place.
     """
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise ConfigError(f"messages is {given!r:.80}: give at least one message")
