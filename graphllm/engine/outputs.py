@@ -14,6 +14,7 @@ import msgspec
 
 from graphllm.config import ConfigError
 from graphllm.config.sampling import RepetitionDetectionParams, RequestOutputKind
+from graphllm.engine.answer_start import AnswerStart
 from graphllm.engine.processor import ParsedRequest
 from graphllm.engine.request import EngineCoreOutput, PositionLogprobs
 from graphllm.engine.text import Detokenizer, Tokenizer
@@ -237,12 +238,12 @@ class _Stream:
     """One completion as it comes.
 
     text: decoded so far. safe: where a stop string that is not complete yet may begin; the text from there on is held
-    back. sent, sent_tokens: what deltas gave out. deferred: nobody looks at the text before the end, so it is decoded
-    then, in one go, at a seventh of the cost.
+    back. answer: finds where the answer begins, None behind that. sent, sent_tokens: what deltas gave out. deferred:
+    nobody looks at the text before the end, so it is decoded then, in one go, at a seventh of the cost.
     """
 
     __slots__ = (
-        "deferred", "detokenizer", "error", "finish_reason", "index", "logprob", "logprobs", "news", "params",
+        "answer", "deferred", "detokenizer", "error", "finish_reason", "index", "logprob", "logprobs", "news", "params",
         "request", "safe", "sent", "sent_tokens", "stop_reason", "text", "tokenizer", "tokens",
     )  # fmt: skip
 
@@ -258,6 +259,8 @@ class _Stream:
             self.detokenizer = _Joined(detokenizer, self.tokenizer) if joined else detokenizer
         self.tokens: list[int] = []
         self.text, self.safe, self.sent, self.sent_tokens = "", 0, 0, 0
+        thinking = request.parsed.thinking
+        self.answer = None if thinking is None else AnswerStart(thinking)
         self.logprobs: list[Position] | None = [] if p.logprobs is not None else None
         self.logprob = 0.0
         self.finish_reason: str | None = None
@@ -310,6 +313,12 @@ class _Stream:
         """Decode the ``number``th token of the output; whether the text has a stop string now, and was cut."""
         p, old = self.params, len(self.text)
         text = self.text = self.text + detokenizer.step((token,))
+        if self.answer is not None:
+            begin = self.answer.find(text)
+            if begin is None:
+                self.safe = len(text) if self.answer.thinking else 0
+                return False
+            self.safe, old, self.answer = begin, begin, None
         begins = self.request.begins
         while self.safe < len(text) and text[self.safe] not in begins:
             self.safe += 1

@@ -402,7 +402,10 @@ def write_out(
             hidden=tuple(tokenizer.decode([i], skip_special_tokens=False) for i in sorted(ends)),
         )
     # The template has written BOS where it wants one, so none is added.
-    return call, [_told({"prompt": text, "add_special_tokens": bool(call.special)}, call)]
+    prompt: dict[str, Any] = {"prompt": text, "add_special_tokens": bool(call.special)}
+    if call.reply.reasoning and call.params.stop:  # which are about the answer
+        prompt["thinking"] = call.reply.thinking
+    return call, [_told(prompt, call)]
 
 
 def _told(prompt: Prompt, call: Call) -> Prompt:

@@ -345,6 +345,18 @@ def test_a_prompt_that_ends_in_a_think_tag(tokenizer: Tokenizer) -> None:
         assert call.reply.thinking == thinking
 
 
+def test_stop_strings_are_told_of_the_thinking(tokenizer: Tokenizer) -> None:
+    thinks = {"chat_template_kwargs": {"mood": "<think>\n"}, "add_generation_prompt": False}
+    for fields, reasoning, thinking in (
+        ({"stop": ["a"]}, True, False),
+        ({"stop": ["a"], **thinks}, True, True),
+        ({"stop": ["a"], **thinks}, False, None),
+        ({}, True, None),
+    ):
+        prompt: Any = write_out(_chat(**fields), tokenizer, Style(None, reasoning))[1][0]
+        assert prompt.get("thinking") is thinking
+
+
 def test_tools_are_shown_unless_none_may_be_called(tokenizer: Tokenizer) -> None:
     def shown(**fields: Any) -> str:
         prompt: Any = write_out(_chat(**fields), tokenizer, Style("hermes"))[1][0]
