@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from graphllm.config import ConfigError
-from graphllm.config.errors import Place
 from graphllm.config.sampling import RequestOutputKind
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.outputs import RequestOutput
@@ -79,7 +78,7 @@ async def generate(
     call = call._replace(params=replace(call.params, output_kind=kind))
     # As many as one step takes, so that a body of a thousand leaves others their place in the queue.
     at_once = asyncio.Semaphore(max(1, info.max_num_seqs // call.params.n))
-    turns = _Turns(asyncio.Lock(), at_once, len(prompts), len(prompts) > 1, running, adapter)
+    turns = _Turns(asyncio.Lock(), at_once, len(prompts), len(prompts), running, adapter)
     runs = [_run(engine, call, prompt, i, metrics, record, turns) for i, prompt in enumerate(prompts)]
     found = runs[0] if len(runs) == 1 else _merged(runs)
     tokens = cached = prompt_tokens = 0
@@ -110,13 +109,13 @@ async def generate(
 @dataclass
 class _Turns:
     """What the prompts of one call share. tokenizing: held by one of them, so that those of others come in between.
-    running: how many may be in the engine. untokenized: how many are still text. several: there is more than one.
+    running: how many may be in the engine. untokenized: how many are still text. count: of the prompts.
     requests: of all calls. adapter: of all prompts. begun: one has given something."""
 
     tokenizing: asyncio.Lock
     running: asyncio.Semaphore
     untokenized: int
-    several: bool
+    count: int
     requests: Running
     adapter: Adapter | None
     begun: bool = False
@@ -168,9 +167,7 @@ async def _run(
         raise
     except ConfigError as mistake:
         tracker.drop()
-        if turns.several:
-            raise Place("messages" if call.chat else "prompt", number).prompt_error(mistake) from mistake
-        raise
+        raise call.prompt_error(mistake, number, turns.count) from mistake
     except (EngineDeadError, EngineUnhealthyError):
         tracker.end("error")
         raise

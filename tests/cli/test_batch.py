@@ -83,6 +83,8 @@ def test_a_chat_that_is_none_is_one_line(engine: Engine) -> None:
     assert [str(found[id].error).startswith(place) for id in "ac"] == [True, True]
     assert str(found["d"].error).startswith("messages[0] is {'content'")
     assert found["b"].error is None
+    (wrong,) = _generate(engine, [BatchItem("e", "POST", COMPLETIONS, {"prompt": ["a", "b " * 900]})])
+    assert str(wrong.error).startswith("prompt[1]: prompt has")
     row = items[0].refused(found["a"].error)  # type: ignore[arg-type]
     assert (row["response"]["status_code"], row["response"]["body"]["error"]["param"]) == (400, "messages")
 

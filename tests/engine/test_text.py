@@ -352,6 +352,11 @@ def test_half_of_a_surrogate_pair_is_no_text(tmp_path: Path, text: str) -> None:
     ):
         with pytest.raises(ConfigError, match="^" + re.escape(place) + r" has '\\ud...': half of a surrogate pair"):
             t.render_chat([message])
+    nested: Any = 1
+    for _ in range(400):
+        nested = [nested]
+    with pytest.raises(ConfigError, match=r"^messages\[0\].x\[0\].*: nested deeper than 128 levels"):
+        t.render_chat([{"role": "user", "content": "", "x": nested}])
     with pytest.raises(ConfigError, match=r"^mood has '.*': half"):
         t.render_chat([{"role": "user", "content": "a"}], mood=text)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jinja2 import nodes
 
 ContentFormat = Literal["auto", "string", "openai"]
+_MAX_DEPTH = 128
 _HALF = re.compile("[\ud800-\udfff]")
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _LISTED = ("selectattr", "rejectattr", "select", "reject", "list", "reverse", "default", "d")  # filters that keep parts
@@ -75,9 +76,11 @@ class ChatTemplate:
                 raise refusal from None
 
 
-def plain(value: Any, where: str) -> Any:
+def plain(value: Any, where: str, depth: int = 0) -> Any:
     """A copy made of plain JSON types: a template must not reach any other object. Raises ConfigError that names the
-    place for what is none, and for half a surrogate pair, which no tokenizer takes."""
+    place for what is none, for half a surrogate pair, which no tokenizer takes, and for what is nested too deep."""
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"{where:.80} ...: nested deeper than {_MAX_DEPTH} levels; give less")
     if isinstance(value, str):
         if _HALF.search(value):
             raise no_text(value, where)
@@ -85,9 +88,9 @@ def plain(value: Any, where: str) -> Any:
     if value is None or type(value) in (int, float, bool):
         return value
     if isinstance(value, Mapping):
-        return {plain(str(k), where): plain(v, f"{where}.{k}") for k, v in value.items()}
+        return {plain(str(k), where): plain(v, f"{where}.{k}", depth + 1) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        return [plain(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
     raise ConfigError(f"{where}: a {type(value).__name__} cannot be passed to the template; give plain JSON values")
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError, SchedulerConfig
+from graphllm.config.errors import Place
 from graphllm.config.parameter import parameters
 from graphllm.config.sampling import BeamSearchParams, SamplingParams
 from graphllm.config.structured_outputs import BACKENDS, StructuredOutputsParams
@@ -120,6 +121,11 @@ class Call(NamedTuple):
     request_id: str = ""
     reply: ReplyFormat = ReplyFormat()
     hidden: tuple[str, ...] = ()
+
+    def prompt_error(self, mistake: ConfigError, number: int, count: int) -> ConfigError:
+        """A mistake that shows with one of so many prompts; it names that prompt if it is about it."""
+        place = Place("messages" if self.chat else "prompt", number)
+        return place.prompt_error(mistake) if count > 1 else mistake
 
 
 def parse_call(url: object, body: object, defaults: SamplingParams, rules: Rules = _NO_RULES) -> Call:

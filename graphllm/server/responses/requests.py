@@ -10,6 +10,7 @@ from pydantic import Field
 
 from graphllm.config import ConfigError
 from graphllm.engine.chat.conversation import text_of
+from graphllm.engine.chat.template import plain
 from graphllm.server.chat.fields import judged
 from graphllm.server.http.bodies import (
     Items,
@@ -297,8 +298,8 @@ def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 def is_object(arguments: str) -> bool:
     """Whether a call with these arguments can be shown to the model again; none at all are an empty object."""
     try:
-        return isinstance(json.loads(arguments or "{}"), dict)
-    except (ValueError, RecursionError):
+        return isinstance(plain(json.loads(arguments or "{}"), ""), dict)
+    except (ValueError, RecursionError):  # of which ConfigError is one
         return False
 
 

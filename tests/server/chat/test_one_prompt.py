@@ -50,7 +50,7 @@ GOOD = (
     | OBJECTS.map(lambda value: json.dumps(value, ensure_ascii=False, indent=1))
     | st.sampled_from(["", "{}", '{"a": 1, "a": 2}'])
 )
-BAD = st.sampled_from(['{"a": "\\ud83d"}', '{"\\ude00": 1}', "[1]", "{"])
+BAD = st.sampled_from(['{"a": "\\ud83d"}', '{"\\ude00": 1}', "[1]", "{", '{"a": ' + "[" * 600 + "]" * 600 + "}"])
 ARGUMENTS = st.integers(0, 14).flatmap(lambda i: GOOD if i else BAD)
 CALL = st.builds(
     lambda id, name, arguments: {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}},

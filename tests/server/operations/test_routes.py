@@ -80,6 +80,11 @@ def test_a_batch_of_chats(served: Served) -> None:
         status, body, _ = served.post("/v1/chat/completions/batch", {**CHAT, "messages": [SUM], **wrong})
         assert status == 400
         assert message in body["error"]["message"]
+    long = {"prompt": ["a", "x " * 9000], "max_tokens": 1}
+    status, body, _ = served.post("/v1/completions", long)
+    assert (status, body["error"]["param"]) == (400, "prompt")
+    assert body["error"]["message"].startswith("prompt[1]: prompt has")
+    assert served.post("/v1/completions", {**long, "stop_token_ids": [10**6]})[1]["error"]["param"] == "stop_token_ids"
 
 
 def test_the_items_of_a_response(served: Served) -> None:

@@ -237,6 +237,7 @@ CALL = {"type": "function_call", "call_id": "i", "name": "f", "arguments": "{}"}
         (_items({"role": "user", "content": [{"type": "input_text"}]}), "input[0].content[0].text is missing"),
         (_items({**CALL, "arguments": "{"}), "input[0].arguments is '{'"),
         (_items({**CALL, "arguments": "[]"}), "input[0].arguments is '[]'"),
+        (_items({**CALL, "arguments": '{"a": "\\ud83d"}'}), "input[0].arguments is '{\"a\": "),
         (_items({**CALL, "call_id": None}), "input[0].call_id is missing"),
         (_items({"type": "function_call_output", "call_id": "i"}), "input[0].output is None"),
         (_items({"type": "function_call_output", "call_id": "i", "output": [IMAGE]}), "input[0].output[0].type is"),
