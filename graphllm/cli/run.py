@@ -350,7 +350,7 @@ def _admit(engine: Engine, place: int, item: Item, defaults: SamplingParams, str
         try:
             requests.append(engine.processor.make(prompt, call.params, f"{place}.{i}", **told))
         except ConfigError as mistake:
-            raise call.prompt_error(mistake, i, len(prompts)) from mistake
+            raise call.prompt_error(mistake, i, len(prompts)) from None
     try:
         for request in requests:
             outputs.add(request)

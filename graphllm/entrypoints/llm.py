@@ -146,7 +146,7 @@ class LLM(PoolingOfflineMixin):
             try:
                 text = write(conversation(chat))
             except ConfigError as mistake:
-                raise mistake if one else Place("messages", i).error(mistake) from mistake
+                raise mistake if one else Place("messages", i).error(mistake) from None
             # The template has written BOS where it wants one, so none is added.
             prompts.append({"prompt": text, "add_special_tokens": False})
         return self.generate(prompts, sampling_params, use_tqdm, lora_request, None, tokenization_kwargs)

@@ -167,7 +167,7 @@ async def _run(
         raise
     except ConfigError as mistake:
         tracker.drop()
-        raise call.prompt_error(mistake, number, turns.count) from mistake
+        raise call.prompt_error(mistake, number, turns.count) from None
     except (EngineDeadError, EngineUnhealthyError):
         tracker.end("error")
         raise

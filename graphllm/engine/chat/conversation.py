@@ -16,7 +16,15 @@ _LONGEST_ID = 256
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names that templates and clients use for the same field
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # field of a part's text
 _RESERVED = frozenset(
-    {"messages", "tools", "add_generation_prompt", "render", "chat_template", "continue_final_message"}
+    {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "render",
+        "chat_template",
+        "continue_final_message",
+        "content_format",
+    }
 )
 
 

@@ -68,7 +68,7 @@ async def find_vectors(
                 try:
                     asked, found, output = await engine.vector(prompt, params, **options)
                 except ConfigError as mistake:
-                    raise place.prompt_error(mistake) from mistake
+                    raise place.prompt_error(mistake) from None
                 except QueueFullError:
                     if not begun:
                         raise
