@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from graphllm.config import ConfigError
 from graphllm.config.sampling import SamplingParams
+from graphllm.engine.chat.conversation import conversation, shown_tools
 from graphllm.engine.outputs import RequestOutput
 from graphllm.server.chat import logprobs
 from graphllm.server.chat.call import Call, parse_call
@@ -58,12 +59,12 @@ class PlainItem:
             params = replace(params, max_tokens=max(DEFAULT_MAX_TOKENS, params.min_tokens))
         chat = self.messages is not None
         prompts = [] if self.prompt is None else [self.prompt]
-        template = {"tools": self.tools} if self.tools else {}
+        template = {"tools": tools} if (tools := shown_tools(self.tools)) else {}
         return Call(
             chat,
             params,
             prompts=prompts,
-            messages=self.messages or [],
+            messages=[] if self.messages is None else conversation(self.messages),
             template=template,
             priority=self.priority,
             cache_salt=self.cache_salt,

@@ -343,13 +343,14 @@ def _admit(engine: Engine, place: int, item: Item, defaults: SamplingParams, str
     call, prompts = write_out(call, engine.tokenizer, engine.style)
     if stream and len(prompts) == call.params.n == 1:
         call = call._replace(params=replace(call.params, output_kind=RequestOutputKind.DELTA))
-    requests = [
-        engine.processor.make(
-            prompt, call.params, f"{place}.{i}", priority=call.priority, cache_salt=call.cache_salt,
-            adapter=engine.adapters.get(call.model, engine.adapters.get("")),
-        )
-        for i, prompt in enumerate(prompts)
-    ]  # fmt: skip
+    adapter = engine.adapters.get(call.model, engine.adapters.get(""))
+    told: dict[str, Any] = {"priority": call.priority, "cache_salt": call.cache_salt, "adapter": adapter}
+    requests = []
+    for i, prompt in enumerate(prompts):
+        try:
+            requests.append(engine.processor.make(prompt, call.params, f"{place}.{i}", **told))
+        except ConfigError as mistake:
+            raise call.prompt_error(mistake, i, len(prompts)) from None
     try:
         for request in requests:
             outputs.add(request)

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from graphllm.cli.build import build_errors
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.sampling import SamplingParams
+from graphllm.engine.chat.conversation import check_template_kwargs
 from graphllm.engine.spawn import Child
 from graphllm.entrypoints.adapters import check_adapters
 from graphllm.entrypoints.hub import name_of
 from graphllm.entrypoints.model import ResolvedModel, resolve_model
-from graphllm.server.chat.call import check_template_kwargs
 from graphllm.server.launch import Opening
 from graphllm.server.launch import serve as serve_forever
 from graphllm.server.operations.engine_view import SupervisorOptions

@@ -15,6 +15,7 @@ import msgspec
 
 from graphllm.config import ConfigError
 from graphllm.config.sampling import RepetitionDetectionParams, RequestOutputKind
+from graphllm.engine.answer_start import AnswerStart
 from graphllm.engine.detokenizer import Detokenizer, text_offsets
 from graphllm.engine.processor import ParsedRequest
 from graphllm.engine.request import EngineCoreOutput, PositionLogprobs
@@ -248,15 +249,16 @@ class _Stream:
     """One completion as it comes.
 
     text: decoded so far. hidden: where it has special tokens that are not shown, which stop strings may name. safe:
-    where a stop string that is not complete yet may begin; the text from there on is held back. sent, sent_tokens: what
-    deltas gave out. offsets: of the tokens last taken, for their log-probabilities. deferred: nobody looks at the text
-    before the end, so it is decoded then, in one go, at a seventh of the cost.
+    where a stop string that is not complete yet may begin; the text from there on is held back. answer: finds where the
+    answer begins, None behind that. sent, sent_tokens: what deltas gave out. offsets: of the tokens last taken, for
+    their log-probabilities. deferred: nobody looks at the text before the end, so it is decoded then, in one go, at a
+    seventh of the cost.
     """
 
     __slots__ = (
-        "deferred", "detokenizer", "error", "finish_reason", "hidden", "index", "logprob", "logprobs", "mistake",
-        "news", "offsets", "params", "request", "safe", "sent", "sent_tokens", "specials", "stop_reason", "text",
-        "tokenizer", "tokens",
+        "answer", "deferred", "detokenizer", "error", "finish_reason", "hidden", "index", "logprob", "logprobs",
+        "mistake", "news", "offsets", "params", "request", "safe", "sent", "sent_tokens", "specials", "stop_reason",
+        "text", "tokenizer", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: _Request, index: int, tokenizer: Tokenizer | None) -> None:
@@ -279,6 +281,8 @@ class _Stream:
         self.text, self.safe, self.sent, self.sent_tokens = "", 0, 0, 0
         self.hidden: list[slice] = []
         self.offsets: list[int] = []
+        thinking = request.parsed.thinking
+        self.answer = None if thinking is None else AnswerStart(thinking)
         self.logprobs: list[Position] | None = [] if p.logprobs is not None else None
         self.logprob = 0.0
         self.finish_reason: str | None = None
@@ -352,6 +356,12 @@ class _Stream:
             return False
         if token is not None and (special := self.specials.get(token)) is not None:
             self.hidden.append(slice(len(text) - len(special), len(text)))
+        if self.answer is not None:
+            begin = self.answer.find(text)
+            if begin is None:
+                self.safe = len(text) if self.answer.thinking else 0
+                return False
+            self.safe, old, self.answer = begin, begin, None
         begins = self.request.begins
         while self.safe < len(text) and text[self.safe] not in begins:
             self.safe += 1

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from graphllm.config import ConfigError
+from graphllm.config.errors import Place
 from graphllm.config.pooling import NO_POOLING, PoolingParams, Vectors
 from graphllm.engine.processor import Processor, Prompt, Truncation
 from graphllm.engine.request import Adapter, CoreInfo, EngineCoreOutput, EngineRequest
@@ -190,6 +191,10 @@ class Pooling:
             raise ConfigError(
                 f"{fields[0]} has {len(first)} entries and {fields[1]} {len(second)}: give one, or as many"
             )
+        places = [
+            [Place(field, i if len(texts) > 1 else None) for i in range(len(texts))]
+            for field, texts in zip(fields, (first, second), strict=True)
+        ]
         if self.vectors.kind == "classify":
             if self._info.vector_size > 1:
                 raise ConfigError(
@@ -198,7 +203,8 @@ class Pooling:
                 )
             repeated = list(first) * (len(second) // len(first))
             pairs: list[Any] = [Pair(a, b) for a, b in zip(repeated, second, strict=True)]
-            return Scoring(pairs, lambda found: [float(vector.reshape(-1)[0]) for vector in found])
+            # The second ones are as many, and mostly those that differ.
+            return Scoring(pairs, places[1], lambda found: [float(vector.reshape(-1)[0]) for vector in found])
         compare = max_sim if self.tokenwise else cosine
         count = len(first)
 
@@ -206,13 +212,15 @@ class Pooling:
             queries = list(found[:count]) * (len(second) // count)
             return [compare(a, b) for a, b in zip(queries, found[count:], strict=True)]
 
-        return Scoring([*first, *second], scores)
+        return Scoring([*first, *second], places[0] + places[1], scores)
 
 
 class Scoring(NamedTuple):
-    """prompts: whose vectors are needed. scores: one number for each pair, of those vectors."""
+    """prompts: whose vectors are needed. places: where each of them stands in the request. scores: one number for each
+    pair, of those vectors."""
 
     prompts: list[Any]
+    places: list[Place]
     scores: Callable[[Sequence[np.ndarray]], list[float]]
 
 

@@ -19,7 +19,7 @@ from graphllm.engine.request import Adapter, CoreInfo, EngineRequest, ThinkingBu
 from graphllm.engine.text import Tokenizer
 from graphllm.engine.text_length import encode_at_most
 
-_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "truncation"}
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "truncation", "thinking"}
 _TRUNCATED = 1 << 16  # tokens of a prompt that is truncated, or twice the context where that is more
 _ONE_TOKEN, _UNUSED = SamplingParams(max_tokens=1), SamplingParams()  # for requests of vectors
 _BAD_WORDS, _BAD_WORDS_LENGTH = 1024, 64 << 10  # how many, and characters of all together
@@ -72,7 +72,8 @@ class Truncation(NamedTuple):
 
 class ParsedRequest(NamedTuple):
     """A checked request. requests: one for each completion. prompt: its text, None when it came as tokens. eos_ids:
-    stop ids that end an output without being a stop_reason."""
+    stop ids that end an output without being a stop_reason. thinking: whether the output begins within `<think>` tags,
+    None where it has none; stop strings are about the answer behind them."""
 
     request_id: str
     prompt: str | None
@@ -80,6 +81,7 @@ class ParsedRequest(NamedTuple):
     params: SamplingParams
     requests: list[EngineRequest]
     eos_ids: frozenset[int]
+    thinking: bool | None = None
 
 
 class Processor:
@@ -112,7 +114,8 @@ class Processor:
         """Check a request and split it into its completions.
 
         prompt: text, token ids, or a mapping with ``prompt`` and/or ``prompt_token_ids`` (which is used when there are
-        both), and maybe ``cache_salt``, ``truncation``, and ``add_special_tokens``, False for a text that has them.
+        both), and maybe ``cache_salt``, ``truncation``, ``add_special_tokens``, False for a text that has them, and
+        ``thinking``, as in `ParsedRequest`.
         Completions are named ``request_id``, or ``0_request_id`` and so on when there are several. Raises ConfigError
         naming field, value and remedy.
         """
@@ -154,7 +157,8 @@ class Processor:
             EngineRequest(id=name, seed=_int64(seed + i), fork_of=names[0] if i else "", **common)
             for i, name in enumerate(names)
         ]
-        return ParsedRequest(request_id, text, ids, params, requests, eos)
+        thinking = prompt.get("thinking") if isinstance(prompt, Mapping) else None
+        return ParsedRequest(request_id, text, ids, params, requests, eos, thinking)
 
     def make_pooling(
         self, prompt: Prompt, request_id: str, priority: int, cache_salt: str | None, adapter: Adapter | None = None

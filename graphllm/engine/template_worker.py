@@ -8,22 +8,22 @@ import sys
 import msgspec
 
 from graphllm.config import ConfigError
+from graphllm.engine.chat.template import ChatTemplate
 from graphllm.engine.limited_process import limit_memory, limit_time
 from graphllm.engine.template_trial import CPU_SECONDS, MAX_TEXT, MEMORY_MB, Answer, Question
-from graphllm.engine.text import compile_template, render_template
 
 
 def main() -> None:
     """Until stdin closes."""
     sys.stdin.buffer.readline()
-    compile_template("{{ messages | tojson }}").render(messages=[])  # what is made once is not limited
+    ChatTemplate("{{ messages | tojson }}").render({"messages": []})  # what is made once is not limited
     limit_memory(MEMORY_MB << 20)
     _answer(Answer())
     for line in sys.stdin.buffer:
         limit_time(CPU_SECONDS)
         question = msgspec.json.decode(line, type=Question)
         try:
-            text = render_template(compile_template(question.template), question.variables)
+            text = ChatTemplate(question.template).render(question.variables)
         except (ConfigError, RecursionError) as refusal:
             _answer(Answer(wrong=str(refusal).removeprefix("chat template: ")))
             continue

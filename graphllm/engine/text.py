@@ -1,14 +1,13 @@
 """Text in and out: the tokenizer of a checkpoint folder and its chat template.
 
-Built on the `tokenizers` library and jinja2 alone, imported when first needed; transformers is not imported.
+Built on the `tokenizers` library alone, imported when first needed; transformers is not imported. Chat templates are
+read and rendered by `graphllm.engine.chat.template`.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,15 +15,14 @@ from typing import TYPE_CHECKING, Any
 from graphllm.config import ConfigError
 from graphllm.config.fields import Fields, read, read_json, read_text, section
 from graphllm.config.parameter import Check, is_int
+from graphllm.engine.chat.template import ChatTemplate, ContentFormat, no_text, plain, up_to_the_end, with_end
 from graphllm.engine.detokenizer import Detokenizer, TokenBytes, new_text
 from graphllm.engine.text_length import characters_per_token
 
 if TYPE_CHECKING:
-    import jinja2
     import tokenizers
 
 _LONG = 4096  # characters or tokens from which a batch of one is worth it, which lets other threads run meanwhile
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that templates and clients use for the same field
 _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"))
 _TOKEN = Check(
     lambda value: isinstance(value.get("content") if isinstance(value, dict) else value, str),
@@ -56,7 +54,7 @@ class Tokenizer:
         self._files = model, generation
         self._special = _special_tokens(folder, config)
         self._templates = _templates(folder, config)
-        self._compiled: dict[str, jinja2.Template] = {}
+        self._compiled: dict[str, ChatTemplate] = {}
         self._alone: dict[bool, dict[int, str]] = {True: {}, False: {}}  # texts of single tokens, special ones skipped
         ids = {**_ids(section(model, "text_config")), **_ids(model), **_ids(generation, "generation_config.json")}
         self.bos_id = self._id_of("bos_token", ids)
@@ -110,15 +108,22 @@ class Tokenizer:
         return self._templates.get("tool_use") or self._templates.get("default") or ""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. add_special_tokens: such as BOS, where the tokenizer's post-processor adds any."""
-        if len(text) > _LONG:
-            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids. add_special_tokens: such as BOS, where the tokenizer's post-processor adds any. Raises ConfigError
+        for half of a surrogate pair."""
+        try:
+            if len(text) > _LONG:
+                return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as e:
+            raise no_text(text, "prompt") from e
 
     def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], int]:
         """Token ids of two texts as one, and the number of the second one's first token, 0 where the tokenizer's
         post-processor does not tell them apart. most: cut the longer one until there are no more."""
-        one, other = (self._backend.encode(text, add_special_tokens=False) for text in (first, second))
+        try:
+            one, other = (self._backend.encode(text, add_special_tokens=False) for text in (first, second))
+        except TypeError as e:
+            raise no_text(first + second, "prompt") from e
         both = self._backend.post_process(one, other, add_special_tokens=True)
         if most is not None and len(both.ids) > most:
             room = max(0, most - (len(both.ids) - len(one.ids) - len(other.ids)))
@@ -166,34 +171,43 @@ class Tokenizer:
         /,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        content_format: ContentFormat = "auto",
         render: Render | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt that the checkpoint's chat template makes of a conversation.
+        """The prompt that the checkpoint's chat template makes of a conversation, which `conversation` has checked.
 
-        tools: JSON schemas. variables: others that the template knows, such as ``enable_thinking``. render: writes the
-        variables out in place of the checkpoint's template. Raises ConfigError when there is no template, when it does
-        not compile, and with its own message when it refuses the messages.
+        tools: JSON schemas. continue_final_message: the prompt ends where the text of the last message does.
+        content_format: as in `ChatTemplate.render`. variables: others that the template knows, such as
+        ``enable_thinking``. render: writes the variables out in place of the checkpoint's template. Raises ConfigError
+        when there is no template, when it does not compile, and with its own message when it refuses the messages.
         """
-        known = [_with_reasoning({k: v for k, v in m.items() if v is not None}) for m in messages]
+        known = list(messages)
         if not known:
             raise ConfigError("messages: empty; give at least one message")
-        plain = _plain({"messages": known, "tools": tools, "documents": None, **self._special, **variables})
-        told = {**plain, "add_generation_prompt": add_generation_prompt}
-        return render(told) if render else render_template(self._template(for_tools=tools is not None), told)
+        known = with_end(known) if continue_final_message else known
+        given = {"messages": known, "tools": tools, "documents": None, **self._special, **variables}
+        told = {name: plain(value, name) for name, value in given.items()}
+        told["add_generation_prompt"] = add_generation_prompt
+        if render is None:
+            text = self._template(for_tools=tools is not None).render(told, content_format)
+        else:
+            text = render(told)
+        return up_to_the_end(text) if continue_final_message else text
 
     def with_chat_template(self, text: str) -> Tokenizer:
         """The same tokenizer with this template in place of the checkpoint's. Raises ConfigError when it does not
         compile."""
         other = copy.copy(self)
-        other._templates, other._compiled = {"default": text}, {"default": compile_template(text)}
+        other._templates, other._compiled = {"default": text}, {"default": ChatTemplate(text)}
         return other
 
     def token_id(self, token: str) -> int | None:
         """Of a token by its text; None where there is no such token."""
         return self._backend.token_to_id(token)
 
-    def _template(self, for_tools: bool) -> jinja2.Template:
+    def _template(self, for_tools: bool) -> ChatTemplate:
         name = "tool_use" if for_tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
             others = f" named 'default', only {', '.join(sorted(self._templates))}" if self._templates else ""
@@ -202,7 +216,7 @@ class Tokenizer:
                 "chat_template.jinja in the model's folder"
             )
         if name not in self._compiled:
-            self._compiled[name] = compile_template(self._templates[name])
+            self._compiled[name] = ChatTemplate(self._templates[name])
         return self._compiled[name]
 
     def _id_of(self, name: str, ids: Mapping[str, list[int]]) -> int | None:
@@ -247,80 +261,3 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _is_template(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("template"), str)
-
-
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Templates differ in the name under which they read the reasoning of an earlier turn, so it gets all of them."""
-    found = next((message[name] for name in _REASONING if name in message), None)
-    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
-
-
-def _plain(value: Any) -> Any:
-    """A copy made of plain JSON types: a template comes with the checkpoint and must not reach any other object."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    raise ConfigError(f"chat: a {type(value).__name__} cannot be passed to the template; give plain JSON values")
-
-
-def render_template(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """The text that it makes. Raises ConfigError with its own message when it refuses."""
-    import jinja2
-
-    try:
-        return template.render(variables)
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as e:
-        raise ConfigError(f"chat template: {e}") from e
-
-
-def compile_template(text: str) -> jinja2.Template:
-    """The template in the environment that checkpoints are written for, which is the one of transformers."""
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(text)
-    except jinja2.TemplateSyntaxError as e:
-        raise ConfigError(f"chat template: line {e.lineno}: {e.message}") from e
-
-
-def _generation_tag() -> type[jinja2.ext.Extension]:
-    """``{% generation %}`` marks what the assistant wrote, for training; here it only has to be accepted."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    return Generation
-
-
-def _raise_exception(message: str) -> None:
-    import jinja2
-
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """jinja2's own filter escapes HTML, which no model was trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

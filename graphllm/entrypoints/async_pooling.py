@@ -7,6 +7,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -99,10 +100,14 @@ class PoolingAsyncMixin:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         tokenization_kwargs: None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """The vector of a prompt, as ``outputs.data``, of a model that gives some; one output. Leaving early aborts it.
-        trace_headers: change nothing. Raises as `AsyncLLM.generate`, and RuntimeError for one that was aborted."""
+        trace_headers: change nothing. truncate_prompt_tokens: in place of the one in pooling_params. Raises as
+        `AsyncLLM.generate`, and RuntimeError for one that was aborted."""
         refuse(tokenization_kwargs=tokenization_kwargs)
+        if truncate_prompt_tokens is not None:
+            pooling_params = replace(pooling_params, truncate_prompt_tokens=truncate_prompt_tokens)
         adapter = None if lora_request is None else await self.open_adapter(lora_request)
         if request_id in self._names:
             raise ConfigError(f"request_id: {request_id!r} is already running; ids must be unique")

@@ -8,11 +8,14 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
 
 from graphllm.config import ConfigError, EngineArgs
+from graphllm.config.errors import Place
 from graphllm.config.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from graphllm.engine.beam import BeamSearch, BeamSearchOutput, step_params
+from graphllm.engine.chat.conversation import check_template_kwargs, conversation, shown_tools
+from graphllm.engine.chat.template import ContentFormat
 from graphllm.engine.outputs import OutputProcessor, RequestOutput
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Prompt
 from graphllm.engine.request import Adapter, Core
@@ -100,7 +103,7 @@ class LLM(PoolingOfflineMixin):
         use_tqdm: Show = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
-        chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
+        chat_template_content_format: ContentFormat = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -112,7 +115,8 @@ class LLM(PoolingOfflineMixin):
 
         chat_template: the text of another one, which you trust. continue_final_message: the output goes on with the
         last message; give add_generation_prompt=False with it. tools: JSON schemas. chat_template_kwargs: variables
-        that the template knows. chat_template_content_format: makes no difference, content goes in as it is.
+        that the template knows. chat_template_content_format: "string" for content as texts and "openai" for content as
+        parts; "auto" finds out from the template which of them it reads.
         """
         refuse(mm_processor_kwargs=mm_processor_kwargs)
         if continue_final_message and add_generation_prompt:
@@ -122,12 +126,27 @@ class LLM(PoolingOfflineMixin):
             tokenizer = tokenizer.with_chat_template(chat_template)
         one = not messages or isinstance(messages[0], Mapping)
         chats = [cast(Sequence[Message], messages)] if one else cast(Sequence[Sequence[Message]], messages)
-        options = {"add_generation_prompt": add_generation_prompt, "tools": tools, **(chat_template_kwargs or {})}
+        variables = chat_template_kwargs or {}
+        check_template_kwargs(variables, "chat_template_kwargs")
+        formats = get_args(ContentFormat)
+        if chat_template_content_format not in formats:
+            raise ConfigError(
+                f"chat_template_content_format is {chat_template_content_format!r:.80}: give {', '.join(formats)}"
+            )
+        write = functools.partial(
+            tokenizer.render_chat,
+            tools=shown_tools(tools),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            content_format=chat_template_content_format,
+            **variables,
+        )
         prompts = []
-        for chat in chats:
-            text = tokenizer.render_chat(chat, **options)
-            if continue_final_message:
-                text = _up_to_the_end_of(chat, text)
+        for i, chat in enumerate(chats):
+            try:
+                text = write(conversation(chat))
+            except ConfigError as mistake:
+                raise mistake if one else Place("messages", i).error(mistake) from None
             # The template has written BOS where it wants one, so none is added.
             prompts.append({"prompt": text, "add_special_tokens": False})
         return self.generate(prompts, sampling_params, use_tqdm, lora_request, None, tokenization_kwargs)
@@ -211,7 +230,7 @@ class LLM(PoolingOfflineMixin):
                 made = self._processor.make(prompt, how, str(self._count), priority=first, adapter=adapter)
                 parsed.append(made)
             except ConfigError as mistake:
-                raise ConfigError(f"prompts[{i}]: {mistake}") from mistake
+                raise Place("prompts", i).error(mistake) from mistake
             self._count += 1
         return parsed
 
@@ -271,15 +290,6 @@ def _position(output: RequestOutput) -> Any:
     if not completion.logprobs:
         raise RuntimeError(f"beam search: a step ended with {completion.finish_reason}: {completion.error}")
     return completion.logprobs[0]
-
-
-def _up_to_the_end_of(chat: Sequence[Message], text: str) -> str:
-    """A written out conversation without what follows the content of its last message."""
-    last = chat[-1].get("content") if chat else None
-    for written in (last, last.strip()) if isinstance(last, str) else ():
-        if written and (at := text.rfind(written)) >= 0:
-            return text[: at + len(written)]
-    raise ConfigError("continue_final_message: the last message has no text that the prompt ends with; give it some")
 
 
 _SLEEP = "an engine does not sleep; close it, and load it again in a few seconds"

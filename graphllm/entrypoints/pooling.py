@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from graphllm.config import ConfigError
+from graphllm.config.errors import Place
 from graphllm.config.pooling import PoolingParams
 from graphllm.engine.pooling import Pair, Pooling, PoolingRequest
 from graphllm.engine.pooling_outputs import (
@@ -34,8 +35,9 @@ Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 class PoolingOfflineMixin:
     """What `LLM` has of vLLM's class beside generating text. prompts, use_tqdm: as for `LLM.generate`. pooling_params:
-    for all prompts or one each, as lora_request. Every method raises ConfigError, and ends what has begun, when one of
-    them cannot run, and RuntimeError for what the engine could not finish."""
+    for all prompts or one each, as lora_request. truncate_prompt_tokens: in place of the one in pooling_params. Every
+    method raises ConfigError, and ends what has begun, when one of them cannot run, and RuntimeError for what the
+    engine could not finish."""
 
     llm_engine: LLMEngine
     _count: int
@@ -49,13 +51,15 @@ class PoolingOfflineMixin:
         pooling_task: str | None = None,
         tokenization_kwargs: None = None,
         prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput]:
         """The vector of every prompt, in their order, as ``outputs.data`` [D], or [tokens, D] where the model gives one
         for each token. pooling_task: None for the model's own. prompt_name: which of the checkpoint's own prompts
         stands before each text."""
         refuse(tokenization_kwargs=tokenization_kwargs)
+        params = truncated(pooling_params, truncate_prompt_tokens)
         field = "encode" if pooling_task is None or not self._pooling.tasks else "pooling_task"
-        found = self._vectors(listed(prompts), pooling_params, use_tqdm, pooling_task, field, prompt_name, lora_request)
+        found = self._vectors(listed(prompts), params, use_tqdm, pooling_task, field, prompt_name, lora_request)
         return [pooling_output(asked, vector, output.cached) for asked, vector, output in found]
 
     def embed(
@@ -67,10 +71,12 @@ class PoolingOfflineMixin:
         lora_request: Adapters = None,
         tokenization_kwargs: None = None,
         prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of every prompt as ``outputs.embedding``, a list of floats."""
         refuse(tokenization_kwargs=tokenization_kwargs)
-        found = self._vectors(listed(prompts), pooling_params, use_tqdm, "embed", "embed", prompt_name, lora_request)
+        params = truncated(pooling_params, truncate_prompt_tokens)
+        found = self._vectors(listed(prompts), params, use_tqdm, "embed", "embed", prompt_name, lora_request)
         return [
             EmbeddingRequestOutput(a.id, EmbeddingOutput(vector.tolist()), a.request.prompt, output.cached, True)
             for a, vector, output in found
@@ -84,10 +90,12 @@ class PoolingOfflineMixin:
         pooling_params: Params | None = None,
         lora_request: Adapters = None,
         tokenization_kwargs: None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The probabilities of the classes of every prompt as ``outputs.probs``."""
         refuse(tokenization_kwargs=tokenization_kwargs)
-        found = self._vectors(listed(prompts), pooling_params, use_tqdm, "classify", "classify", None, lora_request)
+        params = truncated(pooling_params, truncate_prompt_tokens)
+        found = self._vectors(listed(prompts), params, use_tqdm, "classify", "classify", None, lora_request)
         return [
             ClassificationRequestOutput(a.id, ClassificationOutput(v.tolist()), a.request.prompt, o.cached, True)
             for a, v, o in found
@@ -101,9 +109,11 @@ class PoolingOfflineMixin:
         use_tqdm: Show = True,
         lora_request: Adapters = None,
         tokenization_kwargs: None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput]:
         """The numbers of a reward model as ``outputs.data``, as it gives them unless pooling_params say otherwise."""
         raw = pooling_params if pooling_params is not None else PoolingParams(use_activation=False)
+        raw = truncated(raw, truncate_prompt_tokens)
         refuse(tokenization_kwargs=tokenization_kwargs)
         task = "token_classify" if self._pooling.tokenwise else "classify"
         found = self._vectors(listed(prompts), raw, use_tqdm, task, "reward", None, lora_request)
@@ -118,6 +128,7 @@ class PoolingOfflineMixin:
         pooling_params: PoolingParams | None = None,
         lora_request: Adapters = None,
         tokenization_kwargs: None = None,
+        truncate_prompt_tokens: int | None = None,
         chat_template: None = None,
     ) -> list[ScoringRequestOutput]:
         """How well texts go together, as ``outputs.score``: one against one, one against each of many, or two lists of
@@ -128,9 +139,8 @@ class PoolingOfflineMixin:
         pooling = self._pooling
         first, second = listed(data_1), listed(data_2)
         scoring = pooling.scoring(first, second, ("data_1", "data_2"))
-        params = pooling_params or PoolingParams()
-        params = replace(params, task=None)
-        found = self._vectors(scoring.prompts, params, use_tqdm, "score", "score", None, lora_request)
+        params = replace(truncated(pooling_params or PoolingParams(), truncate_prompt_tokens), task=None)
+        found = self._vectors(scoring.prompts, params, use_tqdm, "score", "score", None, lora_request, scoring.places)
         scores = scoring.scores([vector for _, vector, _ in found])
         together = [[asked] for asked, _, _ in found]
         if not isinstance(scoring.prompts[0], Pair):
@@ -156,21 +166,23 @@ class PoolingOfflineMixin:
         field: str,
         prompt_name: str | None = None,
         lora_request: Adapters = None,
+        places: Sequence[Place] | None = None,
     ) -> list[tuple[PoolingRequest, np.ndarray, EngineCoreOutput]]:
-        """Run a request for each prompt."""
+        """Run a request for each prompt. places: of these in what the caller was given, None for a list of prompts."""
         pooling = self._pooling
         meant = pooling.task(task, field)
         params = each("pooling_params", given if given is not None else PoolingParams(), PoolingParams, len(prompts))
         adapters = self.llm_engine.adapters.each(lora_request, len(prompts))
+        named = places or [Place("prompts", i) for i in range(len(prompts))]
 
         def requests() -> Iterator[PoolingRequest]:
-            for i, (prompt, how, adapter) in enumerate(zip(prompts, params, adapters, strict=True)):
+            for prompt, how, adapter, place in zip(prompts, params, adapters, named, strict=True):
                 try:
                     text = prompt if isinstance(prompt, Pair) else pooling.instructed(prompt, prompt_name, how)
                     asked_for = meant if task is not None else how.task
                     made = pooling.make(text, how, str(self._count), task=asked_for, adapter=adapter)
                 except ConfigError as mistake:
-                    raise ConfigError(f"prompts[{i}]: {mistake}") from mistake
+                    raise place.error(mistake) from mistake
                 self._count += 1
                 yield made
 
@@ -178,6 +190,15 @@ class PoolingOfflineMixin:
         with show(total=len(prompts), desc="Processed prompts") if show else contextlib.nullcontext() as bar:
             done = (lambda: bar.update(1)) if bar is not None else (lambda: None)
             return run_pooling(self.llm_engine.core, pooling, requests(), done)
+
+
+def truncated(given: Any, tokens: int | None) -> Any:
+    """Parameters of which all cut prompts to so many tokens; None leaves them as they are."""
+    if tokens is None or not isinstance(given, (PoolingParams, list, tuple, type(None))):
+        return given
+    if isinstance(given, (list, tuple)):
+        return [truncated(one, tokens) for one in given]
+    return replace(given or PoolingParams(), truncate_prompt_tokens=tokens)
 
 
 def run_pooling(

@@ -100,7 +100,7 @@ def _add_errors(app: FastAPI) -> None:
         return error_response(request.scope, status, message, headers, code)
 
     app.add_exception_handler(GoneError, _gone)
-    for kind in (*KNOWN, Exception):  # what is not known goes on to the log of uvicorn
+    for kind in (*KNOWN, Exception):  # what is not known goes on to the middleware, which logs it
         app.add_exception_handler(kind, known)
 
 

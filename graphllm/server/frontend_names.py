@@ -25,7 +25,7 @@ FRONTEND_NAMES: Mapping[str, ForeignName] = {
     **hints("files are read at the start; send SIGTERM and start again with new ones", enable_ssl_refresh=False),
     # Of what there is not.
     **fixed(_TEXT, trust_request_mm_kwargs=False, enable_flash_late_interaction=True),
-    **fixed("templates get texts, which all of them take; use auto", chat_template_content_format=("auto", "string")),
+    **fixed("the chat template itself shows it; use auto", chat_template_content_format=("auto", "string", "openai")),
     **fixed("give tool_call_parser one of auto, hermes, llama3, mistral, none", tool_parser_plugin=""),
     **fixed("arguments of calls that must be made always fit their schema; leave it out", tool_strict_level=()),
     **fixed("this server runs no tools; give tools in requests", tool_server=()),

@@ -78,7 +78,7 @@ async def generate(
     call = call._replace(params=replace(call.params, output_kind=kind))
     # As many as one step takes, so that a body of a thousand leaves others their place in the queue.
     at_once = asyncio.Semaphore(max(1, info.max_num_seqs // call.params.n))
-    turns = _Turns(asyncio.Lock(), at_once, len(prompts), running, adapter)
+    turns = _Turns(asyncio.Lock(), at_once, len(prompts), len(prompts), running, adapter)
     runs = [_run(engine, call, prompt, i, metrics, record, turns) for i, prompt in enumerate(prompts)]
     found = runs[0] if len(runs) == 1 else _merged(runs)
     tokens = cached = prompt_tokens = 0
@@ -109,12 +109,13 @@ async def generate(
 @dataclass
 class _Turns:
     """What the prompts of one call share. tokenizing: held by one of them, so that those of others come in between.
-    running: how many may be in the engine. untokenized: how many are still text. requests: of all calls. adapter: of
-    all prompts. begun: one has given something."""
+    running: how many may be in the engine. untokenized: how many are still text. count: of the prompts.
+    requests: of all calls. adapter: of all prompts. begun: one has given something."""
 
     tokenizing: asyncio.Lock
     running: asyncio.Semaphore
     untokenized: int
+    count: int
     requests: Running
     adapter: Adapter | None
     begun: bool = False
@@ -164,9 +165,9 @@ async def _run(
         tracker.reject("max_num_queued_reqs")
         full.retry_after = metrics.seconds_for(engine.unfinished)
         raise
-    except ConfigError:
+    except ConfigError as mistake:
         tracker.drop()
-        raise
+        raise call.prompt_error(mistake, number, turns.count) from None
     except (EngineDeadError, EngineUnhealthyError):
         tracker.end("error")
         raise

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from fastapi import Request
 
 from graphllm.config import ConfigError
+from graphllm.config.errors import Place
 from graphllm.engine.outputs import RequestOutput
 from graphllm.engine.processor import check_vocabulary
 from graphllm.engine.request import Adapter, CoreInfo
@@ -39,6 +40,8 @@ from graphllm.server.operations.metrics import Metrics
 from graphllm.server.shared import Shared
 
 T = TypeVar("T")
+
+_ANY = [{"role": "user", "content": "x"}]
 
 
 @dataclass(frozen=True)
@@ -174,13 +177,17 @@ class Service:
         """What a body asks for, and its prompts."""
         if url == CHAT_BATCH:
             return self._batch(body)
+        call, supervisor = self._parsed(url, body), self.supervisor
+        texts = call.chat or call.echo or call.suffix or call.truncation or call.special is False
+        return write_out(call, self.tokenizer, supervisor.style, self.templates) if texts else (call, call.prompts)
+
+    def _parsed(self, url: str, body: Any) -> Call:
         supervisor = self.supervisor
         call = parse_call(url, body, supervisor.defaults, self.rules)
         self.limits.check(call, vocabulary=self.info.max_logprobs >= self.info.vocab)
         assert supervisor.opened is not None
         check_priority(call, supervisor.opened.config.scheduler)
-        texts = call.chat or call.echo or call.suffix or call.truncation or call.special is False
-        return write_out(call, self.tokenizer, supervisor.style, self.templates) if texts else (call, call.prompts)
+        return call
 
     def _batch(self, body: dict[str, Any]) -> tuple[Call, Sequence[Any]]:
         """Several conversations, each a chat with what else the body says; they become the prompts of one call."""
@@ -190,7 +197,13 @@ class Service:
         for name in ("stream", "tools"):
             if body.get(name):
                 raise ConfigError(f"{name} is {body[name]!r:.80}: not in a batch; leave it out")
-        calls = [self._checked(CHAT, {**body, "messages": chat}) for chat in chats]
+        self._parsed(CHAT, {**body, "messages": _ANY})  # what is wrong with the other fields is no conversation's
+        calls = []
+        for i, chat in enumerate(chats):
+            try:
+                calls.append(self._checked(CHAT, {**body, "messages": chat}))
+            except ConfigError as mistake:
+                raise Place("messages", i).error(mistake) from mistake
         first = calls[0][0]
         if len(chats) * first.params.n > self.limits.completions:
             raise ConfigError(
@@ -215,7 +228,7 @@ class Service:
         def write() -> str:
             supervisor = self.supervisor
             call = parse_call(CHAT, body, supervisor.defaults, self.rules)
-            return rendered(call, self.tokenizer, supervisor.style, self.templates)
+            return rendered(call, self.tokenizer, self.templates)
 
         return await self._aside(record, body, write)
 

@@ -71,6 +71,24 @@ def _generate(engine: Engine, items: Iterable[Item], stream: bool = False) -> li
     return [r for step in generate(engine, items, GREEDY, stream, Summary()) for r in step]
 
 
+def test_a_chat_that_is_none_is_one_line(engine: Engine) -> None:
+    """Half of a surrogate pair inside the text of arguments, as clients send who cut a string within an emoji."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}
+    messages = [*_chat("x"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    place = "messages[1].tool_calls[0].function.arguments.a has "
+    lines = [_line("a", messages=messages), _line("b", messages=_chat("x"), max_tokens=2, ignore_eos=True)]
+    items: list[Item] = [BatchItem(i["custom_id"], i["method"], i["url"], i["body"]) for i in lines]
+    items += [PlainItem("c", None, messages, None, {}), PlainItem("d", None, [{"content": "x"}], None, {})]
+    found = {r.item.id: r for r in _generate(engine, items)}
+    assert [str(found[id].error).startswith(place) for id in "ac"] == [True, True]
+    assert str(found["d"].error).startswith("messages[0] is {'content'")
+    assert found["b"].error is None
+    (wrong,) = _generate(engine, [BatchItem("e", "POST", COMPLETIONS, {"prompt": ["a", "b " * 900]})])
+    assert str(wrong.error).startswith("prompt[1]: prompt has")
+    row = items[0].refused(found["a"].error)  # type: ignore[arg-type]
+    assert (row["response"]["status_code"], row["response"]["body"]["error"]["param"]) == (400, "messages")
+
+
 def test_lines_are_taken_when_there_is_room(engine: Engine) -> None:
     """Of 2,000 lines, no more than twice what a step holds are taken before others are done."""
     taken = 0

@@ -126,6 +126,21 @@ def test_refusals(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="prompt has 129 tokens"):
             llm.embed([1] * 129)
         assert len(llm.embed([1] * 128, use_tqdm=False)[0].outputs.embedding) == 32
+        with pytest.raises(ConfigError, match=r"^prompts\[1\]: prompt is empty"):
+            llm.embed([[1], []])
+        with pytest.raises(ConfigError, match=r"^data_2\[1\]: prompt is empty"):
+            llm.score([1], [[1], []])
+        with pytest.raises(ConfigError, match="pooling_params is 5"):
+            llm.embed([1], pooling_params=5, truncate_prompt_tokens=3)  # type: ignore[arg-type]
+        long, short = [1 + i % 90 for i in range(200)], [1, 2, 3]
+        (expected,) = llm.embed([short])
+        for given in (None, PoolingParams(), [PoolingParams(truncate_prompt_tokens=9)]):
+            for method in (llm.embed, llm.encode):
+                (found,) = method([long], pooling_params=given, truncate_prompt_tokens=3)
+                assert found.prompt_token_ids == short
+        (found,) = llm.embed([long], truncate_prompt_tokens=3)
+        assert found.outputs.embedding == expected.outputs.embedding
+        assert llm.score(long, short, truncate_prompt_tokens=3)[0].outputs.score == pytest.approx(1)
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
     with pytest.raises(ConfigError, match="pooling_type is MEAN: LlamaModel computes prompts in parts"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -246,10 +247,47 @@ def test_chat(tokenizer: Tokenizer) -> None:
         ({"continue_final_message": True}, "continue_final_message is True: give add_generation_prompt=False"),
         ({"chat_template": "{% if"}, "chat template: line 1"),
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs is .*: models here read text only"),
-        ({"chat_template": "x", "add_generation_prompt": False, "continue_final_message": True}, "no text that the"),
+        (
+            {"chat_template": "x", "add_generation_prompt": False, "continue_final_message": True},
+            "does not show the last",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             llm.chat(begun, **options)  # type: ignore[arg-type]
+
+
+def test_one_of_several_chats_is_named(tokenizer: Tokenizer) -> None:
+    core = StubCore(info(VOCAB, max_model_len=256), np.zeros((VOCAB, VOCAB, VOCAB), dtype=np.int8))
+    llm = LLM.from_core(core, tokenizer, SamplingParams(max_tokens=1, temperature=0))
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    user, system = {"role": "user", "content": "x"}, {"role": "system", "content": "y"}
+    half = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}]}
+    for wrong, message in (
+        ([user, system], "messages[1]: chat template: System message must be at the beginning."),
+        ([user, {**user, "content": 5}], "messages[1][1].content is 5"),
+        ([user, half], "messages[1][1].tool_calls[0].function.arguments.a has '\\ud83d'"),
+        (["hi"], "messages[1][0] is 'hi'"),
+        ([], "messages[1]: messages is []"),
+    ):
+        with pytest.raises(ConfigError, match="^" + re.escape(message)):
+            llm.chat([[user], wrong, [user]], chat_template=strict)  # type: ignore[list-item]
+        if wrong and not isinstance(wrong[0], str):
+            with pytest.raises(ConfigError) as alone:
+                llm.chat(wrong, chat_template=strict)  # type: ignore[arg-type]
+            assert str(alone.value).startswith("messages[1]" if "[1][1]" in message else "chat template")
+    found = llm.chat([[user, system, user], [user]], chat_template=strict)
+    assert [output.prompt for output in found] == ["yxx", "x"]
+    for options, told in (
+        ({"chat_template_content_format": "parts"}, "chat_template_content_format is 'parts': give auto, string"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs has 'messages'"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            llm.chat([user], **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"prompts\[1\]: prompt has '\\ude00': half of a surrogate pair"):
+        llm.generate(["a", "\ude00"])
 
 
 # --- repetition

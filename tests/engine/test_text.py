@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -354,6 +355,31 @@ def test_messages_that_are_no_messages(tmp_path: Path) -> None:
         t.render_chat([])
     with pytest.raises(ConfigError, match="a PosixPath cannot be passed"):
         t.render_chat([{"role": "user", "content": Path()}])
+
+
+@pytest.mark.parametrize("text", ["a\ud83d", "\ude00" * 5000])
+def test_half_of_a_surrogate_pair_is_no_text(tmp_path: Path, text: str) -> None:
+    t = Tokenizer.from_folder(save(tmp_path, byte_level(), {"chat_template.jinja": "{{ messages[0].content }}"}))
+    for encode in (t.encode, lambda text: t.encode_pair("a", text)):
+        with pytest.raises(ConfigError, match=r"^prompt has '\\ud...': half of a surrogate pair is no text"):
+            encode(text)  # type: ignore[operator]
+    call = {"function": {"name": "f", "arguments": {"a": [1, text]}}}
+    for message, place in (
+        ({"role": "user", "content": text}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "text", "text": text}]}, "messages[0].content[0].text"),
+        ({"role": "tool", "content": "", "tool_call_id": text}, "messages[0].tool_call_id"),
+        ({"role": "user", "content": "", "x": {text: 1}}, "messages[0].x"),
+        ({"role": "assistant", "tool_calls": [call]}, "messages[0].tool_calls[0].function.arguments.a[1]"),
+    ):
+        with pytest.raises(ConfigError, match="^" + re.escape(place) + r" has '\\ud...': half of a surrogate pair"):
+            t.render_chat([message])
+    nested: Any = 1
+    for _ in range(400):
+        nested = [nested]
+    with pytest.raises(ConfigError, match=r"^messages\[0\].x\[0\].*: nested deeper than 128 levels"):
+        t.render_chat([{"role": "user", "content": "", "x": nested}])
+    with pytest.raises(ConfigError, match=r"^mood has '.*': half"):
+        t.render_chat([{"role": "user", "content": "a"}], mood=text)
 
 
 def test_no_tokenizer_or_a_damaged_one(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ class MessageWriter:
         stop = ending.stop_reason if ending.finish_reason == "stop" else None
         if ending.finish_reason == "length":
             self._ended["stop_reason"] = "max_tokens"
-        elif self._called:
+        elif self._called and not ending.broken:
             self._ended["stop_reason"] = "tool_use"
         elif isinstance(stop, str):
             self._ended = {"stop_reason": "stop_sequence", "stop_sequence": stop}

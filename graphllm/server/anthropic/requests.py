@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from graphllm.config import ConfigError
+from graphllm.engine.chat.conversation import text_of
 from graphllm.server.chat.fields import judged
 from graphllm.server.http.bodies import Items, Object, choice, fields, objects, optional, refuse_unless, required
 
@@ -120,7 +121,7 @@ def to_chat(body: Mapping[str, Any], strict: bool = False) -> dict[str, Any]:
     chat["max_tokens"] = required(given, "max_tokens", int)
     chat["messages"] = _messages(given)
     if chat["messages"][-1]["role"] == "assistant":  # the beginning of the reply
-        chat["continue_final_message"] = bool(chat["messages"][-1]["content"])
+        chat["continue_final_message"] = bool(text_of(chat["messages"][-1]))
     if stop := optional(given, "stop_sequences", list):
         if not all(isinstance(text, str) and text for text in stop):
             raise ConfigError(f"stop_sequences is {stop!r:.80}: give strings that are not empty")
@@ -190,30 +191,30 @@ def _block(block: dict[str, Any], where: str, types: tuple[str, ...]) -> dict[st
 
 
 def _system(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"role": "system", "content": _lines(blocks)}]
+    return [{"role": "system", "content": _texts(blocks)}]
 
 
-def _lines(blocks: Iterable[dict[str, Any]]) -> str:
-    return "\n".join(block["text"] for block in blocks if block["type"] == "text")
+def _texts(blocks: Iterable[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Content of a chat: a text, or parts where there are several."""
+    texts = [block["text"] for block in blocks if block["type"] == "text"]
+    return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 
 def _user(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     results = [_result(block) for block in blocks if block["type"] == "tool_result"]
     said = [block for block in blocks if block["type"] == "text"]
-    return results + ([{"role": "user", "content": _lines(said)}] if said else [])
+    return results + ([{"role": "user", "content": _texts(said)}] if said else [])
 
 
 def _result(block: dict[str, Any]) -> dict[str, Any]:
-    failed = "Error: " if block.get("is_error") else ""  # a chat has no other mark for it
-    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": failed + _lines(block["content"])}
+    first, *others = block["content"] or [{"type": "text", "text": ""}]
+    if block.get("is_error"):  # a chat has no other mark for it
+        first = {**first, "text": f"Error: {first['text']}"}
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": _texts([first, *others])}
 
 
 def _assistant(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    # An answer is cut into blocks wherever there is something to say about a piece of it.
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": "".join(b["text"] for b in blocks if b["type"] == "text"),
-    }
+    message: dict[str, Any] = {"role": "assistant", "content": _texts(blocks)}
     if thinking := "".join(block["thinking"] for block in blocks if block["type"] == "thinking"):
         message["reasoning_content"] = thinking
     calls = [

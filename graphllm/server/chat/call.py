@@ -12,9 +12,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError, SchedulerConfig
+from graphllm.config.errors import Place
 from graphllm.config.parameter import parameters
 from graphllm.config.sampling import BeamSearchParams, SamplingParams
 from graphllm.config.structured_outputs import BACKENDS, StructuredOutputsParams
+from graphllm.engine.chat.conversation import check_template_kwargs, conversation, text_of
 from graphllm.engine.processor import Prompt, Truncation
 from graphllm.engine.template_trial import TemplateTrial
 from graphllm.engine.text import Tokenizer
@@ -24,25 +26,20 @@ from graphllm.server.chat.infill import infilled
 from graphllm.server.chat.replies import ReplyFormat
 from graphllm.server.chat.tools import (
     ToolUse,
-    check_label,
     check_tools,
     constraint,
     detect_reasoning,
     detect_tools,
-    for_template,
 )
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CHAT_BATCH = "/v1/chat/completions/batch"
 MAX_COMPLETIONS = 1024  # of one request
 _DEFAULT_MAX_TOKENS = 16  # of a completion; a chat goes on to the end of the context
-_END = "CONTINUE-FROM-HERE "  # stands for the end of a message that is continued; templates may strip its space
 # Fields of SamplingParams that are none of a request's body.
 _MAX_BEAM_TOKENS = 1 << 30  # where a body gives no limit, that of the context
-_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "render", "chat_template"})
 _INTERNAL = frozenset(name for name, d in parameters(SamplingParams).items() if d.body is None)
 _ID = re.compile(r"[A-Za-z0-9_.:/+=-]{,128}")  # what fits a header and a line of the log
-_ROLE = re.compile(r"[a-zA-Z][a-zA-Z0-9_-]{0,31}")  # some templates know others than OpenAI's
 _KINDS: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -125,6 +122,11 @@ class Call(NamedTuple):
     reply: ReplyFormat = ReplyFormat()
     hidden: tuple[str, ...] = ()
 
+    def prompt_error(self, mistake: ConfigError, number: int, count: int) -> ConfigError:
+        """A mistake that shows with one of so many prompts; it names that prompt if it is about it."""
+        place = Place("messages" if self.chat else "prompt", number)
+        return place.prompt_error(mistake) if count > 1 else mistake
+
 
 def parse_call(url: object, body: object, defaults: SamplingParams, rules: Rules = _NO_RULES) -> Call:
     """Check the body of a request to ``url``.
@@ -165,7 +167,7 @@ def parse_call(url: object, body: object, defaults: SamplingParams, rules: Rules
             rest.pop("tools", None), rest.pop("tool_choice", None), _take(rest, "parallel_tool_calls", bool, True)
         )
         call = call._replace(
-            messages=_messages(rest.pop("messages", None)),
+            messages=conversation(rest.pop("messages", None)),
             chat_template=_chat_template(rest, rules.templates),
             continues=_take(rest, "continue_final_message", bool, False),
             prompt_text=_take(rest, "return_prompt_text", bool, False),
@@ -240,13 +242,11 @@ def _chat_template(rest: dict[str, Any], allowed: bool) -> str | None:
 def _turn(call: Call) -> Call:
     """Whose turn it is: of the last message, where that goes on, or where nothing says that another begins."""
     last = call.messages[-1]
-    if call.continues and not last.get("content"):
-        raise ConfigError("continue_final_message is True: the last message has no text; give some, or leave it out")
     other = call.template["add_generation_prompt"]
     role = call.role if other or call.continues else last["role"]
     # As vLLM: an answer in the name of who spoke last begins with what was said.
-    prefix = last.get("content") if call.echo and last["role"] == role else None
-    return call._replace(role=role, prefix=prefix or "")
+    prefix = text_of(last) if call.echo and last["role"] == role else ""
+    return call._replace(role=role, prefix=prefix)
 
 
 def _beam_fields(rest: dict[str, Any]) -> dict[str, Any] | None:
@@ -315,13 +315,6 @@ def _template(rest: dict[str, Any], continues: bool, defaults: Mapping[str, Any]
     return {**defaults, **documents, **effort, **kwargs, "add_generation_prompt": begins}
 
 
-def check_template_kwargs(kwargs: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for variables that a conversation itself sets."""
-    reserved = sorted(kwargs.keys() & _RESERVED)
-    if reserved:
-        raise ConfigError(f"{where} has {reserved[0]!r}: it cannot be set there; leave it out")
-
-
 def _chat_sampling(rest: dict[str, Any]) -> dict[str, Any]:
     """Takes the fields that only a chat has out of a body; as those of `SamplingParams`."""
     found: dict[str, Any] = {}
@@ -360,36 +353,6 @@ def _constraint(rest: dict[str, Any], tools: ToolUse) -> dict[str, Any]:
     return {"structured_outputs": {"json": schema["schema"]}}
 
 
-def _messages(given: object) -> list[dict[str, Any]]:
-    if not isinstance(given, list) or not given:
-        raise ConfigError(f"messages is {given!r:.80}: give at least one message")
-    for i, message in enumerate(given):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ConfigError(f"messages[{i}] is {message!r:.80}: give an object with role and content")
-        # Templates write these as they stand, so one that looks like a template's own mark would be taken for it.
-        if not _ROLE.fullmatch(message["role"]):
-            raise ConfigError(f"messages[{i}].role is {message['role']!r:.80}: give system, user, assistant or tool")
-        for name in ("name", "tool_call_id"):
-            if message.get(name) is not None:
-                check_label(message[name], f"messages[{i}].{name}")
-    texts = [{**m, "content": _text(m["content"], f"messages[{i}]")} if "content" in m else m
-             for i, m in enumerate(given)]  # fmt: skip
-    # The newer name of the same role, which no template knows.
-    return [{**m, "role": "system"} if m["role"] == "developer" else m for m in texts]
-
-
-def _text(content: object, where: str) -> str | None:
-    """Content as templates take it: the texts of its parts, a line each."""
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ConfigError(f"{where}.content is {content!r:.80}: give text, or a list of parts of type text")
-    for part in content:
-        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            raise ConfigError(f"{where}.content has {part!r:.80}: not supported; give parts of type text")
-    return "\n".join(part["text"] for part in content)
-
-
 def _prompts(given: object) -> list[Prompt]:
     """One or several: text or token ids each."""
     if isinstance(given, str) or (isinstance(given, list) and given and all(type(i) is int for i in given)):
@@ -420,7 +383,7 @@ def write_out(
         if call.echo:
             prompts = [_with_text(prompt, tokenizer) for prompt in prompts]
         return call, [_told(prompt, call) for prompt in prompts]
-    use, text = call.tools, rendered(call, tokenizer, style, templates)
+    use, text = call.tools, rendered(call, tokenizer, templates)
     format = _tool_format(use, style)
     if format is not None and format == style.tools and use.choice != "auto":
         made = StructuredOutputsParams(calls=in_its_words(use, format, tokenizer))
@@ -445,7 +408,10 @@ def write_out(
             hidden=tuple(tokenizer.decode([i], skip_special_tokens=False) for i in sorted(ends)),
         )
     # The template has written BOS where it wants one, so none is added.
-    return call, [_told({"prompt": text, "add_special_tokens": bool(call.special)}, call)]
+    prompt: dict[str, Any] = {"prompt": text, "add_special_tokens": bool(call.special)}
+    if call.reply.reasoning and call.params.stop:  # which are about the answer
+        prompt["thinking"] = call.reply.thinking
+    return call, [_told(prompt, call)]
 
 
 def _told(prompt: Prompt, call: Call) -> Prompt:
@@ -473,24 +439,14 @@ def _with_text(prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
     return {"prompt": tokenizer.decode(prompt, skip_special_tokens=False), "prompt_token_ids": prompt}
 
 
-def rendered(call: Call, tokenizer: Tokenizer, style: Style, templates: TemplateTrial | None = None) -> str:
+def rendered(call: Call, tokenizer: Tokenizer, templates: TemplateTrial | None = None) -> str:
     """A chat as the model sees it. Raises ConfigError when its template refuses."""
     source = call.chat_template
     render = None if source is None or templates is None else partial(templates.render, source)
     shown: dict[str, Any] = {} if call.tools.choice == "none" else {"tools": call.tools.tools}
-    messages = for_template(call.messages, style.tools)
-    write = partial(tokenizer.render_chat, render=render, **shown, **call.template)
-    if not call.continues:
-        return write(messages)
-    *earlier, last = messages
-    text = write([*earlier, {**last, "content": last["content"] + _END}])
-    before, found, behind = text.rpartition(_END.rstrip())
-    if not found:
-        raise ConfigError(
-            "continue_final_message is True: the chat template does not show the last message's text as it is; leave "
-            "it out"
-        )
-    return before if behind.startswith(" ") else before.rstrip()  # as templates strip what they show
+    return tokenizer.render_chat(
+        call.messages, render=render, continue_final_message=call.continues, **shown, **call.template
+    )
 
 
 def _marks_are_special(format: str | None, tokenizer: Tokenizer) -> bool:

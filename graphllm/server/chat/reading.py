@@ -43,8 +43,8 @@ def shown_text(call: Call, completion: CompletionOutput) -> str:
 
 
 def finish_reason(completion: CompletionOutput, reader: ReplyReader) -> str | None:
-    """Of a chat's completion, whose text was read by ``reader``."""
-    called = reader.called and completion.finish_reason == "stop"
+    """Of a chat's completion, whose text was read by ``reader``. Half a call is none that a client should make."""
+    called = reader.called and not reader.broken and completion.finish_reason == "stop"
     return "tool_calls" if called else completion.finish_reason
 
 
@@ -112,4 +112,5 @@ class Reading:
         """Once the last output was read."""
         last = self._last
         assert last is not None
-        return Ending(finish_reason(last, self._reader) or "stop", self._used, last.stop_reason, last.error)
+        reason = finish_reason(last, self._reader) or "stop"
+        return Ending(reason, self._used, last.stop_reason, last.error, self._reader.broken)

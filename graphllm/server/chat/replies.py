@@ -59,12 +59,13 @@ class Usage(NamedTuple):
 
 class Ending(NamedTuple):
     """finish_reason: "stop", "length", "repetition", "tool_calls", "abort" or "error". stop_reason: the stop string or
-    token id that ended it. error: what went wrong, for people."""
+    token id that ended it. error: what went wrong, for people. broken: it ended within a call."""
 
     finish_reason: str
     usage: Usage
     stop_reason: int | str | None = None
     error: str | None = None
+    broken: bool = False
 
 
 class FunctionCall(NamedTuple):
@@ -129,8 +130,8 @@ def _call_id() -> str:
 
 
 class ReplyReader:
-    """Reads one reply. called: a tool has been called. reasoning: the text is inside the reasoning now. done: the only
-    call of a single one is complete, and nothing that comes is read.
+    """Reads one reply. called: a tool has been called. broken: the text ended within the last call. reasoning: the text
+    is inside the reasoning now. done: the only call of a single one is complete, and nothing that comes is read.
 
     What it makes of a text does not depend on how that was cut into pieces, and takes a time in proportion to its
     length. Text is held back while it may be the start of a tag, whitespace before a tag, or a call whose arguments
@@ -140,7 +141,7 @@ class ReplyReader:
 
     def __init__(self, format: ReplyFormat, new_id: Callable[[], str] = _call_id) -> None:
         """new_id: makes the id of a call."""
-        self.called = self.done = False
+        self.called = self.broken = self.done = False
         self.reasoning = format.thinking
         self._format, self._new_id = format, new_id
         self._source = Source()
@@ -179,7 +180,7 @@ class ReplyReader:
         }
         yield from ways[self._format.tools]()
         self._settle()
-        self._close_call()
+        self.broken = self._close_call()
 
     def _think(self) -> Wait[None]:
         source = self._source
@@ -372,10 +373,12 @@ class ReplyReader:
             self._parts.append(CallArguments(index, shown))
         self._source.held.clear()
 
-    def _close_call(self) -> None:
-        """Give out the end of the last call's arguments, if they have none."""
-        if self._calls and (end := self._shown.close()):
+    def _close_call(self) -> bool:
+        """Give out the end of the last call's arguments, if they have none; whether that was so."""
+        end = self._shown.close() if self._calls else ""
+        if end:
             self._parts.append(CallArguments(self._calls - 1, end))
+        return end != ""
 
     def _held(self) -> str:
         held = "".join(self._source.held)

@@ -1,21 +1,17 @@
-"""Tools of a request: what may be called, the grammar of a call that must be made, and how models are told of them."""
+"""Tools of a request: what may be called, the grammar of a call that must be made, how a model writes calls."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError
+from graphllm.engine.chat.conversation import shown_tools
 from graphllm.engine.schema import parse_schema, rewrite_schema
 from graphllm.server.chat.replies import ARGUMENTS, FUNCTION_NAME
 
 _MAX_TOOLS, MAX_CALLS = 128, 16
 _CHOICES = ("none", "auto", "required")
-_LABEL = re.compile(r"[^\s<>|\[\]{}]{1,256}")
-_MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 # JSON Schema keywords whose value is not a schema: a name for each schema in it, or plain data.
@@ -35,7 +31,7 @@ class ToolUse(NamedTuple):
 def check_tools(tools: object, tool_choice: object, parallel: bool) -> ToolUse:
     """Check the fields of a request; None stands for one that is left out. Raises ConfigError.
 
-    What the tools have that says nothing to a model (null, strict) is gone from the result.
+    The tools in the result are as models are told of them (`shown_tools`).
     """
     if tools is None:
         tools = []
@@ -46,7 +42,7 @@ def check_tools(tools: object, tool_choice: object, parallel: bool) -> ToolUse:
     for i, name in enumerate(names):
         if name in names[:i]:
             raise ConfigError(f"tools[{i}].function.name is {name!r}, as of another one: give each its own name")
-    return ToolUse(checked, _choice(tool_choice, names), parallel)
+    return ToolUse(shown_tools(checked) or [], _choice(tool_choice, names), parallel)
 
 
 def _tool(tool: object, where: str) -> dict[str, Any]:
@@ -69,7 +65,6 @@ def _tool(tool: object, where: str) -> dict[str, Any]:
     for key, kind, remedy in (("description", str, "give text"), ("strict", bool, "give true or false")):
         if not isinstance(given.get(key, kind()), kind):
             raise ConfigError(f"{where}.function.{key} is {given[key]!r:.80}: {remedy}")
-    given.pop("strict", None)
     parameters = given.get("parameters", {})
     if not isinstance(parameters, dict):
         raise ConfigError(f"{where}.function.parameters is {parameters!r:.80}: give a JSON schema")
@@ -101,15 +96,6 @@ def _choice(given: object, names: list[str]) -> str:
     if choice == "required" and not names:
         raise ConfigError("tool_choice is 'required': there are no tools; give some, or leave it out")
     return choice if names and choice else "none"
-
-
-def check_label(value: object, where: str) -> None:
-    """Check a name or an id that a chat template writes as it stands: it may have nothing of a template's marks. Raises
-    ConfigError."""
-    if not isinstance(value, str) or not _LABEL.fullmatch(value):
-        raise ConfigError(
-            f"{where} is {value!r:.80}: give 1 to 256 characters without spaces, <, >, |, [, ], {{ and }}"
-        )
 
 
 def constraint(use: ToolUse) -> dict[str, Any] | None:
@@ -196,55 +182,3 @@ def detect_tools(template: str) -> str | None:
 def detect_reasoning(template: str) -> bool:
     """Whether a model thinks within ``<think>`` tags before it answers, by its chat template."""
     return "</think>" in template
-
-
-def for_template(messages: Iterable[Mapping[str, Any]], style: str | None = None) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: arguments of calls are objects.
-
-    style: "mistral" makes the ids of calls as its templates want them, nine letters or digits. Raises ConfigError that
-    names the place for calls that are none.
-    """
-    return [_message(message, f"messages[{i}]", style == "mistral") for i, message in enumerate(messages)]
-
-
-def _message(message: Mapping[str, Any], where: str, short: bool) -> dict[str, Any]:
-    plain = dict(message)
-    if short and isinstance(plain.get("tool_call_id"), str):
-        plain["tool_call_id"] = _short_id(plain["tool_call_id"])
-    calls = plain.get("tool_calls")
-    if calls is None:
-        return plain
-    if not isinstance(calls, list):
-        raise ConfigError(f"{where}.tool_calls is {calls!r:.80}: give a list of calls")
-    if plain.get("content") is None:
-        plain.pop("content", None)
-    return {**plain, "tool_calls": [_call(call, f"{where}.tool_calls[{j}]", short) for j, call in enumerate(calls)]}
-
-
-def _call(call: object, where: str, short: bool) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ConfigError(f"{where} is {call!r:.80}: give an object with id, type and function (name, arguments)")
-    check_label(function["name"], f"{where}.function.name")
-    if call.get("id") is not None:
-        check_label(call["id"], f"{where}.id")
-    given = function.get("arguments") or "{}"  # some clients leave them empty
-    arguments = _object(given) if isinstance(given, str) else given
-    if not isinstance(arguments, dict):
-        raise ConfigError(f"{where}.function.arguments is {given!r:.80}: give a JSON object as text")
-    plain = {**call, "function": {**function, "arguments": arguments}}
-    if short and isinstance(plain.get("id"), str):
-        plain["id"] = _short_id(plain["id"])
-    return plain
-
-
-def _object(text: str) -> Any:
-    """What a JSON text says; None when it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _short_id(given: str) -> str:
-    return given if _MISTRAL_ID.fullmatch(given) else hashlib.sha256(given.encode()).hexdigest()[:9]

@@ -37,6 +37,7 @@ _ROOM_SECONDS = 30.0  # that it may wait for room
 _SMALL = 256 << 10  # bytes of a body that needs none
 _VALUE = 80  # bytes that a number or a short text of a body becomes
 _log = logging.getLogger("graphllm.access")
+_failures = logging.getLogger(__name__)
 
 
 class Middleware:
@@ -72,22 +73,27 @@ class Middleware:
             headers.get(b"traceparent", b"").decode("latin-1"),
         )
         began, status = time.perf_counter(), 499  # nobody was there to hear the answer
+        whole = False  # the answer, on the server's side
 
         async def sent(message: Message) -> None:
-            nonlocal status
+            nonlocal status, whole
             if message["type"] == "http.response.start":
                 status = message["status"]
                 id = record.id.encode()  # under the name that OpenAI's clients read, and Anthropic's
                 more = [(name.encode(), value.encode()) for name, value in record.headers.items()]
                 message["headers"] = [*message["headers"], (b"x-request-id", id), (b"request-id", id), *more]
             await send(message)
+            whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         self._metrics.http_begins()
         try:
             await self._pass(scope, headers, receive, sent)
-        except Exception:
+        except Exception as error:
             status = 500
-            raise
+            if not whole:
+                raise
+            # uvicorn would log it and close the connection, on which the client's next request may be under way.
+            _failures.error("request %s failed", record.id, exc_info=error)
         finally:
             record.held.close()
             if status >= 400 and record.size > _SMALL:

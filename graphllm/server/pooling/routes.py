@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from graphllm.config import ConfigError
+from graphllm.config.errors import Place
 from graphllm.config.pooling import PoolingParams
 from graphllm.server.chat.call import checked_id
 from graphllm.server.chat.fields import judged
@@ -121,7 +122,8 @@ def pooling_routes(service: Service) -> APIRouter:
             raise ConfigError("truncate is 'START': texts are cut at their end; give END or NONE")
         params = PoolingParams(dimensions=given.get("output_dimension"), truncate_prompt_tokens=most)
         prompts = [pooling.instructed(text, name, params) for text in texts]
-        found = await find_vectors(service, request, prompts, params, task, given.get("priority", 0))
+        places = [Place("texts", i) for i in range(len(texts))]
+        found = await find_vectors(service, request, prompts, places, params, task, given.get("priority", 0))
         forms: dict[str, Callable[[np.ndarray], Any]] = {
             "float": numbers, "base64": base64_of, "binary": lambda v: bits(v, signed=True), "ubinary": bits,
         }  # fmt: skip
@@ -160,8 +162,10 @@ async def _run(service: Service, request: Request, given: Mapping[str, Any], tas
         pooling.instructed(prompt, given.get("prompt_name"), params)
         for prompt in await _prompts(service, record_of(request.scope), given)
     ]
+    field = "messages" if "messages" in given else "input"
+    places = [Place(field, i if len(prompts) > 1 else None) for i in range(len(prompts))]
     return await find_vectors(
-        service, request, prompts, params, task, given.get("priority", 0), given.get("cache_salt")
+        service, request, prompts, places, params, task, given.get("priority", 0), given.get("cache_salt")
     )
 
 
@@ -195,7 +199,7 @@ async def _scores(
     scoring = pooling.scoring(first, second, fields)
     prompts = instructed(pooling, scoring.prompts, params)
     found = await find_vectors(
-        service, request, prompts, params, "score", given.get("priority", 0), given.get("cache_salt")
+        service, request, prompts, scoring.places, params, "score", given.get("priority", 0), given.get("cache_salt")
     )
     return scoring.scores(found.vectors), found
 

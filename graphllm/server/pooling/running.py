@@ -11,6 +11,7 @@ import numpy as np
 from fastapi import Request
 
 from graphllm.config import ConfigError
+from graphllm.config.errors import Place
 from graphllm.config.pooling import PoolingParams
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.metric_families import Finished
@@ -42,13 +43,14 @@ async def find_vectors(
     service: Service,
     request: Request,
     prompts: Sequence[Any],
+    places: Sequence[Place],
     params: PoolingParams,
     task: str,
     priority: int = 0,
     cache_salt: str | None = None,
 ) -> Found:
-    """Run a request for each prompt. Raises ConfigError for one that cannot run, QueueFullError when the first ones
-    have no room, GoneError when the client leaves."""
+    """Run a request for each prompt. places: of these in the body. Raises ConfigError for one that cannot run,
+    QueueFullError when the first ones have no room, GoneError when the client leaves."""
     record, engine = record_of(request.scope), service.supervisor.engine
     if len(prompts) > MOST:
         raise ConfigError(f"input has {len(prompts)} entries: give at most {MOST}")
@@ -58,13 +60,15 @@ async def find_vectors(
     options: dict[str, Any] = {"task": task, "priority": priority, "cache_salt": cache_salt}
     begun = False
 
-    async def one(prompt: Any) -> tuple[np.ndarray, int, int]:
+    async def one(prompt: Any, place: Place) -> tuple[np.ndarray, int, int]:
         nonlocal begun
         async with running:
             while True:
                 arrival = time.monotonic()
                 try:
                     asked, found, output = await engine.vector(prompt, params, **options)
+                except ConfigError as mistake:
+                    raise place.prompt_error(mistake) from None
                 except QueueFullError:
                     if not begun:
                         raise
@@ -76,7 +80,7 @@ async def find_vectors(
                 return found, count, output.cached
 
     try:
-        found = await while_there(request, _together([one(prompt) for prompt in prompts]))
+        found = await while_there(request, _together(list(map(one, prompts, places))))
     except QueueFullError as full:
         service.metrics.rejected("max_num_queued_reqs")
         full.retry_after = service.metrics.seconds_for(engine.unfinished)

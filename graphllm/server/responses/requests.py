@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from graphllm.config import ConfigError
+from graphllm.engine.chat.conversation import text_of
+from graphllm.engine.chat.template import plain
 from graphllm.server.chat.fields import judged
 from graphllm.server.http.bodies import (
     Items,
@@ -166,7 +167,9 @@ def to_chat(body: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]] = (), 
     given = fields(judged(body, known, strict), "", known)
     _check(given)
     chat = {name: given[name] for name in _SAME if name in given}
-    chat["messages"] = _instructed(optional(given, "instructions", str), conversation(given, earlier))
+    instructions = optional(given, "instructions", str)
+    first = [] if instructions is None else [{"role": "system", "content": instructions}]
+    chat["messages"] = first + conversation(given, earlier)
     if "max_output_tokens" in given:
         chat["max_tokens"] = given["max_output_tokens"]
     if _LOGPROBS in (optional(given, "include", list) or []):
@@ -228,14 +231,6 @@ def _check(given: Mapping[str, Any]) -> None:
         raise ConfigError(f"top_logprobs is {top}: give include: [{_LOGPROBS!r}] with it")
 
 
-def _instructed(instructions: str | None, messages: Chat) -> Chat:
-    """With the instructions before them. Templates want one system message, so what begins as several becomes one."""
-    system = list(takewhile(lambda message: message["role"] == "system", messages))
-    texts = [] if instructions is None else [instructions]
-    texts += [message["content"] for message in system]
-    return ([{"role": "system", "content": "\n\n".join(texts)}] if texts else []) + messages[len(system) :]
-
-
 def messages_of(items: object, where: str) -> Chat:
     """The messages of a chat that items are, their own or a response's. where: their place, for ConfigError.
 
@@ -256,9 +251,12 @@ def messages_of(items: object, where: str) -> Chat:
 
 def _together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     both = {**first, **second}
-    for name in ("content", "reasoning_content"):
-        if texts := [message[name] for message in (first, second) if message.get(name)]:
-            both[name] = "\n".join(texts)
+    if first["content"] and second["content"]:
+        both["content"] = f"{text_of(first)}\n{text_of(second)}"
+    else:
+        both["content"] = first["content"] or second["content"]
+    if thoughts := [m["reasoning_content"] for m in (first, second) if m.get("reasoning_content")]:
+        both["reasoning_content"] = "\n".join(thoughts)
     if calls := [*first.get("tool_calls", []), *second.get("tool_calls", [])]:
         both["tool_calls"] = calls
     return both
@@ -266,11 +264,15 @@ def _together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = choice(item.get("role"), f"{where}.role", ("user", "assistant", "system", "developer"))
-    text = _text(item.get("content"), f"{where}.content", "" if role == "assistant" else "\n")
-    return {"role": "system" if role == "developer" else role, "content": text}  # no template knows the other name
+    # The newer name of the same role, which stored conversations do not have.
+    return {
+        "role": "system" if role == "developer" else role,
+        "content": _content(item.get("content"), f"{where}.content"),
+    }
 
 
-def _text(content: object, where: str, between: str) -> str:
+def _content(content: object, where: str) -> str | list[dict[str, Any]]:
+    """Content of a chat: a text, or parts where there are several."""
     if isinstance(content, str):
         return content
     texts = []
@@ -281,7 +283,7 @@ def _text(content: object, where: str, between: str) -> str:
                 f"{place}.type is {kind!r:.80}: not supported; give parts of type {' or '.join(_TEXTS[:2])}"
             )
         texts.append(required(part, "refusal" if kind == "refusal" else "text", str, place))
-    return between.join(texts)
+    return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 
 def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -296,13 +298,13 @@ def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 def is_object(arguments: str) -> bool:
     """Whether a call with these arguments can be shown to the model again; none at all are an empty object."""
     try:
-        return isinstance(json.loads(arguments or "{}"), dict)
-    except (ValueError, RecursionError):
+        return isinstance(plain(json.loads(arguments or "{}"), ""), dict)
+    except (ValueError, RecursionError):  # of which ConfigError is one
         return False
 
 
 def _output(item: Mapping[str, Any], where: str) -> dict[str, Any]:
-    text = _text(item.get("output"), f"{where}.output", "\n")
+    text = _content(item.get("output"), f"{where}.output")
     return {"role": "tool", "tool_call_id": required(item, "call_id", str, where), "content": text}
 
 

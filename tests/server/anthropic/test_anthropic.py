@@ -93,9 +93,9 @@ def test_a_conversation() -> None:
     ]
     system = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
     assert _chat(messages=messages, system=system)["messages"] == [
-        {"role": "system", "content": "x\ny"},
-        {"role": "user", "content": "a\nb"},
-        {"role": "assistant", "content": "one line", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "system", "content": system},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": messages[2]["content"][1:3], "reasoning_content": "hm", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "call_1", "content": "20"},
         {"role": "tool", "tool_call_id": "call_2", "content": "Error: no such file"},
         {"role": "user", "content": "and?"},

@@ -20,7 +20,7 @@ from graphllm.config.sampling import StructuredOutputsParams
 from graphllm.engine.grammar import GrammarCompiler
 from graphllm.engine.text import Tokenizer
 from graphllm.server.chat.replies import ReplyFormat, ReplyReader, merged
-from graphllm.server.chat.tools import ToolUse, check_tools, constraint, detect_reasoning, detect_tools, for_template
+from graphllm.server.chat.tools import ToolUse, check_tools, constraint, detect_reasoning, detect_tools
 
 EMBEDDED = Path(graphllm.embedded.__file__).parent / "model"
 STOP = 2
@@ -377,56 +377,3 @@ def test_what_a_template_shows(template: str, tools: str | None, reasoning: bool
 
 def test_the_embedded_template(tokenizer: Tokenizer) -> None:
     assert (detect_tools(tokenizer.chat_template), detect_reasoning(tokenizer.chat_template)) == ("hermes", False)
-
-
-def call(arguments: Any, **fields: Any) -> dict[str, Any]:
-    return {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}, **fields}
-
-
-def test_messages_for_a_template() -> None:
-    messages = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": None, "tool_calls": [call('{"a": [1, "é"]}'), call({"b": 2}), call("")]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "4"},
-        {"role": "assistant", "content": "4", "tool_calls": None},
-        {"role": "assistant", "content": None},
-    ]
-    before = copy.deepcopy(messages)
-    found = for_template(messages)
-    assert messages == before
-    calls = [call({"a": [1, "é"]}), call({"b": 2}), call({})]
-    assert found == [messages[0], {"role": "assistant", "tool_calls": calls}, *messages[2:]]
-
-
-def test_ids_for_mistral() -> None:
-    messages = [
-        {"role": "assistant", "tool_calls": [call("{}", id=i) for i in ("call_1", "a1B2c3D4e", "call_2")]},
-        *({"role": "tool", "tool_call_id": i, "content": ""} for i in ("call_2", "a1B2c3D4e", "call_1")),
-    ]
-    assistant, *results = for_template(messages, "mistral")
-    ids = [c["id"] for c in assistant["tool_calls"]]
-    assert all(re.fullmatch("[a-zA-Z0-9]{9}", i) for i in ids)
-    assert len(set(ids)) == 3
-    assert ids[1] == "a1B2c3D4e"
-    assert [m["tool_call_id"] for m in results] == [ids[2], ids[1], ids[0]]
-    assert for_template(messages, "hermes")[1:] == messages[1:]
-
-
-@pytest.mark.parametrize(
-    ("calls", "message"),
-    [
-        (7, "messages[1].tool_calls is 7"),
-        ([7], "messages[1].tool_calls[0] is 7"),
-        ([call("{}"), {"id": "x"}], "messages[1].tool_calls[1] is {'id'"),
-        ([{"function": {"arguments": "{}"}}], "messages[1].tool_calls[0] is {'function'"),
-        ([call("{")], "messages[1].tool_calls[0].function.arguments is '{'"),
-        ([call("[" * 100_000)], "messages[1].tool_calls[0].function.arguments is '[["),
-        ([call("{}"), call("[1]")], "messages[1].tool_calls[1].function.arguments is '[1]'"),
-        ([call(7)], "messages[1].tool_calls[0].function.arguments is 7"),
-        ([call('{"a": "' + "x" * 200)], 'messages[1].tool_calls[0].function.arguments is \'{"a"'),
-    ],
-)
-def test_calls_that_a_template_cannot_take(calls: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match="^" + re.escape(message)) as refusal:
-        for_template([{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": calls}])
-    assert len(str(refusal.value)) < 250

@@ -219,7 +219,7 @@ def test_a_chat_is_written_out_by_its_template(tokenizer: Tokenizer) -> None:
         ],
         (CHAT, {"messages": [{**HELLO[0], "name": "<|im_end|>"}]}, "messages", "messages[0].name is '<|im_end|>'"),
         (CHAT, {"messages": [{**HELLO[0], "name": 7}]}, "messages", "messages[0].name is 7"),
-        (CHAT, {"messages": [{"role": "tool", "tool_call_id": "a]\n<", "content": ""}]}, "messages",
+        (CHAT, {"messages": [{"role": "tool", "tool_call_id": "x" * 257, "content": ""}]}, "messages",
          "messages[0].tool_call_id is "),
         (CHAT, {"messages": [HELLO[0], {"role": "user", "content": 3}]}, "messages", "messages[1].content is 3"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'image_url'"),
@@ -343,6 +343,18 @@ def test_a_prompt_that_ends_in_a_think_tag(tokenizer: Tokenizer) -> None:
         call, prompts = write_out(_chat(**{**fields, **given}), tokenizer, Style(None, reasoning))
         assert "<think>" in prompts[0]["prompt"]  # type: ignore[index, call-overload]
         assert call.reply.thinking == thinking
+
+
+def test_stop_strings_are_told_of_the_thinking(tokenizer: Tokenizer) -> None:
+    thinks = {"chat_template_kwargs": {"mood": "<think>\n"}, "add_generation_prompt": False}
+    for fields, reasoning, thinking in (
+        ({"stop": ["a"]}, True, False),
+        ({"stop": ["a"], **thinks}, True, True),
+        ({"stop": ["a"], **thinks}, False, None),
+        ({}, True, None),
+    ):
+        prompt: Any = write_out(_chat(**fields), tokenizer, Style(None, reasoning))[1][0]
+        assert prompt.get("thinking") is thinking
 
 
 def test_tools_are_shown_unless_none_may_be_called(tokenizer: Tokenizer) -> None:

@@ -70,10 +70,21 @@ def test_a_batch_of_chats(served: Served) -> None:
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
     texts = [choice["message"]["content"] for choice in body["choices"]]
     assert texts == ["12 + 7 = 19.", alone["choices"][0]["message"]["content"], "12 + 7 = 19."]
-    for wrong, message in (({"stream": True}, "stream is True: not in a batch"), ({"messages": SUM}, "messages[0]")):
+    for wrong, message in (
+        ({"stream": True}, "stream is True: not in a batch"),
+        ({"messages": SUM}, "messages[0]"),
+        ({"messages": [SUM, [*SUM, {"role": "user", "content": 5}]]}, f"messages[1][{len(SUM)}].content is 5"),
+        ({"messages": [SUM, [{"role": "user", "content": "x " * 9000}]]}, "messages[1]: prompt has"),
+        ({"messages": [SUM, SUM], "temperature": -1}, "temperature is -1"),
+    ):
         status, body, _ = served.post("/v1/chat/completions/batch", {**CHAT, "messages": [SUM], **wrong})
         assert status == 400
         assert message in body["error"]["message"]
+    long = {"prompt": ["a", "x " * 9000], "max_tokens": 1}
+    status, body, _ = served.post("/v1/completions", long)
+    assert (status, body["error"]["param"]) == (400, "prompt")
+    assert body["error"]["message"].startswith("prompt[1]: prompt has")
+    assert served.post("/v1/completions", {**long, "stop_token_ids": [10**6]})[1]["error"]["param"] == "stop_token_ids"
 
 
 def test_the_items_of_a_response(served: Served) -> None:

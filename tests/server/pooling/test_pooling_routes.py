@@ -97,7 +97,17 @@ WRONG = [
     ("/v1/embeddings", {"input": "a", "dimensions": 0}, 400, "dimensions"),
     ("/v1/embeddings", {"input": []}, 400, "input is []: give at least one text"),
     ("/v1/embeddings", {"input": ""}, 400, "prompt is empty"),
+    ("/v1/embeddings", {"input": ["a", ""]}, 400, "input[1]: prompt is empty: give at least one token"),
+    ("/pooling", {"input": [[5], []]}, 400, "input[1]: prompt is empty"),
+    ("/v1/embeddings", {"input": ["a", "b " * 200]}, 400, "input[1]: prompt has"),
+    ("/v1/embeddings", {"input": ["a", "b"], "dimensions": 33}, 400, "dimensions is 33"),
     ("/v1/embeddings", {"input": [[4097]]}, 400, "4097"),
+    ("/v2/embed", {"texts": ["a", "", "b"]}, 400, "texts[1]: prompt is empty"),
+    ("/rerank", {"query": "a", "documents": ["a", {"text": ""}]}, 400, "documents[1]: prompt is empty"),
+    ("/v1/rerank", {"query": "", "documents": ["a", "b"]}, 400, "query: prompt is empty"),
+    ("/v2/rerank", {"query": "a", "documents": ["a", "b " * 200]}, 400, "documents[1]: prompt has"),
+    ("/score", {"text_1": "a", "text_2": ["a", ""]}, 400, "text_2[1]: prompt is empty"),
+    ("/v1/score", {"queries": ["a", ""], "items": ["a", "b"]}, 400, "queries[1]: prompt is empty"),
     ("/v1/embeddings", {"input": "a", "request_id": "\u0007"}, 400, "request_id is '\\x07'"),
     ("/v1/embeddings", {"input": "a", "what": 1}, 400, "what is 1: not supported; leave it out"),
     ("/v1/embeddings", {"input": "a", "model": "other"}, 404, "model is 'other': not served here"),
@@ -119,6 +129,8 @@ WRONG = [
 def test_mistakes(embedder: Served, path: str, body: Any, status: int, message: str) -> None:
     found, answer, _ = embedder.post(path, body)
     assert (found, message in answer["error"]["message"]) == (status, True), answer
+    if (named := re.match(r"(\w+)(\[\d\])?: prompt", message)) is not None:
+        assert answer["error"]["param"] == named[1]
 
 
 def test_scores_of_embeddings(embedder: Served, embedder_folder: Path) -> None:

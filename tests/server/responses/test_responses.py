@@ -109,15 +109,24 @@ def test_a_conversation() -> None:
         {"id": "call_2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
     ]
     said = [
-        {"role": "user", "content": "a\nb"},
-        {"role": "assistant", "content": "one line", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "line"}],
+            "reasoning_content": "hm",
+            "tool_calls": calls,
+        },
         {"role": "tool", "tool_call_id": "call_1", "content": "20"},
         {"role": "tool", "tool_call_id": "call_2", "content": "30"},
         {"role": "assistant", "content": "no", "reasoning_content": "in short"},
         {"role": "user", "content": "and?"},
     ]
     assert _chat(input=items)["messages"] == [{"role": "system", "content": "be brief"}, *said]
-    assert _chat(input=items, instructions="x")["messages"] == [{"role": "system", "content": "x\n\nbe brief"}, *said]
+    assert _chat(input=items, instructions="x")["messages"] == [
+        {"role": "system", "content": "x"},
+        {"role": "system", "content": "be brief"},
+        *said,
+    ]
 
 
 def test_what_comes_before() -> None:
@@ -129,8 +138,8 @@ def test_what_comes_before() -> None:
     ]
     assert _chat(earlier)["messages"] == earlier + HELLO
     assert _chat(earlier, instructions="x")["messages"] == [
-        {"role": "system", "content": "x\n\ns"},
-        *earlier[1:],
+        {"role": "system", "content": "x"},
+        *earlier,
         *HELLO,
     ]
     assert conversation({"input": "hello", "instructions": "x"}, earlier) == earlier + HELLO
@@ -228,6 +237,7 @@ CALL = {"type": "function_call", "call_id": "i", "name": "f", "arguments": "{}"}
         (_items({"role": "user", "content": [{"type": "input_text"}]}), "input[0].content[0].text is missing"),
         (_items({**CALL, "arguments": "{"}), "input[0].arguments is '{'"),
         (_items({**CALL, "arguments": "[]"}), "input[0].arguments is '[]'"),
+        (_items({**CALL, "arguments": '{"a": "\\ud83d"}'}), "input[0].arguments is '{\"a\": "),
         (_items({**CALL, "call_id": None}), "input[0].call_id is missing"),
         (_items({"type": "function_call_output", "call_id": "i"}), "input[0].output is None"),
         (_items({"type": "function_call_output", "call_id": "i", "output": [IMAGE]}), "input[0].output[0].type is"),
