@@ -11,6 +11,7 @@ from torch import Tensor
 from graphllm.config import ConfigError
 from graphllm.config.fields import section, whole
 from graphllm.ir import Weight
+from graphllm.weights.own_head import HEAD
 
 HF = Mapping[str, Any]
 MOST_LAYERS = 4096
@@ -74,6 +75,16 @@ def layer_types_of(layer_types: Sequence[str], L: int) -> tuple[str, ...]:
             f"config.json: layer_types has {len(layer_types)} entries; give one for each of num_hidden_layers = {L}"
         )
     return tuple(_LAYER_TYPES[name] for name in layer_types)
+
+
+def token_table(c: Any, *names: str) -> Weight:
+    """The embedding [V, D]; a tied one may be stored as the head."""
+    return Weight((c.V, c.D), ((*names, HEAD) if c.tied else names,), shard="vocab")
+
+
+def head_matrix(c: Any) -> Weight:
+    """The language head [V, D], which may be tied to the embedding."""
+    return Weight((c.V, c.D), () if c.tied else (HEAD,), tie="embed.tokens" if c.tied else None, shard="vocab")
 
 
 def named_too(weights: Mapping[str, Weight], start: str, *others: str) -> dict[str, Weight]:

@@ -15,11 +15,13 @@ from graphllm.model_defs.common import (
     LARGEST_HEAD,
     MOST_LAYERS,
     check_plain,
+    head_matrix,
     heads,
     layer_types_of,
     only,
     rotated_whole,
     split_heads,
+    token_table,
 )
 from graphllm.ops.embedding import embedding
 from graphllm.ops.geglu import geglu
@@ -118,7 +120,7 @@ def _local_rope(hf: HF, E: int) -> Rope:
 
 
 def embed_weights(c: Config) -> dict[str, Weight]:
-    weights = {"tokens": Weight((c.V, c.D), ("model.embed_tokens.weight",), shard="vocab"), "inv_freq": c.rope.weight()}
+    weights = {"tokens": token_table(c, "model.embed_tokens.weight"), "inv_freq": c.rope.weight()}
     return weights | ({"inv_freq_local": c.local_rope.weight()} if c.local_rope else {})
 
 
@@ -144,9 +146,7 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
 
 
 def head_weights(c: Config) -> dict[str, Weight]:
-    tied = Weight((c.V, c.D), tie="embed.tokens", shard="vocab")
-    own = Weight((c.V, c.D), ("lm_head.weight",), shard="vocab")
-    return {"norm": Weight((c.D,), ("model.norm.weight",)), "lm_head": tied if c.tied else own}
+    return {"norm": Weight((c.D,), ("model.norm.weight",)), "lm_head": head_matrix(c)}
 
 
 def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:

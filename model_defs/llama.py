@@ -17,11 +17,13 @@ from graphllm.model_defs.common import (
     MOST_LAYERS,
     check_plain,
     head_dim,
+    head_matrix,
     heads,
     layer_types_of,
     only,
     rotated_whole,
     split_heads,
+    token_table,
 )
 from graphllm.ops.embedding import embedding
 from graphllm.ops.encoder_attention import encoder_attention
@@ -126,7 +128,7 @@ def _layer_types(hf: HF, L: int, window: int, mistral: bool, llama: bool) -> tup
 
 
 def embed_weights(c: Config) -> dict[str, Weight]:
-    return {"tokens": Weight((c.V, c.D), ("model.embed_tokens.weight",), shard="vocab"), "inv_freq": c.rope.weight()}
+    return {"tokens": token_table(c, "model.embed_tokens.weight"), "inv_freq": c.rope.weight()}
 
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
@@ -170,9 +172,7 @@ def merged(names: str, of: str, segments: tuple[int, ...], *width: int, heads: t
 
 
 def head_weights(c: Config) -> dict[str, Weight]:
-    tied = Weight((c.V, c.D), tie="embed.tokens", shard="vocab")
-    own = Weight((c.V, c.D), ("lm_head.weight",), shard="vocab")
-    return {"norm": Weight((c.D,), ("model.norm.weight",)), "lm_head": tied if c.tied else own}
+    return {"norm": Weight((c.D,), ("model.norm.weight",)), "lm_head": head_matrix(c)}
 
 
 def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:

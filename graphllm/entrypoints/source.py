@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,9 @@ from graphllm.weights.checkpoint import (
     pick_weights,
     weight_files,
 )
+from graphllm.weights.own_head import HEAD, has_own_head
+
+_log = logging.getLogger(__name__)
 
 _TEXTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # configs, tokenizer, chat template
 _TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "vocab.txt")
@@ -159,11 +163,12 @@ def open_source(
     config = with_pooling(config, folder, pooling_type)
     config = with_runner(config, folder, runner, convert)
     name = folder.resolve().name
-    if draft is None:
-        return Source(folder, config, *open_tensors(folder, load_format), name=name)
     tensors = open_tensors(folder, load_format, draft)
-    drafter = dict(config) if Path(draft) == folder else _read_config(Path(draft))
+    config = _with_own_head(config, tensors[0])
+    if draft is None:
+        return Source(folder, config, *tensors, name=name)
     start = draft_name("")
+    drafter = dict(config) if Path(draft) == folder else _with_own_head(_read_config(Path(draft)), tensors[0], start)
     names = [name.removeprefix(start) for name in (tensors[0].tensors if tensors[0] else ()) if name.startswith(start)]
     method = method or _method_of(drafter, names)
     if method is None:
@@ -288,6 +293,19 @@ def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:
     plain = kind.removesuffix("_text").replace("_", "")
     told = [name for name in load_models() for end in _ENDINGS if name.lower() == plain + end.lower()]
     return {**config, "architectures": told} if told else config
+
+
+def _with_own_head(config: dict[str, Any], checkpoint: Checkpoint | None, prefix: str = "") -> dict[str, Any]:
+    """A config.json that does not tie the head to the embedding where the checkpoint has two different ones."""
+    told = config.get("tie_word_embeddings")
+    if told is False or checkpoint is None or not has_own_head(checkpoint.tensors, prefix):
+        return config
+    if told:
+        _log.warning(
+            "config.json: tie_word_embeddings is true, but %s is not the embedding: the head is not tied; set "
+            "tie_word_embeddings to false", HEAD,
+        )  # fmt: skip
+    return {**config, "tie_word_embeddings": False}
 
 
 # --- what is needed of a repository on the hub
