@@ -27,7 +27,7 @@ Scheme = Callable[[str], str | None]  # the encoding of a module's weight, by th
 Stored = Mapping[str, TensorInfo]
 _CONFIG = "config.json: quantization_config"
 _SUFFIX = ".weight"
-_OPTIONAL = ("static", "zeros")  # endings of encodings whose last part may be there
+_OPTIONAL = ("static", "zeros", "index")  # endings of encodings whose last part may be there
 # Names of vLLM's for kernels of a method.
 _SAME = {"awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt", "inc": "auto-round"}
 
@@ -132,16 +132,17 @@ def _variant(name: str, source: str, stored: Stored | None) -> str:
     matrix, and with scales of the dtype that they are stored in."""
     if stored is None:
         return name
-    family, *numbers = name.split("-")
 
     def known(ending: str) -> str | None:
+        family, *numbers = name.split("-")
         other = "-".join((f"{family}_{ending}", *numbers))
         return other if is_encoding(other) else None
 
     for ending in _OPTIONAL:
         more = known(ending)
         if more is not None and encoding_of(more).parts[-1].source(source) in stored:
-            return more
+            name = more
+            break
     for part in encoding_of(name).parts:
         there = stored.get(part.source(source))
         if part.name == "scales" and there is not None and there.dtype != DTYPES[part.dtype].tag:
@@ -204,15 +205,21 @@ def _stack(read: Read, source: str, name: str, stored: Stored | None) -> Expr | 
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:
     bits, group = _number(config, "bits", (2, 3, 4, 8)), _group(config)
-    written = config.get("checkpoint_format", "gptq")
+    field = "checkpoint_format" if "checkpoint_format" in config else "format"
+    written = config.get(field) or "gptq"
     if written not in ("gptq", "gptq_v2"):
-        raise _unreadable("checkpoint_format", written, "gptq, gptq_v2")
+        raise _unreadable(field, written, "gptq, gptq_v2")
     by_module = _dynamic(config)
-    family = ("gptqv2" if written == "gptq_v2" else "gptq") + ("" if config.get("desc_act") else "_ordered")
 
     def scheme(module: str) -> str | None:
         own = by_module(module)
-        return None if own is None else f"{family}-{own.get('bits', bits)}-{max(own.get('group_size', group), 0)}"
+        if own is None:
+            return None
+        told = {**config, **own}
+        width = max(told.get("group_size", group), 0)
+        family = "gptq_sym" if told.get("sym") is True else "gptqv2" if written == "gptq_v2" else "gptq"
+        # All of a row is in one group, whatever order it was quantized in.
+        return f"{family}{'' if told.get('desc_act') and width else '_ordered'}-{told.get('bits', bits)}-{width}"
 
     return scheme
 
@@ -245,7 +252,8 @@ def _auto_round(config: Mapping[str, Any]) -> Scheme:
         return _awq(config)
     if "gptq" not in packing and packing != "auto_round":
         raise _unreadable("packing_format", packing, "auto_round:auto_gptq, auto_round:auto_awq")
-    return lambda module: f"autoround-{bits}-{group}"
+    family = "gptq_sym_ordered" if config.get("sym") is True else "gptq_ordered"
+    return lambda module: f"{family}-{bits}-{group}"
 
 
 def _fp8(config: Mapping[str, Any]) -> Scheme:
