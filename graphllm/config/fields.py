@@ -18,6 +18,7 @@ from graphllm.config.parameter import SWITCH, Check, is_int, is_number, is_strin
 MOST = 2**31 - 1  # of what is counted in 32 bits
 _LARGEST = 2**24  # width, number of heads or vocabulary of a model
 _DEEPEST = 64  # levels of lists and objects in a file
+_POINTER = b"version https://git-lfs"
 
 Fields = Mapping[str, Any]
 
@@ -31,6 +32,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
     except OSError as failure:
         raise ConfigError(f"{file}: cannot be read ({failure.strerror}); put the checkpoint's file there") from failure
     except (ValueError, RecursionError) as damage:
+        check_no_pointer(file)
         raise ConfigError(f"{file}: damaged, not valid JSON ({damage}); download it again") from damage
     if not isinstance(found, dict) or _deeper(found, _DEEPEST):
         what = f"nested more than {_DEEPEST} deep" if isinstance(found, dict) else "no JSON object"
@@ -44,6 +46,19 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as damage:
         raise ConfigError(f"{file}: cannot be read as text ({damage}); download it again") from damage
+
+
+def check_no_pointer(file: Path) -> None:
+    """Raises ConfigError for the text that Git leaves in place of a large file where Git LFS is not installed."""
+    try:
+        with file.open("rb") as f:
+            start = f.read(len(_POINTER))
+    except OSError:
+        return
+    if start == _POINTER:
+        raise ConfigError(
+            f"{file}: is a Git-LFS pointer and not the file itself; run `git lfs pull` in its folder, or download it"
+        )
 
 
 def is_folder(path: Path) -> bool:
