@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import section, whole
+from graphllm.config.fields import whole
 from graphllm.ir import Weight
 from graphllm.weights.own_head import HEAD
 
@@ -31,12 +31,6 @@ def only(hf: HF, name: str, *accepted: Any) -> Any:
 def check_plain(hf: HF) -> None:
     """Raises ConfigError for a checkpoint whose tokens see those behind them."""
     only(hf, "is_causal", True)
-
-
-def rotated_whole(hf: HF) -> None:
-    """Raises ConfigError for a checkpoint that rotates only a part of each head."""
-    for found in (hf, section(hf, "rope_parameters"), section(hf, "rope_scaling")):
-        only(found, "partial_rotary_factor", None, 1.0, 1)
 
 
 def heads(hf: HF) -> tuple[int, int]:

@@ -19,7 +19,6 @@ from graphllm.model_defs.common import (
     heads,
     layer_types_of,
     only,
-    rotated_whole,
     split_heads,
     token_table,
 )
@@ -78,7 +77,6 @@ class Config:
 def from_hf(hf: HF) -> Config:
     """The config of either ``config.json``. Raises ConfigError for settings that are not supported."""
     check_plain(hf)
-    rotated_whole(hf)
     architecture = hf["architectures"][0]
     gemma3 = architecture == "Gemma3ForCausalLM"
     hf = _COMMON | _DEFAULTS[architecture] | dict(hf)

@@ -21,7 +21,6 @@ from graphllm.model_defs.common import (
     heads,
     layer_types_of,
     only,
-    rotated_whole,
     split_heads,
     token_table,
 )
@@ -80,7 +79,6 @@ def from_hf(hf: HF) -> Config:
     hf = _DEFAULTS.get(architecture, _DEFAULTS["LlamaForCausalLM"]) | dict(hf)  # a package may call it otherwise
     check_plain(hf)
     only(hf, "hidden_act", "silu")
-    rotated_whole(hf)
     mistral, qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Mistral", "Qwen2", "Qwen3"))
     llama = not (mistral or qwen2 or qwen3)
     (H, K), L = heads(hf), whole(hf, "num_hidden_layers", le=MOST_LAYERS)

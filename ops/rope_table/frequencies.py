@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from graphllm.config.parameter import Check, is_number
 from graphllm.ir import Weight
 from graphllm.ops.rope_table.op import rope_table
 
+_log = logging.getLogger(__name__)
 _LARGEST = 2**20  # factor by which anything is scaled
 _NUMBERS = Check(
     lambda value: isinstance(value, list) and all(is_number(v) and 0 < v <= _LARGEST for v in value),
@@ -35,12 +37,20 @@ class Rope:
     max_len: int = 0  # positions the scaling reaches, when that is more than the config's own number
 
     @staticmethod
-    def from_hf(hf: Mapping[str, Any], head_dim: int, layer_type: str | None = None, theta: float = 10000.0) -> Rope:
+    def from_hf(
+        hf: Mapping[str, Any],
+        head_dim: int,
+        layer_type: str | None = None,
+        theta: float = 10000.0,
+        partly: bool = False,
+    ) -> Rope:
         """Read ``rope_parameters`` (flat, or one dict a layer type) or the older ``rope_scaling`` + ``rope_theta``.
 
-        theta: the family's default base. Raises ConfigError for an unknown type or a missing number.
+        theta: the family's default base. partly: whether the family can rotate a part of each head. Raises ConfigError
+        for an unknown type or a missing number.
         """
-        return from_parameters(parameters(hf, layer_type, theta), hf, head_dim)
+        found = parameters(hf, layer_type, theta)
+        return from_parameters(found if partly else _rotated_whole(found), hf, head_dim)
 
     def weight(self) -> Weight:
         """The frequencies as a computed parameter."""
@@ -67,10 +77,25 @@ def parameters(hf: Mapping[str, Any], layer_type: str | None, theta: float) -> d
     return {"rope_theta": theta, "rope_type": found.get("type", "default"), **above, **found}
 
 
+def _rotated_whole(p: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a family that rotates heads whole. Raises ConfigError where transformers would fail, too."""
+    name, kind = "partial_rotary_factor", p["rope_type"]
+    if kind == "proportional" or p.get(name) in (None, 1):
+        return p
+    if kind != "default":
+        raise ConfigError(
+            f"config.json: {name} is {p[name]!r:.80}, but this architecture rotates heads whole with rope_type "
+            f"{kind!r:.80}; leave one of them out, or use a checkpoint whose heads are rotated whole"
+        )
+    _log.warning("config.json: %s is %.80r: without effect, this architecture rotates heads whole", name, p[name])
+    return {n: v for n, v in p.items() if n != name}
+
+
 def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) -> Rope:
     """The frequencies of one flat parameter dict; ``hf`` gives the lengths."""
     kind, theta = p["rope_type"], number(p, "rope_theta", gt=1, le=1e15)
-    dim = int(head_dim * number(p, "partial_rotary_factor", 1.0, gt=0, le=1))
+    part = number(p, "partial_rotary_factor", 1.0, 1.0, gt=0, le=1)
+    dim = head_dim if kind == "proportional" else int(head_dim * part)
     if dim < 2 or dim % 2:
         raise ConfigError(
             f"config.json: heads have {head_dim} numbers of which {dim} are rotated, which are no pairs; correct "
@@ -85,6 +110,9 @@ def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) 
 
     if kind == "default":
         return Rope((plain,))
+    if kind == "proportional":  # the last pairs are not turned
+        turned = int(part * head_dim // 2)
+        return Rope((tuple(f / _factor(p, 1.0) if i < turned else 0.0 for i, f in enumerate(plain)),))
     if kind == "linear":
         return Rope((tuple(f / _factor(p) for f in plain),))
     if kind == "dynamic":
@@ -92,7 +120,7 @@ def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) 
         return Rope((plain,), original_len=longest, ntk_factor=factor, max_len=int(longest * factor))
     if kind == "llama3":
         low = number(p, "low_freq_factor", gt=0)
-        high = number(p, "high_freq_factor", gt=low)
+        high = number(p, "high_freq_factor", gt=0)
         return Rope((tuple(_llama3(f, _factor(p), low, high, original) for f in plain),))
     if kind == "yarn":
         factor = _factor(p, longest / original)
@@ -111,13 +139,13 @@ def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) 
         return Rope(tuple(rows), original_len=original, scale=_longrope_scale(p, longest, original))
     raise ConfigError(
         f"config.json: rope_type is {kind!r:.80}, which is not supported; "
-        "use one of default, linear, dynamic, llama3, yarn, longrope"
+        "use one of default, linear, dynamic, llama3, yarn, longrope, proportional"
     )
 
 
 def _factor(p: Fields, default: float | None = None) -> float:
     """By how much the scaling stretches positions."""
-    return number(p, "factor", default, default, ge=1, le=_LARGEST)
+    return number(p, "factor", default, default, gt=0, le=_LARGEST)
 
 
 def _llama3(f: float, factor: float, low: float, high: float, original: int) -> float:
@@ -125,7 +153,7 @@ def _llama3(f: float, factor: float, low: float, high: float, original: int) -> 
     turns = original * f / (2 * math.pi)
     if turns < low:
         return f / factor
-    if turns > high:
+    if turns > high or high <= low:
         return f
     smooth = (turns - low) / (high - low)
     return (1 - smooth) * f / factor + smooth * f

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from graphllm.config import ConfigError, key_fields
 from graphllm.ir.registry import load_models
@@ -165,6 +166,38 @@ def test_old_and_new_rope_formats_agree() -> None:
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 2.0,
+         "original_max_position_embeddings": 64},
+        {"rope_type": "llama3", "factor": 0.5, "low_freq_factor": 4.0, "high_freq_factor": 1.0,
+         "original_max_position_embeddings": 64},
+        {"rope_type": "linear", "factor": 0.5}, {"rope_type": "yarn", "factor": 0.5},
+        {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 4.0},
+        {"rope_type": "proportional", "partial_rotary_factor": 0.3}, {"rope_type": "proportional"},
+    ],
+)  # fmt: skip
+def test_rotary_settings_that_transformers_only_warns_about(given: dict[str, Any]) -> None:
+    settings = {"rope_theta": 1e4, "original_max_position_embeddings": 64, **given}
+    hf = LLAMA | {"rope_parameters": settings if given["rope_type"] != "linear" else {"rope_theta": 1e4, **given}}
+    theirs = transformers.LlamaConfig.from_dict(dict(hf))
+    expected, scale = ROPE_INIT_FUNCTIONS[given["rope_type"]](theirs, "cpu")
+    rope = MODELS["LlamaForCausalLM"].config(hf).rope
+    _check_row(rope.inv_freq[0], expected)
+    assert rope.scale == pytest.approx(scale)
+
+
+@pytest.mark.parametrize("where", ["above", "inside"])
+def test_a_part_of_heads_that_are_rotated_whole(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As in transformers, where the frequencies of Llama do not know of it."""
+    part: dict[str, Any] = {"partial_rotary_factor": 0.5}
+    hf = LLAMA | (part if where == "above" else {"rope_parameters": part | {"rope_theta": 1e4}})
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(dict(hf)))
+    _check_row(MODELS["LlamaForCausalLM"].config(hf).rope.inv_freq[0], theirs.inv_freq)
+    assert "partial_rotary_factor is 0.5: without effect, this architecture rotates heads whole" in caplog.text
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"hidden_act": "gelu"}, ("hidden_act", "'gelu'", "'silu'")),
@@ -173,8 +206,15 @@ def test_old_and_new_rope_formats_agree() -> None:
         ({"rope_scaling": {"type": "spiral"}}, ("rope_type", "'spiral'", "use one of")),
         ({"rope_scaling": {"type": "linear"}}, ("factor", "None", "set it")),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ("short_factor", "1 numbers", "8 pairs")),
-        ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5", "use a checkpoint")),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ("partial_rotary_factor", "0.5")),
+        (
+            {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            ("partial_rotary_factor", "0.5", "'linear'", "use a checkpoint"),
+        ),
+        (
+            GEMMA
+            | {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2, "partial_rotary_factor": 0.5}}},
+            ("partial_rotary_factor", "0.5", "'yarn'"),
+        ),
         (
             QWEN2 | {"layer_types": ["chunked_attention", "full_attention"]},
             ("layer_types", "'chunked_attention'", "full_attention"),
