@@ -152,6 +152,44 @@ QWEN2 = LLAMA | {
 GEMMA = LLAMA | {"architectures": ["Gemma3ForCausalLM"]}
 
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {}, "Mistral": {}, "Qwen2": {}, "Qwen3": {}, "Phi3": {}, "Granite": {}, "Mixtral": _LOCAL,
+    "Gemma2": {"query_pre_attn_scalar": 8}, "Gemma3Text": {}, "GraniteMoe": _LOCAL, "Phimoe": _LOCAL,
+    "GptOss": _LOCAL, "Qwen2Moe": _EXPERTS | {"shared_expert_intermediate_size": 32}, "Qwen3Moe": _EXPERTS,
+    "Olmoe": _EXPERTS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_files_leave_out(family: str) -> None:
+    """Every field that may be missing has transformers' value then."""
+    name = "Gemma3ForCausalLM" if family == "Gemma3Text" else f"{family}ForCausalLM"
+    whole = {**LLAMA, **FAMILIES[family], "architectures": [name], "num_attention_heads": 8, "head_dim": 8,
+             "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "sliding_window": 16, "rope_theta": 5e4,
+             "tie_word_embeddings": True}  # fmt: skip
+    compared = 0
+    for field in [*whole][1:]:
+        given = {n: v for n, v in whole.items() if n != field}
+        try:
+            c = MODELS[name].config(given)
+        except ConfigError:
+            continue  # it is needed
+        compared += 1
+        theirs = getattr(transformers, f"{family}Config").from_dict(dict(given))
+        E = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        K, window = theirs.num_key_value_heads or theirs.num_attention_heads, getattr(theirs, "sliding_window", 0) or 0
+        assert (c.E, c.K, c.eps, c.tied) == (E, K, theirs.rms_norm_eps, theirs.tie_word_embeddings), field
+        types = MODELS[name].graphs[0].layer_types(c)
+        assert c.window == window or not any("sliding" in kind for kind in types), field
+        rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+        if rope["rope_type"] != "yarn":
+            assert c.max_len == theirs.max_position_embeddings, field
+            _check_row(c.rope.inv_freq[0], _default(rope["rope_theta"], E))
+    assert compared >= 6
+
+
 def test_old_and_new_rope_formats_agree() -> None:
     numbers = {"factor": 2.0, "original_max_position_embeddings": 256}
     new = Rope.from_hf(LLAMA | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, **numbers}}, 16)
