@@ -14,6 +14,7 @@ from graphllm.config.fields import is_folder, read_json
 from graphllm.config.pooling_config import dense_tensor
 from graphllm.entrypoints.conversion import safetensors_of, tokenizer_folder
 from graphllm.entrypoints.hub import Hub, Wanted
+from graphllm.entrypoints.quantization_files import with_quantization
 from graphllm.entrypoints.runner import with_runner
 from graphllm.entrypoints.sentence_transformers import MODULES, read_pooling, with_pooling
 from graphllm.weights.checkpoint import (
@@ -160,6 +161,7 @@ def open_source(
             "safetensors)"
         )
     config = _with_architecture(_overridden(_read_config(config_folder or folder), overrides or {}))
+    config = with_quantization(config, folder)
     config = with_pooling(config, folder, pooling_type)
     config = with_runner(config, folder, runner, convert)
     name = folder.resolve().name

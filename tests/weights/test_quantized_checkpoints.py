@@ -348,6 +348,48 @@ def test_broken_files_are_refused(name: str, change: Any, problem: str, tmp_path
     assert any(problem in line for line in refused.value.problems), refused.value.problems
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "fields"),
+    [
+        ("gptq 4 bits", "quantize_config.json", {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
+        ("awq", "quant_config.json", {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}),
+        (
+            "fp8 tensors", "hf_quant_config.json",
+            {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_quantizer_wrote_beside_config_json(
+    name: str, file: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    numbers = write(tmp_path, FORMATS[name]).state_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / file).write_text(json.dumps(fields))
+    _same(_loaded(tmp_path, _plan(tmp_path))["layers.1.down"], numbers["model.layers.1.mlp.down_proj.weight"])
+
+
+@pytest.mark.parametrize("name", ["gptq 4 bits", "fp8 tensors"])
+def test_biases_of_zeros_add_nothing(name: str, tmp_path: Path) -> None:
+    """Older programs wrote one beside every matrix; another one, or one of a module that is not there, is refused."""
+    write(tmp_path, FORMATS[name])
+    tensors = load_file(tmp_path / "model.safetensors")
+    modules = {n.rpartition(".")[0] for n in tensors if n.endswith((".qweight", ".weight_scale"))}
+    biases = {f"{module}.bias": torch.zeros(8).half() for module in modules}
+
+    def check(more: dict[str, torch.Tensor]) -> None:
+        save_file({**tensors, **more}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        checkpoint = open_source(tmp_path).checkpoint
+        assert checkpoint is not None
+        check_checkpoint(_plan(tmp_path), checkpoint)
+
+    check(biases)
+    for changed in (f"{min(modules)}.bias", "model.layers.7.mlp.up_proj.bias"):
+        with pytest.raises(WeightError, match=f"{changed}: not used by the model"):
+            check(biases | {changed: torch.full((8,), float("7" not in changed)).half()})
+
+
 _UP = "model.layers.0.mlp.up_proj.weight"
 
 
