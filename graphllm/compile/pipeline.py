@@ -132,9 +132,15 @@ def _family(model_config: Mapping[str, Any]) -> Model:
             "repository's own, which never runs, with trust_remote_code neither; use a model of a known architecture, "
             "or write it as docs/adding-a-model.md shows"
         )
+    kinds: dict[str, list[str]] = {"generating text": [], "giving vectors": [], "drafting": []}
+    for name, model in sorted(known.items()):
+        task = "giving vectors" if model.graphs[0].task == "pool" else "generating text"
+        kinds["drafting" if model.method else task].append(name)
+    listed = "; ".join(f"for {kind} {', '.join(of)}" for kind, of in kinds.items())
+    inner = ", nor is it one of the multimodal models that run as text" if "text_config" in model_config else ""
     raise ConfigError(
-        f"config.json architectures: {list(names) or 'missing'} is not supported. Known: {', '.join(sorted(known))}. "
-        "docs/adding-a-model.md shows how to add one in a file of your own"
+        f"config.json architectures: {list(names) or 'missing'} (model_type {model_config.get('model_type')!r:.80}) is "
+        f"not supported{inner}. Known: {listed}. docs/adding-a-model.md shows how to add one in a file of your own"
     )
 
 

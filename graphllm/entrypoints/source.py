@@ -27,6 +27,7 @@ from graphllm.weights.checkpoint import (
     pick_weights,
     weight_files,
 )
+from graphllm.weights.multimodal import is_multimodal, text_config, text_tensors
 from graphllm.weights.own_head import HEAD, has_own_head
 
 _log = logging.getLogger(__name__)
@@ -160,7 +161,8 @@ def open_source(
             f"model: {folder!s:.200} is not a folder; give the folder of a Hugging Face checkpoint (config.json, "
             "safetensors)"
         )
-    config = _with_architecture(_overridden(_read_config(config_folder or folder), overrides or {}))
+    config = _overridden(_read_config(config_folder or folder), overrides or {})
+    config = _with_architecture(_text_of(config, overrides or {}))
     config = with_quantization(config, folder)
     config = with_pooling(config, folder, pooling_type)
     config = with_runner(config, folder, runner, convert)
@@ -219,13 +221,20 @@ def open_tensors(
     folder: Path, load_format: str, draft: str | Path | None = None
 ) -> tuple[Checkpoint | None, WeightError | None]:
     """The headers of a folder's tensors, or why there are none; neither for load_format "dummy". draft: the folder of
-    a model that joins it. Raises ConfigError for damaged ones."""
+    a model that joins it. Of a whole multimodal checkpoint those of its text model. Raises ConfigError for damaged
+    ones."""
     if draft is not None and Path(draft) == folder:  # further layers of the model's own checkpoint
         own, absent = open_tensors(folder, load_format)
         layers = {n: t for n, t in (own.tensors if own else {}).items() if _FURTHER in n}
         return _joined((own, absent), (own and replace(own, tensors=layers), absent))
     if draft is not None:
         return _joined(open_tensors(folder, load_format), open_tensors(Path(draft), load_format))
+    found, absent = open_stored(folder, load_format)
+    return found and replace(found, tensors=text_tensors(folder, found.tensors)), absent
+
+
+def open_stored(folder: Path, load_format: str) -> tuple[Checkpoint | None, WeightError | None]:
+    """The same of all tensors of one folder, by their own names."""
     if load_format == "dummy":
         return None, None
     files = weight_files(folder, load_format)
@@ -283,6 +292,15 @@ def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[st
         inner = isinstance(old, dict) and "model_type" in old and isinstance(value, Mapping)
         merged[name] = _overridden(old, value) if inner and old is not None else value
     return merged
+
+
+def _text_of(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a whole multimodal model its text model's config.json. overrides: fields that are in it already."""
+    if not is_multimodal(config):
+        return config
+    names = config["architectures"]
+    _log.warning("config.json: %s is multimodal and runs as its text model: it reads no images", names[0])
+    return {**text_config(config), **{n: v for n, v in overrides.items() if n != "text_config"}}
 
 
 def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:
