@@ -108,7 +108,7 @@ def head_weights(c: Config) -> dict[str, Weight]:
 
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-    angles = c.rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq)
+    angles = c.rope.table(ctx.inputs.positions, w.inv_freq)
     return ctx.inputs.hidden, (*angles, embedding(ctx.inputs.token_ids, w.tokens))
 
 

@@ -152,9 +152,9 @@ def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
 
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-    shared: tuple[Tensor, ...] = c.rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq)
+    shared: tuple[Tensor, ...] = c.rope.table(ctx.inputs.positions, w.inv_freq)
     if c.local_rope:
-        shared += c.local_rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq_local)
+        shared += c.local_rope.table(ctx.inputs.positions, w.inv_freq_local)
     return embedding(ctx.inputs.token_ids, w.tokens, c.embed_scale), shared
 
 

@@ -178,7 +178,7 @@ def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
 
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-    angles = c.rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq)
+    angles = c.rope.table(ctx.inputs.positions, w.inv_freq)
     return embedding(ctx.inputs.token_ids, w.tokens), angles
 
 

@@ -156,8 +156,8 @@ def head_weights(c: Config) -> dict[str, Weight]:
 
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-    given = ctx.inputs.positions, ctx.inputs.context_lens
-    angles = (*c.ropes[0].table(*given, w.inv_freq_full), *c.ropes[1].table(*given, w.inv_freq_sliding))
+    at = ctx.inputs.positions
+    angles = (*c.ropes[0].table(at, w.inv_freq_full), *c.ropes[1].table(at, w.inv_freq_sliding))
     return _normed(c, w, "norm", embedding(ctx.inputs.token_ids, w.tokens)), angles
 
 

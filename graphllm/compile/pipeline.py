@@ -29,7 +29,7 @@ from graphllm.compile.split import check_rules, split_layers
 from graphllm.compile.trace import Layout, TracedGraph, plan_layout, trace_model, with_added
 from graphllm.compile.workers import Workers, open_workers
 from graphllm.config import Bucket, CompileConfig, ConfigError
-from graphllm.config.fields import strings
+from graphllm.config.fields import MAX_MODEL_LEN, strings
 from graphllm.ir.graph import to_text, verify
 from graphllm.ir.kernels import sources_in
 from graphllm.ir.model import Model, derived_model
@@ -144,6 +144,13 @@ def _family(model_config: Mapping[str, Any]) -> Model:
     )
 
 
+def _for_context(model_config: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
+    """A config.json that says the longest context that the engine has, to a draft model, too."""
+    told = {MAX_MODEL_LEN: max_model_len}
+    drafts = model_config.get(DRAFT)
+    return {**model_config, **told, **({} if drafts is None else {DRAFT: {**drafts, **told}})}
+
+
 def compile_model(
     model_config: Mapping[str, Any],
     tensors: str,
@@ -170,8 +177,9 @@ def compile_model(
     started = time.perf_counter()
     load_ops()
     load_passes()
-    model = find_model(model_config)
-    c = model.config(model_config)
+    described = _for_context(model_config, config.max_model_len)
+    model = find_model(described)
+    c = model.config(described)
     seconds: dict[str, float] = {}
 
     def timed(stage: str) -> None:
@@ -188,7 +196,7 @@ def compile_model(
         plan = shard_plan(plan, degree, config.enable_expert_parallel, config.num_redundant_experts)
         if config.data_parallel_experts > 1:
             plan = share_experts(plan, config.data_parallel_experts)
-        model, c = local_model(model_config, degree, config.enable_expert_parallel)
+        model, c = local_model(described, degree, config.enable_expert_parallel)
         layout = plan_layout(model, c, config)
         check_rules(plan, config)
         graphs = [split_layers(graph, plan, config) for graph in trace_model(model, c, config, layout)]

@@ -16,6 +16,7 @@ from graphllm.config.errors import ConfigError
 from graphllm.config.parameter import SWITCH, Check, is_int, is_number, is_strings
 
 MOST = 2**31 - 1  # of what is counted in 32 bits
+MAX_MODEL_LEN = "max_model_len"  # a field beside config.json's: tokens of the engine's longest context
 _LARGEST = 2**24  # width, number of heads or vocabulary of a model
 _DEEPEST = 64  # levels of lists and objects in a file
 _POINTER = b"version https://git-lfs"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import MOST, Fields, number, section, switch, whole
+from graphllm.config.fields import MAX_MODEL_LEN, MOST, Fields, number, section, switch, whole
 from graphllm.config.fields import read as read_field
 from graphllm.config.parameter import Check, is_number
 from graphllm.ir import Weight
@@ -28,13 +28,17 @@ _NUMBERS = Check(
 
 @dataclass(frozen=True)
 class Rope:
-    """Arguments of `rope_table`: inv_freq has one row, or a second one for contexts longer than original_len."""
+    """Arguments of `rope_table`. max_len: positions the scaling reaches, when that is more than the config's number.
+    long: of LongRoPE, whether these are the long frequencies.
 
-    inv_freq: tuple[tuple[float, ...], ...]
-    original_len: int = 0
-    ntk_factor: float = 0.0
+    Where frequencies depend on the length of a context (dynamic NTK, LongRoPE), those of the engine's longest one hold
+    for all: the keys of a sequence need one set of frequencies, which must not change while it grows.
+    """
+
+    inv_freq: tuple[float, ...]
     scale: float = 1.0
-    max_len: int = 0  # positions the scaling reaches, when that is more than the config's own number
+    max_len: int = 0
+    long: bool = False
 
     @staticmethod
     def from_hf(
@@ -54,14 +58,11 @@ class Rope:
 
     def weight(self) -> Weight:
         """The frequencies as a computed parameter."""
-        flat = tuple(value for row in self.inv_freq for value in row)
-        return Weight((len(self.inv_freq), len(self.inv_freq[0])), value=flat, dtype="float32")
+        return Weight((len(self.inv_freq),), value=self.inv_freq, dtype="float32")
 
-    def table(self, positions_T: Tensor, context_len_T: Tensor, inv_freq_RF: Tensor) -> tuple[Tensor, Tensor]:
+    def table(self, positions_T: Tensor, inv_freq_F: Tensor) -> tuple[Tensor, Tensor]:
         """`rope_table` with these settings."""
-        # A graph that reads the context's length has keys that depend on it, which the prefix cache cannot share.
-        length_T = context_len_T if self.original_len else positions_T
-        return rope_table(positions_T, length_T, inv_freq_RF, self.original_len, self.ntk_factor, self.scale)
+        return rope_table(positions_T, inv_freq_F, self.scale)
 
 
 def parameters(hf: Mapping[str, Any], layer_type: str | None, theta: float) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def _rotated_whole(p: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) -> Rope:
-    """The frequencies of one flat parameter dict; ``hf`` gives the lengths."""
+    """The frequencies of one flat parameter dict; ``hf`` gives the lengths, also `MAX_MODEL_LEN`."""
     kind, theta = p["rope_type"], number(p, "rope_theta", gt=1, le=1e15)
     part = number(p, "partial_rotary_factor", 1.0, 1.0, gt=0, le=1)
     dim = head_dim if kind == "proportional" else int(head_dim * part)
@@ -102,6 +103,7 @@ def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) 
             "head_dim or partial_rotary_factor"
         )
     longest = whole(hf, "max_position_embeddings", le=MOST)
+    context = whole(hf, MAX_MODEL_LEN, longest, le=MOST)
     name = "original_max_position_embeddings"
     original = whole(hf if name in hf else p, name, longest, ge=2, le=MOST)
     # The exponents are rounded to float32 because the checkpoints were trained with float32 exponents.
@@ -109,23 +111,25 @@ def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) 
     plain = tuple(theta**-e for e in exponents)
 
     if kind == "default":
-        return Rope((plain,))
+        return Rope(plain)
     if kind == "proportional":  # the last pairs are not turned
         turned = int(part * head_dim // 2)
-        return Rope((tuple(f / _factor(p, 1.0) if i < turned else 0.0 for i, f in enumerate(plain)),))
+        return Rope(tuple(f / _factor(p, 1.0) if i < turned else 0.0 for i, f in enumerate(plain)))
     if kind == "linear":
-        return Rope((tuple(f / _factor(p) for f in plain),))
+        return Rope(tuple(f / _factor(p) for f in plain))
     if kind == "dynamic":
         factor = _factor(p)
-        return Rope((plain,), original_len=longest, ntk_factor=factor, max_len=int(longest * factor))
+        growth = factor * max(context, longest) / longest - (factor - 1)
+        grown = (f * growth ** (-i / max(len(plain) - 1, 1)) for i, f in enumerate(plain))
+        return Rope(tuple(grown), max_len=int(longest * factor))
     if kind == "llama3":
         low = number(p, "low_freq_factor", gt=0)
         high = number(p, "high_freq_factor", gt=0)
-        return Rope((tuple(_llama3(f, _factor(p), low, high, original) for f in plain),))
+        return Rope(tuple(_llama3(f, _factor(p), low, high, original) for f in plain))
     if kind == "yarn":
         factor = _factor(p, longest / original)
         row = _yarn(plain, theta, dim, factor, original, p)
-        return Rope((row,), scale=_yarn_scale(factor, p), max_len=int(original * factor))
+        return Rope(row, scale=_yarn_scale(factor, p), max_len=int(original * factor))
     if kind in ("longrope", "su"):
         rows = []
         for name in ("short_factor", "long_factor"):
@@ -136,7 +140,8 @@ def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) 
                     "give one number a pair"
                 )
             rows.append(tuple(f / s for f, s in zip(plain, factors, strict=True)))
-        return Rope(tuple(rows), original_len=original, scale=_longrope_scale(p, longest, original))
+        long = context > original
+        return Rope(rows[long], scale=_longrope_scale(p, longest, original), long=long)
     raise ConfigError(
         f"config.json: rope_type is {kind!r:.80}, which is not supported; "
         "use one of default, linear, dynamic, llama3, yarn, longrope, proportional"

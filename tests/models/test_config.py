@@ -11,6 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from graphllm.config import ConfigError, key_fields
+from graphllm.config.fields import MAX_MODEL_LEN
 from graphllm.ir.registry import load_models
 from graphllm.ops.rope_table import Rope
 
@@ -121,16 +122,18 @@ def test_frequencies(name: str) -> None:
     if name == "gemma-3-1b":
         for rope, layer_type in ((c.rope, "full_attention"), (c.local_rope, "sliding_attention")):
             assert rope is not None
-            _check_row(rope.inv_freq[0], _default(theirs.rope_parameters[layer_type]["rope_theta"], 256))
+            _check_row(rope.inv_freq, _default(theirs.rope_parameters[layer_type]["rope_theta"], 256))
         return
     kind = theirs.rope_parameters["rope_type"]
     if kind == "default":
-        _check_row(c.rope.inv_freq[0], _default(theirs.rope_parameters["rope_theta"], c.E))
+        _check_row(c.rope.inv_freq, _default(theirs.rope_parameters["rope_theta"], c.E))
         return
-    for row, length in zip(c.rope.inv_freq, (None, 10**6), strict=False):
+    for length in (4096, 131072):  # of LongRoPE, both sides of the border
+        rope = MODELS[hf["architectures"][0]].config({**hf, MAX_MODEL_LEN: length}).rope
         expected, scale = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu", seq_len=length)
-        _check_row(row, expected)
-        assert c.rope.scale == pytest.approx(scale, rel=1e-12)
+        _check_row(rope.inv_freq, expected)
+        assert rope.scale == pytest.approx(scale, rel=1e-12)
+        assert rope.long == (kind == "longrope" and length > 4096)
 
 
 def _default(theta: float, dim: int) -> torch.Tensor:
@@ -186,7 +189,7 @@ def test_what_files_leave_out(family: str) -> None:
         rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
         if rope["rope_type"] != "yarn":
             assert c.max_len == theirs.max_position_embeddings, field
-            _check_row(c.rope.inv_freq[0], _default(rope["rope_theta"], E))
+            _check_row(c.rope.inv_freq, _default(rope["rope_theta"], E))
     assert compared >= 6
 
 
@@ -221,7 +224,7 @@ def test_rotary_settings_that_transformers_only_warns_about(given: dict[str, Any
     theirs = transformers.LlamaConfig.from_dict(dict(hf))
     expected, scale = ROPE_INIT_FUNCTIONS[given["rope_type"]](theirs, "cpu")
     rope = MODELS["LlamaForCausalLM"].config(hf).rope
-    _check_row(rope.inv_freq[0], expected)
+    _check_row(rope.inv_freq, expected)
     assert rope.scale == pytest.approx(scale)
 
 
@@ -231,7 +234,7 @@ def test_a_part_of_heads_that_are_rotated_whole(where: str, caplog: pytest.LogCa
     part: dict[str, Any] = {"partial_rotary_factor": 0.5}
     hf = LLAMA | (part if where == "above" else {"rope_parameters": part | {"rope_theta": 1e4}})
     theirs = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(dict(hf)))
-    _check_row(MODELS["LlamaForCausalLM"].config(hf).rope.inv_freq[0], theirs.inv_freq)
+    _check_row(MODELS["LlamaForCausalLM"].config(hf).rope.inv_freq, theirs.inv_freq)
     assert "partial_rotary_factor is 0.5: without effect, this architecture rotates heads whole" in caplog.text
 
 
@@ -284,4 +287,4 @@ def test_what_gpt_oss_files_leave_out() -> None:
     c, theirs = MODELS["GptOssForCausalLM"].config(given), transformers.GptOssConfig()
     assert (c.layer_types, c.window, c.E, c.K) == (("sliding", "full"), 128, theirs.head_dim, 8)
     assert (c.A, c.limit, c.eps, c.o_bias) == (4, 7.0, 1e-5, True)
-    _check_row(c.rope.inv_freq[0], ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")[0])
+    _check_row(c.rope.inv_freq, ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")[0])
