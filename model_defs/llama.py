@@ -1,4 +1,5 @@
-"""Llama and its close relatives: Mistral (sliding window), Qwen2 (bias on q, k, v), Qwen3 (q and k normalized)."""
+"""Llama and its close relatives: Mistral and Ministral (sliding windows), Qwen2 (bias on q, k, v), Qwen3 (q and k
+normalized)."""
 
 from __future__ import annotations
 
@@ -37,6 +38,7 @@ from graphllm.ops.swiglu import swiglu
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
     "MistralForCausalLM": {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "MinistralForCausalLM": {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
     "Qwen2ForCausalLM": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096},
     "Qwen3ForCausalLM": {
         "max_position_embeddings": 32_768,
@@ -79,7 +81,8 @@ def from_hf(hf: HF) -> Config:
     hf = _DEFAULTS.get(architecture, _DEFAULTS["LlamaForCausalLM"]) | dict(hf)  # a package may call it otherwise
     check_plain(hf)
     only(hf, "hidden_act", "silu")
-    mistral, qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Mistral", "Qwen2", "Qwen3"))
+    mistral = architecture in ("MistralForCausalLM", "MinistralForCausalLM")
+    qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Qwen2", "Qwen3"))
     llama = not (mistral or qwen2 or qwen3)
     (H, K), L = heads(hf), whole(hf, "num_hidden_layers", le=MOST_LAYERS)
     E = whole(hf, "head_dim", le=LARGEST_HEAD) if qwen3 else head_dim(hf)
@@ -110,17 +113,16 @@ def from_hf(hf: HF) -> Config:
 
 
 def _layer_types(hf: HF, L: int, window: int, mistral: bool, llama: bool) -> tuple[str, ...]:
-    """Mistral's window is always on, Qwen's in some layers when ``use_sliding_window``."""
-    if mistral or llama:
-        return ("sliding" if window else "full",) * L
-    if types := strings(hf, "layer_types"):
+    """Mistral's window is on in the layers that ``layer_types`` says, else in all, as transformers' AutoModel has it;
+    Qwen's in some layers when ``use_sliding_window``."""
+    if not llama and (types := strings(hf, "layer_types")):
         found = layer_types_of(types, L)
         if "sliding" in found and not window:
-            raise ConfigError(
-                "config.json: layer_types has sliding_attention without a window; set use_sliding_window and "
-                "sliding_window"
-            )
+            needed = "sliding_window" if mistral else "use_sliding_window and sliding_window"
+            raise ConfigError(f"config.json: layer_types has sliding_attention without a window; set {needed}")
         return found
+    if mistral or llama:
+        return ("sliding" if window else "full",) * L
     first = whole(hf, "max_window_layers", 28, ge=0)
     return tuple("sliding" if window and i >= first else "full" for i in range(L))
 
@@ -221,7 +223,7 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
 
 register_model(
     Model(
-        architectures=("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+        architectures=tuple(_DEFAULTS),
         config=from_hf,
         graphs=(
             Graph(

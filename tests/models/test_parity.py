@@ -52,12 +52,14 @@ def _rope(kind: str, **numbers: Any) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Arch:
     """One checkpoint to make. oracle: fields of the oracle's config, where frequencies are those of the engine's
-    longest context, 512 tokens, and transformers' would change in the middle of a text."""
+    longest context, 512 tokens, and transformers' would change in the middle of a text. auto: the oracle is what
+    AutoModel makes of the checkpoint, which may be of another class."""
 
     name: str
     model: str
     config: dict[str, Any]
     oracle: dict[str, Any] = field(default_factory=dict)
+    auto: bool = False
 
 
 ARCHS = (
@@ -86,6 +88,10 @@ ARCHS = (
     ),
     Arch("mistral", "Mistral", LLAMA | {"sliding_window": None}),
     Arch("mistral_window", "Mistral", LLAMA | {"sliding_window": 40}),
+    Arch("mistral_layer_types", "Mistral", LLAMA | {"sliding_window": 40, "layer_types": MIXED[::-1]},
+         auto=True),
+    Arch("mistral_all_full", "Mistral", LLAMA | {"sliding_window": 40, "layer_types": MIXED[1:] * 2}, auto=True),
+    Arch("ministral", "Ministral", LLAMA | _rope("default") | {"sliding_window": 40, "layer_types": MIXED}),
     Arch("qwen2", "Qwen2", LLAMA),
     Arch("qwen2_some_windows", "Qwen2",
          LLAMA | {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1,
@@ -168,8 +174,8 @@ def _forced(model: transformers.PreTrainedModel, prompt: list[int], drawn: list[
 SECOND = {"gemma2", "gpt2", "llama_dynamic"}  # compiled for a CPU, in the second tier
 # Of each family one, and of each kind of rotary embedding: in the first tier, and on a GPU.
 EACH = {
-    "llama_biases", "llama_dynamic", "llama_llama3", "llama_yarn_mscale", "mistral_window", "qwen2", "qwen3", "gemma2",
-    "gemma3", "phi3_longrope", "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "olmoe", "granite", "granite_moe",
+    "llama_biases", "llama_dynamic", "llama_llama3", "llama_yarn_mscale", "mistral_layer_types", "qwen2", "qwen3",
+    "gemma2", "gemma3", "phi3_longrope", "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "olmoe", "granite", "granite_moe",
     "phimoe_longrope", "gpt_oss", "gpt2", "opt",
 }  # fmt: skip
 
@@ -201,6 +207,8 @@ RUNS = [("eager", arch) for arch in ARCHS] + [("inductor", arch) for arch in ARC
 def test_parity(backend: str, arch: Arch, tmp_path: Path) -> None:
     _build(arch, arch.config).save_pretrained(tmp_path)
     model = _build(arch, arch.config | arch.oracle)
+    if arch.auto:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     runner = driver.Driver(tmp_path, backend, target="cuda" if ON_GPU and backend == "inductor" else "cpu")
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(V, (n,), generator=draw).tolist() for n in LENGTHS]
