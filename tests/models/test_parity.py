@@ -91,7 +91,7 @@ ARCHS = (
     Arch("mistral_layer_types", "Mistral", LLAMA | {"sliding_window": 40, "layer_types": MIXED[::-1]},
          auto=True),
     Arch("mistral_all_full", "Mistral", LLAMA | {"sliding_window": 40, "layer_types": MIXED[1:] * 2}, auto=True),
-    Arch("ministral", "Ministral", LLAMA | _rope("default") | {"sliding_window": 40, "layer_types": MIXED}),
+    Arch("ministral", "Ministral", LLAMA | _rope("default") | {"head_dim": 16, "sliding_window": 40, "layer_types": MIXED}),
     Arch("qwen2", "Qwen2", LLAMA),
     Arch("qwen2_some_windows", "Qwen2",
          LLAMA | {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1,
@@ -175,8 +175,8 @@ SECOND = {"gemma2", "gpt2", "llama_dynamic"}  # compiled for a CPU, in the secon
 # Of each family one, and of each kind of rotary embedding: in the first tier, and on a GPU.
 EACH = {
     "llama_biases", "llama_dynamic", "llama_llama3", "llama_yarn_mscale", "mistral_layer_types", "qwen2", "qwen3",
-    "gemma2", "gemma3", "phi3_longrope", "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "olmoe", "granite", "granite_moe",
-    "phimoe_longrope", "gpt_oss", "gpt2", "opt",
+    "gemma2", "gemma3", "phi3_longrope", "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "olmoe", "granite",
+    "granite_moe", "phimoe_longrope", "gpt_oss", "gpt2", "opt",
 }  # fmt: skip
 
 
