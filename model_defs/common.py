@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import whole
+from graphllm.config.fields import raw, whole
 from graphllm.ir import Weight
 from graphllm.weights.own_head import HEAD
 
@@ -21,7 +21,7 @@ _LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
 
 def only(hf: HF, name: str, *accepted: Any) -> Any:
     """The field's value, the first accepted one when it is missing. Raises ConfigError unless it is accepted."""
-    value = hf.get(name, accepted[0])
+    value = raw(hf, name, accepted[0])
     if not any(value == a and type(value) is type(a) for a in accepted):
         choice = " or ".join(repr(a) for a in accepted)
         raise ConfigError(f"config.json: {name} is {value!r}, which is not supported; use a checkpoint with {choice}")
@@ -47,7 +47,7 @@ def heads(hf: HF) -> tuple[int, int]:
 
 def head_dim(hf: HF) -> int:
     """``head_dim``, or the width divided by the heads when the file does not say."""
-    if hf.get("head_dim") is not None:
+    if raw(hf, "head_dim") is not None:
         return whole(hf, "head_dim", le=LARGEST_HEAD)
     D, H = whole(hf, "hidden_size"), whole(hf, "num_attention_heads")
     if D % H:

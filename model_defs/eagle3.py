@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import section, strings, switch, whole
+from graphllm.config.fields import raw, section, strings, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, select_rows
 from graphllm.ir.model import Drafts, Hidden
 from graphllm.model_defs import llama
@@ -50,7 +50,7 @@ def from_hf(hf: HF) -> Config:
     c = llama.from_hf({**hf, "architectures": ["LlamaForCausalLM"]})
     if len(c.layer_types) != 1:
         raise ConfigError(f"config.json: num_hidden_layers is {len(c.layer_types)}; EAGLE-3 heads have one layer")
-    layers = hf.get("eagle_aux_hidden_state_layer_ids")
+    layers = raw(hf, "eagle_aux_hidden_state_layer_ids")
     layers = section(hf, "eagle_config").get("eagle_aux_hidden_state_layer_ids") if layers is None else layers
     if layers is not None and not (isinstance(layers, list) and layers and all(type(i) is int for i in layers)):
         raise ConfigError(f"config.json: eagle_aux_hidden_state_layer_ids is {layers!r:.80}; give a list of layers")

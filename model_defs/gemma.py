@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphllm.config.fields import MOST, number, section, strings, switch, whole
+from graphllm.config.fields import MOST, number, raw, section, strings, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
 from graphllm.model_defs.common import (
     HF,
@@ -113,7 +113,7 @@ def from_hf(hf: HF) -> Config:
 def _local_rope(hf: HF, E: int) -> Rope:
     """Gemma 3's local layers: the newer nested parameters, else an own base that ``rope_scaling`` does not touch."""
     nested = section(section(hf, "rope_parameters"), "sliding_attention")
-    own = {"rope_scaling": None, "rope_parameters": nested, "rope_theta": hf.get("rope_local_base_freq", 1e4)}
+    own = {"rope_scaling": None, "rope_parameters": nested, "rope_theta": raw(hf, "rope_local_base_freq", 1e4)}
     return Rope.from_hf(dict(hf) | own, E)
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from torch import Tensor
 
-from graphllm.config.fields import MOST, number, strings, switch, whole
+from graphllm.config.fields import MOST, number, raw, strings, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model
 from graphllm.model_defs.bert import GELU, labels_of
 from graphllm.model_defs.common import HF, MOST_LAYERS, layer_types_of, only, split_heads
@@ -98,7 +98,7 @@ def _rope(hf: HF, E: int, layer_type: str) -> Rope:
     name, older, theta = _THETA[layer_type]
     theta = number(hf, older, theta, theta, gt=0)
     limits = {"max_position_embeddings": whole(hf, "max_position_embeddings", 8192, le=MOST)}
-    if hf.get("rope_parameters"):
+    if raw(hf, "rope_parameters"):
         return Rope.from_hf({**hf, **limits}, E, name, theta)
     return Rope.from_hf({"rope_theta": theta, **limits}, E)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import switch, whole
+from graphllm.config.fields import raw, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model
 from graphllm.ir.weight import Shard
 from graphllm.model_defs import llama
@@ -53,14 +53,14 @@ def from_hf(hf: HF) -> Config:
     hf = _DEFAULTS[name] | dict(hf)
     only(hf, "clip_qkv", None)
     only(hf, "qkv_bias", True, None)
-    window = hf.get("sliding_window") or None  # 0 is none, too
+    window = raw(hf, "sliding_window") or None  # 0 is none, too
     given = {"sliding_window": window, "head_dim": head_dim(hf), "architectures": [f"{_LIKE[name]}ForCausalLM"]}
     dense = llama.from_hf({**hf, **given})
     N = whole(hf, "num_local_experts" if "num_local_experts" in hf else "num_experts")
     A = whole(hf, "num_experts_per_tok")
     if not 1 <= A <= N:
         raise ConfigError(f"config.json: num_experts_per_tok is {A}; set it to the checkpoint's, from 1 to {N} experts")
-    every, plain = whole(hf, "decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
+    every, plain = whole(hf, "decoder_sparse_step", 1), raw(hf, "mlp_only_layers") or ()
     types = (
         f"{kind}_sparse" if i not in plain and (i + 1) % every == 0 else kind
         for i, kind in enumerate(dense.layer_types)

@@ -18,6 +18,7 @@ from graphllm import artifact
 from graphllm.compile import drafting
 from graphllm.compile.building import begin_builds, finish_builds
 from graphllm.compile.cost import step_costs
+from graphllm.compile.described import described, unread_fields
 from graphllm.compile.drafting import joined
 from graphllm.compile.jobs import Built, takes_torch
 from graphllm.compile.link import Linked, link
@@ -29,7 +30,7 @@ from graphllm.compile.split import check_rules, split_layers
 from graphllm.compile.trace import Layout, TracedGraph, plan_layout, trace_model, with_added
 from graphllm.compile.workers import Workers, open_workers
 from graphllm.config import Bucket, CompileConfig, ConfigError
-from graphllm.config.fields import MAX_MODEL_LEN, strings
+from graphllm.config.fields import strings
 from graphllm.ir.graph import to_text, verify
 from graphllm.ir.kernels import sources_in
 from graphllm.ir.model import Model, derived_model
@@ -144,13 +145,6 @@ def _family(model_config: Mapping[str, Any]) -> Model:
     )
 
 
-def _for_context(model_config: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
-    """A config.json that says the longest context that the engine has, to a draft model, too."""
-    told = {MAX_MODEL_LEN: max_model_len}
-    drafts = model_config.get(DRAFT)
-    return {**model_config, **told, **({} if drafts is None else {DRAFT: {**drafts, **told}})}
-
-
 def compile_model(
     model_config: Mapping[str, Any],
     tensors: str,
@@ -177,9 +171,9 @@ def compile_model(
     started = time.perf_counter()
     load_ops()
     load_passes()
-    described = _for_context(model_config, config.max_model_len)
-    model = find_model(described)
-    c = model.config(described)
+    fields = described(model_config, config.max_model_len)
+    model = find_model(fields)
+    c = model.config(fields)
     seconds: dict[str, float] = {}
 
     def timed(stage: str) -> None:
@@ -196,7 +190,7 @@ def compile_model(
         plan = shard_plan(plan, degree, config.enable_expert_parallel, config.num_redundant_experts)
         if config.data_parallel_experts > 1:
             plan = share_experts(plan, config.data_parallel_experts)
-        model, c = local_model(described, degree, config.enable_expert_parallel)
+        model, c = local_model(fields, degree, config.enable_expert_parallel)
         layout = plan_layout(model, c, config)
         check_rules(plan, config)
         graphs = [split_layers(graph, plan, config) for graph in trace_model(model, c, config, layout)]
@@ -244,6 +238,7 @@ def compile_model(
     manifest = {
         "factors": artifact.key_factors(model_config, tensors, config),
         "origin": dict(origin),
+        "unread": unread_fields(fields),
         "passes": [
             *traced.reports,
             *(

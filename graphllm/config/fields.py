@@ -17,6 +17,7 @@ from graphllm.config.parameter import SWITCH, Check, is_int, is_number, is_strin
 
 MOST = 2**31 - 1  # of what is counted in 32 bits
 MAX_MODEL_LEN = "max_model_len"  # a field beside config.json's: tokens of the engine's longest context
+READ = "\0read"  # a field beside config.json's: the set of the names that were asked for, which copies share
 _LARGEST = 2**24  # width, number of heads or vocabulary of a model
 _DEEPEST = 64  # levels of lists and objects in a file
 _POINTER = b"version https://git-lfs"
@@ -110,6 +111,7 @@ def read(
     fields: Fields, name: str, check: Check, default: Any = None, null: Any = None, file: str = "config.json"
 ) -> Any:
     """A field for which there is no reader above."""
+    note(fields, name)
     if name not in fields and default is not None:
         return default
     value = fields.get(name)
@@ -118,6 +120,17 @@ def read(
     if not check.right(value):
         raise ConfigError(f"{file}: {name} is {value!r:.80}; {check.remedy}")
     return value
+
+
+def raw(fields: Fields, name: str, default: Any = None) -> Any:
+    """A field of any kind, that the caller checks."""
+    note(fields, name)
+    return fields.get(name, default)
+
+
+def note(fields: Fields, *names: str) -> None:
+    """These fields are used or refused: nobody has to be told that they do nothing."""
+    fields.get(READ, set()).update(names)
 
 
 def _constant(name: str) -> float:

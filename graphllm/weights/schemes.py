@@ -81,6 +81,32 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     return METHODS[method](found)
 
 
+def unread_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a ``quantization_config`` that its method does not ask for."""
+    if config.get("quantization_config") is None:
+        return {}
+    found = _Noted(section(config, "quantization_config"))
+    if (method := found.get("quant_method")) in METHODS:
+        METHODS[method](found)("")  # some are asked for with the first module
+    return {n: v for n, v in found.items() if n not in found.used}
+
+
+class _Noted(dict[str, Any]):
+    """Knows which fields were asked for."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self.used: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.used.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self.used.add(name)
+        return super().__getitem__(name)
+
+
 def is_own_method(config: Mapping[str, Any], said: str) -> bool:
     """Whether what a user gave as ``quantization`` is how the checkpoint is quantized."""
     return _SAME.get(said, said) == section(config, "quantization_config").get("quant_method")
@@ -215,11 +241,14 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
         own = by_module(module)
         if own is None:
             return None
-        told = {**config, **own}
-        width = max(told.get("group_size", group), 0)
-        family = "gptq_sym" if told.get("sym") is True else "gptqv2" if written == "gptq_v2" else "gptq"
+
+        def said(field: str, default: Any = None) -> Any:
+            return own.get(field, config.get(field, default))
+
+        width = max(said("group_size", group), 0)
+        family = "gptq_sym" if said("sym") is True else "gptqv2" if written == "gptq_v2" else "gptq"
         # All of a row is in one group, whatever order it was quantized in.
-        return f"{family}{'' if told.get('desc_act') and width else '_ordered'}-{told.get('bits', bits)}-{width}"
+        return f"{family}{'' if said('desc_act') and width else '_ordered'}-{said('bits', bits)}-{width}"
 
     return scheme
 
@@ -285,7 +314,8 @@ def _compressed(config: Mapping[str, Any]) -> Scheme:
             "the model without compressing them (save_pretrained(..., save_compressed=False))"
         )
     groups = section(config, "config_groups", _CONFIG)
-    made = [(tuple(g.get("targets", ())), _of_group(name, g, config)) for name, g in groups.items()]
+    found = {name: section(groups, name, f"{_CONFIG}.config_groups") for name in groups}
+    made = [(tuple(g.get("targets", ())), _of_group(name, g, config)) for name, g in found.items()]
     ignored = tuple(config.get("ignore") or ())
 
     def scheme(module: str) -> str | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import MAX_MODEL_LEN, MOST, Fields, number, section, switch, whole
+from graphllm.config.fields import MAX_MODEL_LEN, MOST, READ, Fields, note, number, raw, section, switch, whole
 from graphllm.config.fields import read as read_field
 from graphllm.config.parameter import Check, is_number
 from graphllm.ir import Weight
@@ -74,14 +74,16 @@ def parameters(hf: Mapping[str, Any], layer_type: str | None, theta: float) -> d
             f"config.json: rope_parameters has {', '.join(nested)}, but all layers of this architecture have the same; "
             "give one flat object"
         )
-    above = {k: hf[k] for k in ("rope_theta", "partial_rotary_factor") if hf.get(k) is not None}
-    return {"rope_theta": theta, "rope_type": found.get("type", "default"), **above, **found}
+    above = {k: hf[k] for k in ("rope_theta", "partial_rotary_factor") if raw(hf, k) is not None}
+    note(hf, "rope_type", "type")
+    known = {READ: hf[READ]} if READ in hf else {}
+    return {"rope_theta": theta, "rope_type": found.get("type", "default"), **above, **found, **known}
 
 
 def _rotated_whole(p: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a family that rotates heads whole. Raises ConfigError where transformers would fail, too."""
     name, kind = "partial_rotary_factor", p["rope_type"]
-    if kind == "proportional" or p.get(name) in (None, 1):
+    if kind == "proportional" or raw(p, name) in (None, 1):
         return p
     if kind != "default":
         raise ConfigError(
@@ -190,7 +192,7 @@ def _yarn_scale(factor: float, p: Mapping[str, Any]) -> float:
     def term(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if p.get("attention_factor") is not None:
+    if raw(p, "attention_factor") is not None:
         return number(p, "attention_factor", gt=0, le=_LARGEST)
     own, all_dim = (number(p, name, 0.0, 0.0, ge=0, le=_LARGEST) for name in ("mscale", "mscale_all_dim"))
     return term(own) / term(all_dim) if own and all_dim else term(1.0)
@@ -198,7 +200,7 @@ def _yarn_scale(factor: float, p: Mapping[str, Any]) -> float:
 
 def _longrope_scale(p: Mapping[str, Any], longest: int, original: int) -> float:
     """The attention factor: given, or sqrt(1 + ln(factor) / ln(original))."""
-    if p.get("attention_factor") is not None:
+    if raw(p, "attention_factor") is not None:
         return number(p, "attention_factor", gt=0, le=_LARGEST)
     factor = _factor(p, longest / original)
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
