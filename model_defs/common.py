@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import section, whole
+from graphllm.config.fields import raw, whole
 from graphllm.ir import Weight
+from graphllm.weights.own_head import HEAD
 
 HF = Mapping[str, Any]
 MOST_LAYERS = 4096
@@ -20,7 +21,7 @@ _LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
 
 def only(hf: HF, name: str, *accepted: Any) -> Any:
     """The field's value, the first accepted one when it is missing. Raises ConfigError unless it is accepted."""
-    value = hf.get(name, accepted[0])
+    value = raw(hf, name, accepted[0])
     if not any(value == a and type(value) is type(a) for a in accepted):
         choice = " or ".join(repr(a) for a in accepted)
         raise ConfigError(f"config.json: {name} is {value!r}, which is not supported; use a checkpoint with {choice}")
@@ -30,12 +31,6 @@ def only(hf: HF, name: str, *accepted: Any) -> Any:
 def check_plain(hf: HF) -> None:
     """Raises ConfigError for a checkpoint whose tokens see those behind them."""
     only(hf, "is_causal", True)
-
-
-def rotated_whole(hf: HF) -> None:
-    """Raises ConfigError for a checkpoint that rotates only a part of each head."""
-    for found in (hf, section(hf, "rope_parameters"), section(hf, "rope_scaling")):
-        only(found, "partial_rotary_factor", None, 1.0, 1)
 
 
 def heads(hf: HF) -> tuple[int, int]:
@@ -52,7 +47,7 @@ def heads(hf: HF) -> tuple[int, int]:
 
 def head_dim(hf: HF) -> int:
     """``head_dim``, or the width divided by the heads when the file does not say."""
-    if hf.get("head_dim") is not None:
+    if raw(hf, "head_dim") is not None:
         return whole(hf, "head_dim", le=LARGEST_HEAD)
     D, H = whole(hf, "hidden_size"), whole(hf, "num_attention_heads")
     if D % H:
@@ -74,6 +69,16 @@ def layer_types_of(layer_types: Sequence[str], L: int) -> tuple[str, ...]:
             f"config.json: layer_types has {len(layer_types)} entries; give one for each of num_hidden_layers = {L}"
         )
     return tuple(_LAYER_TYPES[name] for name in layer_types)
+
+
+def token_table(c: Any, *names: str) -> Weight:
+    """The embedding [V, D]; a tied one may be stored as the head."""
+    return Weight((c.V, c.D), ((*names, HEAD) if c.tied else names,), shard="vocab")
+
+
+def head_matrix(c: Any) -> Weight:
+    """The language head [V, D], which may be tied to the embedding."""
+    return Weight((c.V, c.D), () if c.tied else (HEAD,), tie="embed.tokens" if c.tied else None, shard="vocab")
 
 
 def named_too(weights: Mapping[str, Weight], start: str, *others: str) -> dict[str, Weight]:

@@ -110,7 +110,7 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
 
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-    angles = c.rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq)
+    angles = c.rope.table(ctx.inputs.positions, w.inv_freq)
     return embedding(ctx.inputs.token_ids, w.tokens, c.embedding_scale), angles
 
 

@@ -58,7 +58,7 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
 
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-    angles = c.rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq)
+    angles = c.rope.table(ctx.inputs.positions, w.inv_freq)
     joint_T2D = torch.cat([embedding(ctx.inputs.token_ids, w.tokens), ctx.inputs.hidden], -1)
     return linear(joint_T2D, w.fc, getattr(w, "fc_bias", None)), angles
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import section, strings, switch, whole
+from graphllm.config.fields import raw, section, strings, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, select_rows
 from graphllm.ir.model import Drafts, Hidden
 from graphllm.model_defs import llama
@@ -31,12 +31,16 @@ from graphllm.weights.expr import Read
 @dataclass(frozen=True)
 class Config(llama.Config):
     """draft_vocab: tokens that it drafts. target_width: of the model. hidden_layers: of the model, counted from 1,
-    whose hidden states it reads; empty for the usual three."""
+    whose hidden states it reads; empty for the usual three. norm_output: a draft hands its state on normalized.
+    fc_norm: each hidden state of the model is normalized. norm_before_fc: all of them are, as one row."""
 
     draft_vocab: int = 0
     target_width: int = 0
     hidden_layers: tuple[int, ...] = ()
     norm_before_residual: bool = False
+    norm_output: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
     own_embedding: bool = False
 
 
@@ -46,7 +50,7 @@ def from_hf(hf: HF) -> Config:
     c = llama.from_hf({**hf, "architectures": ["LlamaForCausalLM"]})
     if len(c.layer_types) != 1:
         raise ConfigError(f"config.json: num_hidden_layers is {len(c.layer_types)}; EAGLE-3 heads have one layer")
-    layers = hf.get("eagle_aux_hidden_state_layer_ids")
+    layers = raw(hf, "eagle_aux_hidden_state_layer_ids")
     layers = section(hf, "eagle_config").get("eagle_aux_hidden_state_layer_ids") if layers is None else layers
     if layers is not None and not (isinstance(layers, list) and layers and all(type(i) is int for i in layers)):
         raise ConfigError(f"config.json: eagle_aux_hidden_state_layer_ids is {layers!r:.80}; give a list of layers")
@@ -55,9 +59,17 @@ def from_hf(hf: HF) -> Config:
         draft_vocab=whole(hf, "draft_vocab_size", c.V, c.V),
         target_width=whole(hf, "target_hidden_size", c.D, c.D),
         hidden_layers=tuple(layers or ()),
-        norm_before_residual=switch(hf, "norm_before_residual", False),
+        norm_before_residual=_switch(hf, "norm_before_residual"),
+        norm_output=_switch(hf, "norm_output"),
+        fc_norm=_switch(hf, "fc_norm"),
+        norm_before_fc=_switch(hf, "norm_before_fc"),
         own_embedding="embed_tokens.weight" in strings(hf, "tensors"),
     )
+
+
+def _switch(hf: HF, name: str) -> bool:
+    """A switch that some programs write into the section eagle_config."""
+    return switch({**section(hf, "eagle_config"), **hf}, name, False)
 
 
 def hidden(c: Config, layers: int) -> Hidden:
@@ -80,7 +92,8 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     twice = dataclasses.replace(c, D=2 * c.D)
     weights = llama.layer_weights(c, layer_type) | {"qkv": llama.layer_weights(twice, layer_type)["qkv"]}
     weights["hidden_norm"] = Weight((c.D,), (llama.LAYER + "hidden_norm.weight",))
-    return named_too(weights, llama.LAYER, "midlayer.", "layers.{layer}.")
+    weights = named_too(weights, llama.LAYER, "midlayer.", "layers.{layer}.")
+    return weights | ({"norm": Weight((c.D,), ("norm.weight",))} if c.norm_output else {})
 
 
 def head_weights(c: Config) -> dict[str, Weight]:
@@ -88,14 +101,14 @@ def head_weights(c: Config) -> dict[str, Weight]:
     if c.draft_vocab != c.V:
         offsets["d2t"] = Weight((c.draft_vocab,), expr=Read(("d2t",), (c.draft_vocab,), "int64"), dtype="float32")
     return {
-        "norm": Weight((c.D,), ("norm.weight",)),
+        **({} if c.norm_output else {"norm": Weight((c.D,), ("norm.weight",))}),
         "lm_head": Weight((c.draft_vocab, c.D), ("lm_head.weight",), shard="vocab"),
         **offsets,
     }
 
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-    angles = c.rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq)
+    angles = c.rope.table(ctx.inputs.positions, w.inv_freq)
     return ctx.inputs.hidden, (*angles, embedding(ctx.inputs.token_ids, w.tokens))
 
 
@@ -104,15 +117,36 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
     h_TD = rms_norm(x_TD, w.hidden_norm, c.eps)
     joint_T2D = torch.cat([rms_norm(tokens_TD, w.attn_norm, c.eps), h_TD], -1)
     added_TD = llama.attend(c, layer_type, w, joint_T2D, ctx._replace(shared=tuple(angles)))
-    return llama.feed_forward(c, w, (h_TD if c.norm_before_residual else x_TD) + added_TD)
+    out_TD = llama.feed_forward(c, w, (h_TD if c.norm_before_residual else x_TD) + added_TD)
+    return llama.norm(c, w, out_TD) if c.norm_output else out_TD
 
 
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Any:
-    logits_SV = linear(llama.norm(c, w, select_rows(x_TD, ctx.inputs.logits_indices)), w.lm_head)
+    x_SD = select_rows(x_TD, ctx.inputs.logits_indices)
+    logits_SV = linear(x_SD if c.norm_output else llama.norm(c, w, x_SD), w.lm_head)
     if c.draft_vocab == c.V:
         return logits_SV
     ids_V = torch.arange(c.draft_vocab, device=x_TD.device) + w.d2t.round().to(torch.int64)
     return Drafts((logits_SV,), ids_V)
+
+
+def project_weights(c: Config) -> dict[str, Weight]:
+    weights = {"fc": Weight((c.D, _parts(c) * c.target_width), ("fc.weight",))}
+    if c.fc_norm:
+        norms = tuple(f"fc_norm.{i}.weight" for i in range(_parts(c)))
+        weights["fc_norm"] = Weight((_parts(c) * c.target_width,), norms, (c.target_width,) * _parts(c))
+    if c.norm_before_fc:
+        weights["input_norm"] = Weight((_parts(c) * c.target_width,), ("input_norm.weight",))
+    return weights
+
+
+def project(c: Config, w: SimpleNamespace, hidden_TD: Tensor) -> Tensor:
+    if c.fc_norm:
+        parts = zip(hidden_TD.chunk(_parts(c), -1), w.fc_norm.chunk(_parts(c)), strict=True)
+        hidden_TD = torch.cat([rms_norm(part_TD, norm, c.eps) for part_TD, norm in parts], -1)
+    if c.norm_before_fc:
+        hidden_TD = rms_norm(hidden_TD, w.input_norm, c.eps)
+    return linear(hidden_TD, w.fc)
 
 
 register_model(
@@ -134,8 +168,8 @@ register_model(
                 head=head,
                 states=llama.states,
                 hidden=hidden,
-                project_weights=lambda c: {"fc": Weight((c.D, _parts(c) * c.target_width), ("fc.weight",))},
-                project=lambda c, w, hidden_TD: linear(hidden_TD, w.fc),
+                project_weights=project_weights,
+                project=project,
             ),
         ),
     )

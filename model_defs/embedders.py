@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import switch
+from graphllm.config.fields import raw, switch
 from graphllm.config.pooling_config import PoolingType
 from graphllm.ir import ForwardContext, Graph, Model, Weight, all_models, register_derivation
 from graphllm.model_defs.common import HF
@@ -58,11 +58,11 @@ class _Head:
 def _classifier(hf: HF, plain: Config) -> Config:
     """A classifier's. It may be made of a language model: the field ``classifier_token_ids`` has the tokens."""
     c = replace(plain, labels=labels_of(hf))
-    if not (tokens := tuple(hf.get("classifier_token_ids") or ())):
+    if not (tokens := tuple(raw(hf, "classifier_token_ids") or ())):
         return c
     if any(not 0 <= i < c.V for i in tokens):
         raise ConfigError(f"config.json: classifier_token_ids is {tokens}: the vocabulary has {c.V} tokens")
-    if not hf.get("is_original_qwen3_reranker"):
+    if not raw(hf, "is_original_qwen3_reranker"):
         return replace(c, labels=len(tokens), tokens=tokens)
     if len(tokens) != 2:
         raise ConfigError(f"config.json: classifier_token_ids is {tokens}: give two, the one for no first")
@@ -71,8 +71,8 @@ def _classifier(hf: HF, plain: Config) -> Config:
 
 def labels_of(hf: HF) -> int:
     """How many classes a config.json has; two where it does not say, as in transformers."""
-    named = hf.get("id2label")
-    count = hf.get("num_labels", len(named) if isinstance(named, dict) else 2)
+    named = raw(hf, "id2label")
+    count = raw(hf, "num_labels", len(named) if isinstance(named, dict) else 2)
     if type(count) is not int or not 1 <= count <= _MOST_LABELS:
         raise ConfigError(f"config.json: num_labels is {count!r:.80}; set it to a whole number from 1 on")
     return count

@@ -8,18 +8,19 @@ from typing import Any
 
 from torch import Tensor
 
-from graphllm.config.fields import MOST, number, section, strings, switch, whole
+from graphllm.config.fields import MOST, number, raw, section, strings, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
 from graphllm.model_defs.common import (
     HF,
     LARGEST_HEAD,
     MOST_LAYERS,
     check_plain,
+    head_matrix,
     heads,
     layer_types_of,
     only,
-    rotated_whole,
     split_heads,
+    token_table,
 )
 from graphllm.ops.embedding import embedding
 from graphllm.ops.geglu import geglu
@@ -76,7 +77,6 @@ class Config:
 def from_hf(hf: HF) -> Config:
     """The config of either ``config.json``. Raises ConfigError for settings that are not supported."""
     check_plain(hf)
-    rotated_whole(hf)
     architecture = hf["architectures"][0]
     gemma3 = architecture == "Gemma3ForCausalLM"
     hf = _COMMON | _DEFAULTS[architecture] | dict(hf)
@@ -113,12 +113,12 @@ def from_hf(hf: HF) -> Config:
 def _local_rope(hf: HF, E: int) -> Rope:
     """Gemma 3's local layers: the newer nested parameters, else an own base that ``rope_scaling`` does not touch."""
     nested = section(section(hf, "rope_parameters"), "sliding_attention")
-    own = {"rope_scaling": None, "rope_parameters": nested, "rope_theta": hf.get("rope_local_base_freq", 1e4)}
+    own = {"rope_scaling": None, "rope_parameters": nested, "rope_theta": raw(hf, "rope_local_base_freq", 1e4)}
     return Rope.from_hf(dict(hf) | own, E)
 
 
 def embed_weights(c: Config) -> dict[str, Weight]:
-    weights = {"tokens": Weight((c.V, c.D), ("model.embed_tokens.weight",), shard="vocab"), "inv_freq": c.rope.weight()}
+    weights = {"tokens": token_table(c, "model.embed_tokens.weight"), "inv_freq": c.rope.weight()}
     return weights | ({"inv_freq_local": c.local_rope.weight()} if c.local_rope else {})
 
 
@@ -144,9 +144,7 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
 
 
 def head_weights(c: Config) -> dict[str, Weight]:
-    tied = Weight((c.V, c.D), tie="embed.tokens", shard="vocab")
-    own = Weight((c.V, c.D), ("lm_head.weight",), shard="vocab")
-    return {"norm": Weight((c.D,), ("model.norm.weight",)), "lm_head": tied if c.tied else own}
+    return {"norm": Weight((c.D,), ("model.norm.weight",)), "lm_head": head_matrix(c)}
 
 
 def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
@@ -154,9 +152,9 @@ def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
 
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-    shared: tuple[Tensor, ...] = c.rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq)
+    shared: tuple[Tensor, ...] = c.rope.table(ctx.inputs.positions, w.inv_freq)
     if c.local_rope:
-        shared += c.local_rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq_local)
+        shared += c.local_rope.table(ctx.inputs.positions, w.inv_freq_local)
     return embedding(ctx.inputs.token_ids, w.tokens, c.embed_scale), shared
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from graphllm.config import ConfigError
 from graphllm.config.fields import MOST, number, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
-from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, only, split_heads
+from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, head_matrix, only, split_heads, token_table
 from graphllm.ops.embedding import embedding
 from graphllm.ops.layer_norm import layer_norm
 from graphllm.ops.linear import linear
@@ -73,7 +73,7 @@ def _names(name: str) -> tuple[tuple[str, ...]]:
 
 def embed_weights(c: Config) -> dict[str, Weight]:
     return {
-        "tokens": Weight((c.V, c.D), _names("wte.weight"), shard="vocab"),
+        "tokens": token_table(c, *_names("wte.weight")[0]),
         "positions": Weight((c.max_len, c.D), _names("wpe.weight")),
     }
 
@@ -98,12 +98,10 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
 
 
 def head_weights(c: Config) -> dict[str, Weight]:
-    tied = Weight((c.V, c.D), tie="embed.tokens", shard="vocab")
-    own = Weight((c.V, c.D), ("lm_head.weight",), shard="vocab")
     return {
         "norm": Weight((c.D,), _names("ln_f.weight")),
         "norm_bias": Weight((c.D,), _names("ln_f.bias")),
-        "lm_head": tied if c.tied else own,
+        "lm_head": head_matrix(c),
     }
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import MOST, number, strings, whole
+from graphllm.config.fields import MOST, number, raw, strings, whole
 from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model
 from graphllm.model_defs import llama
 from graphllm.model_defs.common import HF, layer_types_of, only
@@ -42,7 +42,7 @@ class Config(llama.Config):
 def from_hf(hf: HF) -> Config:
     """The config of a ``config.json``. Raises ConfigError for settings that are not supported."""
     hf = _DEFAULTS | dict(hf)
-    if not hf.get("rope_scaling") and not hf.get("rope_parameters"):
+    if not raw(hf, "rope_scaling") and not raw(hf, "rope_parameters"):
         hf["rope_scaling"] = _YARN
     dense = llama.from_hf({**hf, "architectures": ["LlamaForCausalLM"]})
     only(hf, "swiglu_alpha", 1.702)

@@ -1,4 +1,5 @@
-"""Llama and its close relatives: Mistral (sliding window), Qwen2 (bias on q, k, v), Qwen3 (q and k normalized)."""
+"""Llama and its close relatives: Mistral and Ministral (sliding windows), Qwen2 (bias on q, k, v), Qwen3 (q and k
+normalized)."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from graphllm.model_defs.common import (
     MOST_LAYERS,
     check_plain,
     head_dim,
+    head_matrix,
     heads,
     layer_types_of,
     only,
-    rotated_whole,
     split_heads,
+    token_table,
 )
 from graphllm.ops.embedding import embedding
 from graphllm.ops.encoder_attention import encoder_attention
@@ -36,6 +38,7 @@ from graphllm.ops.swiglu import swiglu
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
     "MistralForCausalLM": {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "MinistralForCausalLM": {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
     "Qwen2ForCausalLM": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096},
     "Qwen3ForCausalLM": {
         "max_position_embeddings": 32_768,
@@ -78,8 +81,8 @@ def from_hf(hf: HF) -> Config:
     hf = _DEFAULTS.get(architecture, _DEFAULTS["LlamaForCausalLM"]) | dict(hf)  # a package may call it otherwise
     check_plain(hf)
     only(hf, "hidden_act", "silu")
-    rotated_whole(hf)
-    mistral, qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Mistral", "Qwen2", "Qwen3"))
+    mistral = architecture in ("MistralForCausalLM", "MinistralForCausalLM")
+    qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Qwen2", "Qwen3"))
     llama = not (mistral or qwen2 or qwen3)
     (H, K), L = heads(hf), whole(hf, "num_hidden_layers", le=MOST_LAYERS)
     E = whole(hf, "head_dim", le=LARGEST_HEAD) if qwen3 else head_dim(hf)
@@ -110,23 +113,22 @@ def from_hf(hf: HF) -> Config:
 
 
 def _layer_types(hf: HF, L: int, window: int, mistral: bool, llama: bool) -> tuple[str, ...]:
-    """Mistral's window is always on, Qwen's in some layers when ``use_sliding_window``."""
-    if mistral or llama:
-        return ("sliding" if window else "full",) * L
-    if types := strings(hf, "layer_types"):
+    """Mistral's window is on in the layers that ``layer_types`` says, else in all, as transformers' AutoModel has it;
+    Qwen's in some layers when ``use_sliding_window``."""
+    if not llama and (types := strings(hf, "layer_types")):
         found = layer_types_of(types, L)
         if "sliding" in found and not window:
-            raise ConfigError(
-                "config.json: layer_types has sliding_attention without a window; set use_sliding_window and "
-                "sliding_window"
-            )
+            needed = "sliding_window" if mistral else "use_sliding_window and sliding_window"
+            raise ConfigError(f"config.json: layer_types has sliding_attention without a window; set {needed}")
         return found
+    if mistral or llama:
+        return ("sliding" if window else "full",) * L
     first = whole(hf, "max_window_layers", 28, ge=0)
     return tuple("sliding" if window and i >= first else "full" for i in range(L))
 
 
 def embed_weights(c: Config) -> dict[str, Weight]:
-    return {"tokens": Weight((c.V, c.D), ("model.embed_tokens.weight",), shard="vocab"), "inv_freq": c.rope.weight()}
+    return {"tokens": token_table(c, "model.embed_tokens.weight"), "inv_freq": c.rope.weight()}
 
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
@@ -170,9 +172,7 @@ def merged(names: str, of: str, segments: tuple[int, ...], *width: int, heads: t
 
 
 def head_weights(c: Config) -> dict[str, Weight]:
-    tied = Weight((c.V, c.D), tie="embed.tokens", shard="vocab")
-    own = Weight((c.V, c.D), ("lm_head.weight",), shard="vocab")
-    return {"norm": Weight((c.D,), ("model.norm.weight",)), "lm_head": tied if c.tied else own}
+    return {"norm": Weight((c.D,), ("model.norm.weight",)), "lm_head": head_matrix(c)}
 
 
 def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
@@ -180,7 +180,7 @@ def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
 
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-    angles = c.rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq)
+    angles = c.rope.table(ctx.inputs.positions, w.inv_freq)
     return embedding(ctx.inputs.token_ids, w.tokens), angles
 
 
@@ -223,7 +223,7 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
 
 register_model(
     Model(
-        architectures=("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+        architectures=tuple(_DEFAULTS),
         config=from_hf,
         graphs=(
             Graph(

@@ -44,7 +44,7 @@ def mtp_layer_weights(c: llama.Config, layer_type: str) -> dict[str, Weight]:
 
 
 def mtp_embed(c: llama.Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-    angles = c.rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq)
+    angles = c.rope.table(ctx.inputs.positions, w.inv_freq)
     return ctx.inputs.hidden, (*angles, embedding(ctx.inputs.token_ids, w.tokens))
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from torch import Tensor
 
-from graphllm.config.fields import MOST, number, strings, switch, whole
+from graphllm.config.fields import MOST, number, raw, strings, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model
 from graphllm.model_defs.bert import GELU, labels_of
 from graphllm.model_defs.common import HF, MOST_LAYERS, layer_types_of, only, split_heads
@@ -98,7 +98,7 @@ def _rope(hf: HF, E: int, layer_type: str) -> Rope:
     name, older, theta = _THETA[layer_type]
     theta = number(hf, older, theta, theta, gt=0)
     limits = {"max_position_embeddings": whole(hf, "max_position_embeddings", 8192, le=MOST)}
-    if hf.get("rope_parameters"):
+    if raw(hf, "rope_parameters"):
         return Rope.from_hf({**hf, **limits}, E, name, theta)
     return Rope.from_hf({"rope_theta": theta, **limits}, E)
 
@@ -156,8 +156,8 @@ def head_weights(c: Config) -> dict[str, Weight]:
 
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-    given = ctx.inputs.positions, ctx.inputs.context_lens
-    angles = (*c.ropes[0].table(*given, w.inv_freq_full), *c.ropes[1].table(*given, w.inv_freq_sliding))
+    at = ctx.inputs.positions
+    angles = (*c.ropes[0].table(at, w.inv_freq_full), *c.ropes[1].table(at, w.inv_freq_sliding))
     return _normed(c, w, "norm", embedding(ctx.inputs.token_ids, w.tokens)), angles
 
 

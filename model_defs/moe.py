@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import switch, whole
+from graphllm.config.fields import raw, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model
 from graphllm.ir.weight import Shard
 from graphllm.model_defs import llama
-from graphllm.model_defs.common import HF, only
+from graphllm.model_defs.common import HF, head_dim, only
 from graphllm.ops.fused_moe import fused_moe
 from graphllm.ops.linear import linear
 from graphllm.ops.moe_route import moe_route
@@ -23,6 +24,13 @@ from graphllm.ops.swiglu import swiglu
 
 # What stands in for the attention of each architecture, and where its experts lie in a layer.
 _LIKE = {"Mixtral": "Mistral", "Qwen2Moe": "Qwen2", "Qwen3Moe": "Qwen3", "Olmoe": "Llama"}
+# What the files of each leave out, where it differs from that.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None},
+    "Qwen2Moe": {"num_key_value_heads": 16},
+    "Qwen3Moe": {"num_key_value_heads": 4},
+    "Olmoe": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+}
 
 
 @dataclass(frozen=True)
@@ -42,15 +50,17 @@ def from_hf(hf: HF) -> Config:
     """The config of any of the family's ``config.json``. Raises ConfigError for settings that are not supported."""
     name = hf["architectures"][0].removesuffix("ForCausalLM")
     mixtral, olmoe = name == "Mixtral", name == "Olmoe"
+    hf = _DEFAULTS[name] | dict(hf)
     only(hf, "clip_qkv", None)
     only(hf, "qkv_bias", True, None)
-    window = hf.get("sliding_window") or None  # 0 is none, too
-    dense = llama.from_hf({**hf, "sliding_window": window, "architectures": [f"{_LIKE[name]}ForCausalLM"]})
+    window = raw(hf, "sliding_window") or None  # 0 is none, too
+    given = {"sliding_window": window, "head_dim": head_dim(hf), "architectures": [f"{_LIKE[name]}ForCausalLM"]}
+    dense = llama.from_hf({**hf, **given})
     N = whole(hf, "num_local_experts" if "num_local_experts" in hf else "num_experts")
     A = whole(hf, "num_experts_per_tok")
     if not 1 <= A <= N:
         raise ConfigError(f"config.json: num_experts_per_tok is {A}; set it to the checkpoint's, from 1 to {N} experts")
-    every, plain = whole(hf, "decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
+    every, plain = whole(hf, "decoder_sparse_step", 1), raw(hf, "mlp_only_layers") or ()
     types = (
         f"{kind}_sparse" if i not in plain and (i + 1) % every == 0 else kind
         for i, kind in enumerate(dense.layer_types)

@@ -118,7 +118,7 @@ def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, t
         x_TD = x_TD + embedding(ctx.inputs.token_types, w.types)
     elif c.types:
         x_TD = x_TD + w.types
-    angles = c.rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq)
+    angles = c.rope.table(ctx.inputs.positions, w.inv_freq)
     return layer_norm(x_TD, w.norm, w.norm_bias, c.eps), angles
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from graphllm.config.fields import MOST, switch, whole
 from graphllm.ir import Graph, Model, Weight, register_model
 from graphllm.model_defs import gpt2
-from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, only
+from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, only, token_table
 
 _FIRST_POSITION = 2
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu"}
@@ -44,7 +44,7 @@ def _names(name: str) -> tuple[tuple[str, ...]]:
 def embed_weights(c: gpt2.Config) -> dict[str, Weight]:
     rows = (_FIRST_POSITION, _FIRST_POSITION + c.max_len)
     return {
-        "tokens": Weight((c.V, c.D), _names("embed_tokens.weight"), shard="vocab"),
+        "tokens": token_table(c, *_names("embed_tokens.weight")[0]),
         "positions": Weight((c.max_len, c.D), _names("embed_positions.weight"), slice_rows=rows),
     }
 

@@ -30,7 +30,7 @@ def from_hf(hf: HF) -> llama.Config:
         window=window,
         eps=number(hf, "rms_norm_eps", 1e-5, ge=0, le=1),
         scale=E**-0.5,
-        rope=Rope.from_hf(hf, E),
+        rope=Rope.from_hf(hf, E, partly=True),
         tied=switch(hf, "tie_word_embeddings", False),
     )
 

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 from torch import Tensor
 
-from graphllm.config import ConfigError
-from graphllm.config.fields import number, switch
+from graphllm.config.fields import number, section, switch
 from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, select_rows
 from graphllm.model_defs import llama, moe
 from graphllm.model_defs.common import HF
@@ -27,15 +26,11 @@ class Config(moe.Config):
 def from_hf(hf: HF) -> Config:
     """The config of a ``config.json``. Raises ConfigError for settings that are not supported."""
     inner = moe.from_hf({**hf, "architectures": ["MixtralForCausalLM"]})
-    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    scales = {scaling[name] for name in ("short_mscale", "long_mscale") if scaling.get(name) is not None}
-    if len(scales) > 1:
-        raise ConfigError(
-            f"config.json: short_mscale and long_mscale are {sorted(scales)}; only equal ones are supported"
-        )
+    scaling = section(hf, "rope_parameters") or section(hf, "rope_scaling")
+    scale = number(scaling, "long_mscale" if inner.rope.long else "short_mscale", inner.rope.scale, inner.rope.scale)
     bias = switch(hf, "attention_bias", False)
     given = {
-        "rope": replace(inner.rope, scale=scales.pop()) if scales else inner.rope,
+        "rope": replace(inner.rope, scale=scale),
         "qkv_bias": bias,
         "o_bias": bias,
     }

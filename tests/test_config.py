@@ -140,6 +140,17 @@ def test_unknown_architecture(architectures: Any, checkpoint: Path, tmp_path: Pa
         find_model(config)
 
 
+def test_unknown_models_are_named_by_their_type() -> None:
+    from graphllm.compile.pipeline import find_model
+
+    with pytest.raises(ConfigError, match=r"architectures: missing \(model_type 'mamba'\) is not supported") as refused:
+        find_model({"model_type": "mamba"})
+    text, vectors, drafts = str(refused.value).split("for ")[1:4]
+    assert "Qwen3ForCausalLM" in text
+    assert "BertModel" in vectors
+    assert "LlamaForCausalLMEagle3" in drafts
+
+
 def test_context_longer_than_the_model(checkpoint: Path, cache: Path) -> None:
     source = open_source(checkpoint)
     config = compile_config(source.config, EngineArgs(target="cpu", backend="eager", max_model_len=129))

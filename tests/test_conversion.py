@@ -20,6 +20,7 @@ from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints import conversion, weights_worker
 from graphllm.entrypoints.conversion import tokenizer_folder
 from graphllm.entrypoints.source import find_source, find_tokenizer, open_tensors
+from graphllm.weights.checkpoint import Checkpoint
 from tests.hub import files_of, fill_cache
 
 pytestmark = pytest.mark.usefixtures("cache")  # what was converted or downloaded before is not there
@@ -121,7 +122,7 @@ def test_tensors_of_any_kind(tmp_path: Path) -> None:
     "held", [[torch.zeros(2)], {"model": {"w": torch.zeros(2)}}, {"w": 3}, {}, {"s": torch.eye(2).to_sparse()}]
 )
 def test_what_is_no_tensors_by_name(tmp_path: Path, held: Any) -> None:
-    with pytest.raises(ValueError, match=r"x.bin holds (something else than|a (list|dict), and no) tensors by name"):
+    with pytest.raises(ValueError, match=r"holds (something else than|a (list|dict), and no) tensors by name"):
         written(tmp_path / "x.bin", held)
 
 
@@ -135,10 +136,72 @@ def test_shards_of_which_one_is_missing(tmp_path: Path, checkpoint: Path) -> Non
     assert len(open_tensors(tmp_path, "safetensors")[0].tensors) > 2  # type: ignore[union-attr]
 
 
+def _indexed(folder: Path, shards: Mapping[str, Mapping[str, torch.Tensor]], index: Mapping[str, str]) -> list[Path]:
+    """The files of a checkpoint in shards."""
+    for name, tensors in shards.items():
+        torch.save(tensors, folder / name)
+    file = folder / "pytorch_model.bin.index.json"
+    file.write_text(json.dumps({"weight_map": index}))
+    return [*(folder / name for name in shards), file]
+
+
+@pytest.mark.parametrize("copy_in", ["a.bin", "c.bin"])
+def test_the_index_says_which_copy_of_a_tensor_counts(tmp_path: Path, copy_in: str) -> None:
+    """Of a tensor that two shards have."""
+    shards = {f"{n}.bin": {n: torch.full((2,), float(i))} for i, n in enumerate("abc")}
+    shards[copy_in] = {**shards[copy_in], "b": torch.full((2,), 9.0)}
+    files = _indexed(tmp_path, shards, {n: f"{n}.bin" for n in "abc"})
+    weights_worker.convert(tmp_path, files)
+    found = Checkpoint.open(tmp_path).tensors
+    assert found.keys() == {*"abc"}
+    assert load_file(found["b"].file)["b"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.thorough
+def test_another_index_of_the_same_shards_is_another_conversion(tmp_path: Path) -> None:
+    shards = {"a.bin": {"w": torch.zeros(2)}, "b.bin": {"w": torch.ones(2)}}
+    for file, value in (("a.bin", 0.0), ("b.bin", 1.0)):
+        _indexed(tmp_path, shards, {"w": file})
+        found = open_tensors(tmp_path, "auto")[0]
+        assert found is not None
+        assert load_file(found.tensors["w"].file)["w"].tolist() == [value] * 2
+
+
+def test_what_is_wrong_with_shards_names_the_shard(tmp_path: Path) -> None:
+    shards = {f"{n}.bin": {n: torch.zeros(999)} for n in "ab"}
+    files = _indexed(tmp_path, shards, {"a": "a.bin", "b": "b.bin", "lost": "b.bin"})
+    with pytest.raises(ValueError, match=r"index.json says that b.bin holds lost, it does not"):
+        weights_worker.convert(tmp_path, files)
+    (tmp_path / "b.bin").write_bytes((tmp_path / "b.bin").read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"^b.bin: "):
+        weights_worker.convert(tmp_path, files)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "pytorch_model.bin", "model.gguf", "config.json", "tokenizer.json", "tokenizer.model"]
+)
+def test_git_lfs_pointers_are_named(tmp_path: Path, checkpoint: Path, name: str) -> None:
+    for file in ("config.json", *({"tokenizer.json", "model.safetensors"} if "token" in name else ())):
+        shutil.copy(checkpoint / file, tmp_path)
+    if name == "tokenizer.model":
+        (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 99\n")
+    args = EngineArgs(str(tmp_path))
+
+    def opened() -> Path:
+        return find_tokenizer(args, find_source(args))
+
+    with pytest.raises(ConfigError, match=rf"{name}: is a Git-LFS pointer .*; run `git lfs pull` in its folder"):
+        opened()
+
+
 def test_a_pickle_that_runs_something(tmp_path: Path) -> None:
     """It does not, and nothing is left of the attempt."""
     torch.save({"w": _Bomb(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"its weights cannot be converted \(Weights only load failed.*where you tru"):
+    with pytest.raises(
+        ConfigError,
+        match=r"its weights cannot be converted \(pytorch_model.bin: Weights only load failed.*where you tru",
+    ):
         open_tensors(tmp_path, "auto")
     with pytest.raises(ConfigError, match=r"only pytorch_model.bin, which cannot be read; leave out --load-f"):
         raise open_tensors(tmp_path, "safetensors")[1]  # type: ignore[misc]

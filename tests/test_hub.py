@@ -220,7 +220,12 @@ def test_fields_of_the_config(tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"text_config": {"model_type": "llama", "a": 1, "b": 2}, "c": {"d": 1}})
     )
-    args = EngineArgs(checkpoint, hf_config_path=tmp_path, hf_overrides={"text_config": {"b": 3}, "c": {"e": 1}})
+    args = EngineArgs(
+        checkpoint,
+        hf_config_path=tmp_path,
+        load_format="dummy",
+        hf_overrides={"text_config": {"b": 3}, "c": {"e": 1}},
+    )
     assert find_source(args).config == {"text_config": {"model_type": "llama", "a": 1, "b": 3}, "c": {"e": 1}}
     for wrong in ("[1]", "{", [1]):
         with pytest.raises(ConfigError, match=r"hf_overrides is .*: give a (JSON object|dict)"):

@@ -82,6 +82,7 @@ FURTHER = (
 )  # fmt: skip
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "proportional", "partial_rotary_factor": 0.5},
     {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -5,18 +5,19 @@ from __future__ import annotations
 import sys
 
 from graphllm.config import EngineArgs
-from graphllm.entrypoints.source import find_source
+from graphllm.entrypoints.source import find_source, open_stored
 from graphllm.quantize.run import Request, quantize
 
 
 def quantize_model(model: str | None, wanted: Request) -> None:
     """Quantize a checkpoint folder, or a name of the hub."""
     source = find_source(EngineArgs(model=model))
-    if source.checkpoint is None:
-        assert source.absent is not None
-        raise source.absent
-    made = quantize(source.folder, source.checkpoint, wanted, lambda line: print(line, file=sys.stderr))
-    before, fit = sum(t.nbytes for t in source.checkpoint.tensors.values()), made.fit
+    checkpoint, absent = open_stored(source.folder, "auto")
+    if checkpoint is None:
+        assert absent is not None
+        raise absent
+    made = quantize(source.folder, checkpoint, wanted, lambda line: print(line, file=sys.stderr))
+    before, fit = sum(t.nbytes for t in checkpoint.tensors.values()), made.fit
     print(f"{wanted.output}: {wanted.scheme} by {wanted.method}, {made.matrices} matrices of {made.layers} layers, "
           f"{made.bits:.2f} bits a weight; {before / 1e6:,.1f} MB became {made.nbytes / 1e6:,.1f} MB "
           f"in {made.seconds:.0f} s")  # fmt: skip

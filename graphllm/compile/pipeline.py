@@ -18,6 +18,7 @@ from graphllm import artifact
 from graphllm.compile import drafting
 from graphllm.compile.building import begin_builds, finish_builds
 from graphllm.compile.cost import step_costs
+from graphllm.compile.described import described, unread_fields
 from graphllm.compile.drafting import joined
 from graphllm.compile.jobs import Built, takes_torch
 from graphllm.compile.link import Linked, link
@@ -132,9 +133,15 @@ def _family(model_config: Mapping[str, Any]) -> Model:
             "repository's own, which never runs, with trust_remote_code neither; use a model of a known architecture, "
             "or write it as docs/adding-a-model.md shows"
         )
+    kinds: dict[str, list[str]] = {"generating text": [], "giving vectors": [], "drafting": []}
+    for name, model in sorted(known.items()):
+        task = "giving vectors" if model.graphs[0].task == "pool" else "generating text"
+        kinds["drafting" if model.method else task].append(name)
+    listed = "; ".join(f"for {kind} {', '.join(of)}" for kind, of in kinds.items())
+    inner = ", nor is it one of the multimodal models that run as text" if "text_config" in model_config else ""
     raise ConfigError(
-        f"config.json architectures: {list(names) or 'missing'} is not supported. Known: {', '.join(sorted(known))}. "
-        "docs/adding-a-model.md shows how to add one in a file of your own"
+        f"config.json architectures: {list(names) or 'missing'} (model_type {model_config.get('model_type')!r:.80}) is "
+        f"not supported{inner}. Known: {listed}. docs/adding-a-model.md shows how to add one in a file of your own"
     )
 
 
@@ -164,8 +171,9 @@ def compile_model(
     started = time.perf_counter()
     load_ops()
     load_passes()
-    model = find_model(model_config)
-    c = model.config(model_config)
+    fields = described(model_config, config.max_model_len)
+    model = find_model(fields)
+    c = model.config(fields)
     seconds: dict[str, float] = {}
 
     def timed(stage: str) -> None:
@@ -182,7 +190,7 @@ def compile_model(
         plan = shard_plan(plan, degree, config.enable_expert_parallel, config.num_redundant_experts)
         if config.data_parallel_experts > 1:
             plan = share_experts(plan, config.data_parallel_experts)
-        model, c = local_model(model_config, degree, config.enable_expert_parallel)
+        model, c = local_model(fields, degree, config.enable_expert_parallel)
         layout = plan_layout(model, c, config)
         check_rules(plan, config)
         graphs = [split_layers(graph, plan, config) for graph in trace_model(model, c, config, layout)]
@@ -230,6 +238,7 @@ def compile_model(
     manifest = {
         "factors": artifact.key_factors(model_config, tensors, config),
         "origin": dict(origin),
+        "unread": unread_fields(fields),
         "passes": [
             *traced.reports,
             *(

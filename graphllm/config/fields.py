@@ -16,8 +16,11 @@ from graphllm.config.errors import ConfigError
 from graphllm.config.parameter import SWITCH, Check, is_int, is_number, is_strings
 
 MOST = 2**31 - 1  # of what is counted in 32 bits
+MAX_MODEL_LEN = "max_model_len"  # a field beside config.json's: tokens of the engine's longest context
+READ = "\0read"  # a field beside config.json's: the set of the names that were asked for, which copies share
 _LARGEST = 2**24  # width, number of heads or vocabulary of a model
 _DEEPEST = 64  # levels of lists and objects in a file
+_POINTER = b"version https://git-lfs"
 
 Fields = Mapping[str, Any]
 
@@ -31,6 +34,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
     except OSError as failure:
         raise ConfigError(f"{file}: cannot be read ({failure.strerror}); put the checkpoint's file there") from failure
     except (ValueError, RecursionError) as damage:
+        check_no_pointer(file)
         raise ConfigError(f"{file}: damaged, not valid JSON ({damage}); download it again") from damage
     if not isinstance(found, dict) or _deeper(found, _DEEPEST):
         what = f"nested more than {_DEEPEST} deep" if isinstance(found, dict) else "no JSON object"
@@ -44,6 +48,19 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as damage:
         raise ConfigError(f"{file}: cannot be read as text ({damage}); download it again") from damage
+
+
+def check_no_pointer(file: Path) -> None:
+    """Raises ConfigError for the text that Git leaves in place of a large file where Git LFS is not installed."""
+    try:
+        with file.open("rb") as f:
+            start = f.read(len(_POINTER))
+    except OSError:
+        return
+    if start == _POINTER:
+        raise ConfigError(
+            f"{file}: is a Git-LFS pointer and not the file itself; run `git lfs pull` in its folder, or download it"
+        )
 
 
 def is_folder(path: Path) -> bool:
@@ -94,6 +111,7 @@ def read(
     fields: Fields, name: str, check: Check, default: Any = None, null: Any = None, file: str = "config.json"
 ) -> Any:
     """A field for which there is no reader above."""
+    note(fields, name)
     if name not in fields and default is not None:
         return default
     value = fields.get(name)
@@ -102,6 +120,17 @@ def read(
     if not check.right(value):
         raise ConfigError(f"{file}: {name} is {value!r:.80}; {check.remedy}")
     return value
+
+
+def raw(fields: Fields, name: str, default: Any = None) -> Any:
+    """A field of any kind, that the caller checks."""
+    note(fields, name)
+    return fields.get(name, default)
+
+
+def note(fields: Fields, *names: str) -> None:
+    """These fields are used or refused: nobody has to be told that they do nothing."""
+    fields.get(READ, set()).update(names)
 
 
 def _constant(name: str) -> float:

@@ -44,7 +44,8 @@ class PoolingConfig:
     vectors are to have length 1. dimensions: the lengths to which a vector may be cut (Matryoshka); empty for any.
     prompts: what stands before a text, by `prompt_name`. default_prompt_name: of the one that stands there unless
     another is asked for. include_prompt: whether its tokens take part in the mean. max_seq_length: longer texts are cut
-    there, None where nothing says. similarity: how two vectors are compared: cosine, dot, euclidean or manhattan.
+    there, None where nothing says. lowercase: texts are read in lower case. similarity: how two vectors are compared:
+    cosine, dot, euclidean or manhattan.
     """
 
     pooling_type: PoolingType | None = None
@@ -55,6 +56,7 @@ class PoolingConfig:
     default_prompt_name: str | None = None
     include_prompt: bool = True
     max_seq_length: int | None = None
+    lowercase: bool = False
     similarity: str = "cosine"
 
     @property

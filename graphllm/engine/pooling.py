@@ -152,15 +152,35 @@ class Pooling:
         fields = dict(prompt) if isinstance(prompt, Mapping) else {}
         if not isinstance(prompt, Mapping):
             fields["prompt" if isinstance(prompt, str) else "prompt_token_ids"] = prompt
+        checkpoint = self.vectors.checkpoint
         if name is not None:
             if name not in prompts:
                 there = f"there are {', '.join(prompts)}" if prompts else "the checkpoint has none; leave it out"
                 raise ConfigError(f"prompt_name is {name!r:.80}: {there}")
             if isinstance(fields.get("prompt"), str):
+                if prompts[name] and not checkpoint.include_prompt and checkpoint.pooling_type == "MEAN":
+                    raise ConfigError(
+                        f"prompt_name is {name!r:.80}: the checkpoint's include_prompt is false, and a mean without "
+                        "the prompt's tokens is not supported; put what the prompt says into the text, or leave it out"
+                    )
                 fields["prompt"] = prompts[name] + fields["prompt"]
-        if params.truncate_prompt_tokens is not None:
-            fields.setdefault("truncation", Truncation(params.truncate_prompt_tokens, "right"))
+        if isinstance(fields.get("prompt"), str) and checkpoint.lowercase:
+            fields["prompt"] = fields["prompt"].lower()
+        most = self._kept(params) if isinstance(fields.get("prompt"), str) else params.truncate_prompt_tokens
+        if most is not None:
+            fields.setdefault("truncation", Truncation(most, "right"))
         return fields
+
+    def _kept(self, params: PoolingParams) -> int | None:
+        """How many tokens of a text are kept: as the request says, else as the checkpoint does; None for all."""
+        room, own, asked = (
+            self._info.max_model_len,
+            self.vectors.checkpoint.max_seq_length,
+            params.truncate_prompt_tokens,
+        )
+        if asked == -1:
+            return min(room, own or room)
+        return own if asked is None and own is not None and own <= room else asked
 
     def _pair(self, pair: Pair, params: PoolingParams) -> tuple[list[int], int]:
         """Token ids of two texts, and the number of the first token of the second, where the tokenizer tells them
@@ -169,15 +189,16 @@ class Pooling:
             raise ConfigError("data_1 is text and there is no tokenizer; score needs one")
         if not all(isinstance(text, str) for text in pair):
             raise ConfigError(f"data is {pair!r:.80}: a cross-encoder reads texts; give two")
-        most = params.truncate_prompt_tokens
-        room = self._info.max_model_len
+        most, room = self._kept(params), self._info.max_model_len
+        if self.vectors.checkpoint.lowercase:
+            pair = Pair(*(text.lower() for text in pair))
         if most is not None and most > room:
             raise ConfigError(f"truncate_prompt_tokens is {most}: there is room for {room}; give no more, or -1")
         for text in pair:  # refuses what is far too long before it is tokenized as a whole
             for ids in self._processor.encode(text, False, truncated=most is not None):
                 if ids is not None:
                     break
-        return self._tokenizer.encode_pair(*pair, None if most is None else room if most == -1 else most)
+        return self._tokenizer.encode_pair(*pair, most)
 
     # --- scores of pairs
 

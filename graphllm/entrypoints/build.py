@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -24,6 +25,7 @@ from graphllm.entrypoints.source import Source
 from graphllm.garbage import keep_all, no_collections
 from graphllm.weights import baked
 
+_log = logging.getLogger(__name__)
 Policy = Literal["build", "use", "require", "rebuild"]
 POLICIES = get_args(Policy)
 Progress = Callable[[str, int, int], None]
@@ -50,6 +52,15 @@ def find_or_build(
     is none, "rebuild" always builds. folder: look for and put it there instead of the cache. bake: what is built holds
     its weights.
     """
+    place, manifest = _found_or_built(source, config, env, policy, progress, folder, bake)
+    if unread := manifest.get("unread"):
+        _log.warning("config.json: %s: not read, and without effect here", ", ".join(unread))
+    return place, manifest
+
+
+def _found_or_built(
+    source: Source, config: CompileConfig, env: Env, policy: Policy, progress: Progress, folder: Path | None, bake: bool
+) -> tuple[Path, dict[str, Any]]:
     place = folder or artifact_folder(source, config, env)
     if policy != "rebuild" and (found := _find(source, place)) is not None:
         return place, found
@@ -57,7 +68,7 @@ def find_or_build(
         raise artifact.ArtifactError(f"--artifact require: there is none at {place}; make it with `graphllm compile`")
     if policy == "use":
         config = replace(config, backend="eager")
-        return find_or_build(source, config, env, "build", progress)
+        return _found_or_built(source, config, env, "build", progress, None, False)
     if folder:
         artifact.check_replaceable(folder)
     with build_lock(place):

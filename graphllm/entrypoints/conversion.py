@@ -17,12 +17,13 @@ from pathlib import Path
 
 from graphllm import artifact
 from graphllm.config import ConfigError, Env
+from graphllm.config.fields import check_no_pointer
 from graphllm.config.setting import size_text
 from graphllm.entrypoints.build_lock import build_lock
 from graphllm.entrypoints.gguf_folder import gguf_tokenizer_folder
 from graphllm.imports import import_path
 from graphllm.runtime.silence import Silence, threads_of
-from graphllm.weights.checkpoint import gguf_in
+from graphllm.weights.checkpoint import BIN, gguf_in
 
 _WEIGHTS = "graphllm.entrypoints.weights_worker"
 _TOKENIZER = "graphllm.entrypoints.tokenizer_worker"
@@ -36,7 +37,8 @@ _TOKENIZER_FILES = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "vocab.b
 def safetensors_of(folder: Path, files: Sequence[str]) -> Path:
     """A folder with the tensors of ``folder``'s .bin files as safetensors. Raises ConfigError when they hold anything
     else, and when there is no room."""
-    return _converted(_WEIGHTS, folder, [folder / file for file in files], "weights")
+    index = [] if files == [BIN] else [f"{BIN}.index.json"]
+    return _converted(_WEIGHTS, folder, [folder / file for file in (*files, *index)], "weights")
 
 
 def tokenizer_folder(folder: Path) -> Path:
@@ -44,6 +46,7 @@ def tokenizer_folder(folder: Path) -> Path:
     another kind of tokenizer. Raises ConfigError when that cannot be."""
     if not (folder / "tokenizer.json").is_file() and (file := gguf_in(folder)) is not None:
         return gguf_tokenizer_folder(file)
+    check_no_pointer(folder / "tokenizer.json")
     kept = [file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)]
     if (folder / "tokenizer.json").is_file() or not kept:
         return folder
@@ -53,6 +56,8 @@ def tokenizer_folder(folder: Path) -> Path:
 
 def _converted(worker: str, folder: Path, files: Sequence[Path], what: str) -> Path:
     """What a worker makes of some files of a folder: it is given the folder to write to and the files."""
+    for file in files:
+        check_no_pointer(file)
     stats = [file.stat() for file in files]
     facts = [[str(file.resolve()), s.st_size, s.st_mtime_ns] for file, s in zip(files, stats, strict=True)]
     key = hashlib.sha256(json.dumps([worker, facts]).encode()).hexdigest()[:16]

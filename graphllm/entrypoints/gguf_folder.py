@@ -66,4 +66,4 @@ def _kept(what: str, file: Path, write: Callable[[Path], None]) -> Path:
     return place
 
 
-_VERSION = 1  # of what is written; another one leaves what older ones wrote
+_VERSION = 2  # of what is written; another one leaves what older ones wrote

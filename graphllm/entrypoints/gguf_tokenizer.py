@@ -46,14 +46,17 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path, file: Path) -> No
     if not isinstance(metadata.get("tokenizer.ggml.tokens"), list):
         raise _bad(file, "the file has no tokens")
     tokenizer, bos = _MODELS[kind](metadata, file)
-    _add_special(tokenizer, metadata, bos)
+    _add_special(tokenizer, metadata, bos, file)
     tokenizer.save(str(folder / "tokenizer.json"))
     tokens = metadata["tokenizer.ggml.tokens"]
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
     config: dict[str, Any] = {n: tokens[i] for n, i in ids.items() if isinstance(i, int) and i < len(tokens)}
     if template := metadata.get("tokenizer.chat_template"):
-        config["chat_template"] = template
+        start = "tokenizer.chat_template."
+        named = {"default": template, **{k.removeprefix(start): v for k, v in metadata.items() if k.startswith(start)}}
+        several = [{"name": name, "template": text} for name, text in named.items()]
+        config["chat_template"] = template if len(several) == 1 else several
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 
@@ -115,8 +118,9 @@ def _vocabulary(metadata: Mapping[str, Any]) -> dict[str, int]:
     return {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
 
 
-def _add_special(tokenizer: Tokenizer, metadata: Mapping[str, Any], bos: bool) -> None:
-    """Tokens that text is searched for before anything else, and those around a text."""
+def _add_special(tokenizer: Tokenizer, metadata: Mapping[str, Any], bos: bool, file: Path) -> None:
+    """Tokens that text is searched for before anything else, and those around a text. bos: whether one comes first
+    where the file does not say."""
     from tokenizers import AddedToken, processors
 
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ())
@@ -126,11 +130,17 @@ def _add_special(tokenizer: Tokenizer, metadata: Mapping[str, Any], bos: bool) -
         if kind in (_CONTROL, _USER_DEFINED)
     ]
     tokenizer.add_tokens(added)
-    first = metadata.get("tokenizer.ggml.bos_token_id")
-    if isinstance(first, int) and first < len(tokens) and metadata.get("tokenizer.ggml.add_bos_token", bos):
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{tokens[first]} $A", special_tokens=[(tokens[first], first)]
-        )
+    single, special = ["$A"], []
+    for name, usual in (("bos", bos), ("eos", False)):
+        number, said = metadata.get(f"tokenizer.ggml.{name}_token_id"), metadata.get(f"tokenizer.ggml.add_{name}_token")
+        there = isinstance(number, int) and number < len(tokens)
+        if said and not there:
+            raise _bad(file, f"tokenizer.ggml.add_{name}_token is true, but {name}_token_id is {number!r:.80}")
+        if there and (usual if said is None else said):
+            single.insert(0 if name == "bos" else len(single), tokens[number])
+            special.append((tokens[number], number))
+    if special:
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
 
 
 def _bad(file: Path, why: str) -> ConfigError:

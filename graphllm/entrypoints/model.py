@@ -20,6 +20,7 @@ from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.build import Progress, take_artifact
 from graphllm.entrypoints.sentence_transformers import read_pooling
 from graphllm.entrypoints.source import Source, find_generation_config, find_source, find_tokenizer
+from graphllm.entrypoints.unread_files import tell_unread
 from graphllm.imports import name_of
 
 _log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ def resolve_model(
         folder = find_tokenizer(args, source)
         generation = read_json(find_generation_config(args, source) / "generation_config.json")
         tokenizer = Tokenizer.from_folder(folder, source.config, generation or {})
+    tell_unread(tokenizer, folder, find_generation_config(args, source), source.folder)
     place, threads = take_artifact(source, args, progress or log_progress())
     scheduler = args.scheduler_cls
     proposer = args.draft_proposer

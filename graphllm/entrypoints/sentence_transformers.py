@@ -44,7 +44,7 @@ def read_pooling(folder: Path, config: Mapping[str, Any], pooling_type: str | No
     default = told.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise ConfigError(f"{file}: default_prompt_name is {default!r:.80}, which prompts has not; correct one of them")
-    limits = read_json(folder / "sentence_bert_config.json") or {}
+    texts = next(filter(None, map(read_json, sorted(folder.glob("sentence_*_config.json")))), {})
     return PoolingConfig(
         pooling_type=pooling_type or kind,  # type: ignore[arg-type]
         dense=tuple(dense),
@@ -53,7 +53,8 @@ def read_pooling(folder: Path, config: Mapping[str, Any], pooling_type: str | No
         prompts=prompts,
         default_prompt_name=default,
         include_prompt=include_prompt,
-        max_seq_length=whole(limits, "max_seq_length", 0, 0) or None,
+        max_seq_length=whole(texts, "max_seq_length", 0, 0) or None,
+        lowercase=switch(texts, "do_lower_case", False),
         similarity=str(told.get("similarity_fn_name") or "cosine"),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from graphllm.config.fields import is_folder, read_json
 from graphllm.config.pooling_config import dense_tensor
 from graphllm.entrypoints.conversion import safetensors_of, tokenizer_folder
 from graphllm.entrypoints.hub import Hub, Wanted
+from graphllm.entrypoints.quantization_files import with_quantization
 from graphllm.entrypoints.runner import with_runner
 from graphllm.entrypoints.sentence_transformers import MODULES, read_pooling, with_pooling
 from graphllm.weights.checkpoint import (
@@ -25,6 +27,10 @@ from graphllm.weights.checkpoint import (
     pick_weights,
     weight_files,
 )
+from graphllm.weights.multimodal import is_multimodal, text_config, text_tensors
+from graphllm.weights.own_head import HEAD, has_own_head
+
+_log = logging.getLogger(__name__)
 
 _TEXTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # configs, tokenizer, chat template
 _TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "vocab.txt")
@@ -155,15 +161,18 @@ def open_source(
             f"model: {folder!s:.200} is not a folder; give the folder of a Hugging Face checkpoint (config.json, "
             "safetensors)"
         )
-    config = _with_architecture(_overridden(_read_config(config_folder or folder), overrides or {}))
+    config = _overridden(_read_config(config_folder or folder), overrides or {})
+    config = _with_architecture(_text_of(config, overrides or {}))
+    config = with_quantization(config, folder)
     config = with_pooling(config, folder, pooling_type)
     config = with_runner(config, folder, runner, convert)
     name = folder.resolve().name
-    if draft is None:
-        return Source(folder, config, *open_tensors(folder, load_format), name=name)
     tensors = open_tensors(folder, load_format, draft)
-    drafter = dict(config) if Path(draft) == folder else _read_config(Path(draft))
+    config = _with_own_head(config, tensors[0])
+    if draft is None:
+        return Source(folder, config, *tensors, name=name)
     start = draft_name("")
+    drafter = dict(config) if Path(draft) == folder else _with_own_head(_read_config(Path(draft)), tensors[0], start)
     names = [name.removeprefix(start) for name in (tensors[0].tensors if tensors[0] else ()) if name.startswith(start)]
     method = method or _method_of(drafter, names)
     if method is None:
@@ -212,13 +221,20 @@ def open_tensors(
     folder: Path, load_format: str, draft: str | Path | None = None
 ) -> tuple[Checkpoint | None, WeightError | None]:
     """The headers of a folder's tensors, or why there are none; neither for load_format "dummy". draft: the folder of
-    a model that joins it. Raises ConfigError for damaged ones."""
+    a model that joins it. Of a whole multimodal checkpoint those of its text model. Raises ConfigError for damaged
+    ones."""
     if draft is not None and Path(draft) == folder:  # further layers of the model's own checkpoint
         own, absent = open_tensors(folder, load_format)
         layers = {n: t for n, t in (own.tensors if own else {}).items() if _FURTHER in n}
         return _joined((own, absent), (own and replace(own, tensors=layers), absent))
     if draft is not None:
         return _joined(open_tensors(folder, load_format), open_tensors(Path(draft), load_format))
+    found, absent = open_stored(folder, load_format)
+    return found and replace(found, tensors=text_tensors(folder, found.tensors)), absent
+
+
+def open_stored(folder: Path, load_format: str) -> tuple[Checkpoint | None, WeightError | None]:
+    """The same of all tensors of one folder, by their own names."""
     if load_format == "dummy":
         return None, None
     files = weight_files(folder, load_format)
@@ -278,6 +294,15 @@ def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[st
     return merged
 
 
+def _text_of(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a whole multimodal model its text model's config.json. overrides: fields that are in it already."""
+    if not is_multimodal(config):
+        return config
+    names = config["architectures"]
+    _log.warning("config.json: %s is multimodal and runs as its text model: it reads no images", names[0])
+    return {**text_config(config), **{n: v for n, v in overrides.items() if n != "text_config"}}
+
+
 def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:
     """A config.json that names no architecture gets the known one that its model_type stands for."""
     kind = config.get("model_type")
@@ -288,6 +313,19 @@ def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:
     plain = kind.removesuffix("_text").replace("_", "")
     told = [name for name in load_models() for end in _ENDINGS if name.lower() == plain + end.lower()]
     return {**config, "architectures": told} if told else config
+
+
+def _with_own_head(config: dict[str, Any], checkpoint: Checkpoint | None, prefix: str = "") -> dict[str, Any]:
+    """A config.json that does not tie the head to the embedding where the checkpoint has two different ones."""
+    told = config.get("tie_word_embeddings")
+    if told is False or checkpoint is None or not has_own_head(checkpoint.tensors, prefix):
+        return config
+    if told:
+        _log.warning(
+            "config.json: tie_word_embeddings is true, but %s is not the embedding: the head is not tied; set "
+            "tie_word_embeddings to false", HEAD,
+        )  # fmt: skip
+    return {**config, "tie_word_embeddings": False}
 
 
 # --- what is needed of a repository on the hub

@@ -1,4 +1,5 @@
-"""The process that turns .bin files into safetensors: ``python -m`` this, a folder to write to, and the files.
+"""The process that turns .bin files into safetensors: ``python -m`` this, a folder to write to, the files, and behind
+them the index of several, which says which file a tensor is taken of.
 
 It reads tensors only (`torch.load` with weights_only), one file at a time through a memory map, and writes them one
 after the other, so that it needs memory for one of them. What is wrong goes to stdout, with status 1.
@@ -29,10 +30,26 @@ def main() -> None:
     # A map takes address space only; an old file without one is read whole.
     limit_memory(_BESIDE + 2 * max(file.stat().st_size for file in files))
     limit_time(30 + sum(file.stat().st_size for file in files) // _SLOW)
+    convert(target, files)
+
+
+def convert(target: Path, files: list[Path]) -> None:
+    """Write the tensors of .bin files, and an index of them. The last file may be theirs."""
+    wanted = None
+    if files[-1].suffix == ".json":
+        *files, index = files
+        wanted = json.loads(index.read_text())["weight_map"]
     weight_map = {}
     for number, file in enumerate(files, 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
-        weight_map.update(dict.fromkeys(_convert(file, target / name), name))
+        try:
+            found = _convert(file, target / name)
+        except Exception as wrong:
+            raise ValueError(f"{file.name}: {wrong or type(wrong).__name__}") from wrong
+        own = found if wanted is None else [tensor for tensor, of in wanted.items() if of == file.name]
+        if lost := [tensor for tensor in own if tensor not in found]:
+            raise ValueError(f"{index.name} says that {file.name} holds {lost[0]}, it does not")
+        weight_map.update(dict.fromkeys(own, name))
     (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
@@ -40,12 +57,12 @@ def _convert(file: Path, target: Path) -> Mapping[str, torch.Tensor]:
     """Write the tensors of one file; them."""
     found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     if not isinstance(found, Mapping) or not found:
-        raise ValueError(f"{file.name} holds a {type(found).__name__}, and no tensors by name")
+        raise ValueError(f"holds a {type(found).__name__}, and no tensors by name")
     header, at = {}, 0
     for name, tensor in found.items():
         dtype = DTYPES.get(str(getattr(tensor, "dtype", "")).removeprefix("torch."))
         if not isinstance(name, str) or dtype is None or tensor.layout != torch.strided or tensor.is_quantized:
-            raise ValueError(f"{file.name} holds something else than tensors by name: {name!r:.80}")
+            raise ValueError(f"holds something else than tensors by name: {name!r:.80}")
         size = tensor.numel() * dtype.itemsize
         header[name] = {"dtype": dtype.tag, "shape": list(tensor.shape), "data_offsets": [at, at + size]}
         at += size

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import read_json, section
+from graphllm.config.fields import check_no_pointer, read_json, section
 from graphllm.config.parameter import is_strings
 from graphllm.weights.dtypes import DTYPES
 from graphllm.weights.gguf import read_gguf
@@ -32,8 +32,8 @@ DRAFT = "draft"  # of a draft model that joins another: its config's field, its 
 MAIN = "main:"  # before the name of a parameter of the model that a draft model is tied to
 _SINGLE = "model.safetensors"
 _INDEX = f"{_SINGLE}.index.json"
-_BIN = "pytorch_model.bin"
-_FILES = {"auto": (_SINGLE, _BIN), "safetensors": (_SINGLE,), "pt": (_BIN,)}  # by load_format, the first ones first
+BIN = "pytorch_model.bin"
+_FILES = {"auto": (_SINGLE, BIN), "safetensors": (_SINGLE,), "pt": (BIN,)}  # by load_format, the first ones first
 _LOAD = "python -c \"import transformers as t; t.AutoModelForCausalLM.from_pretrained({}).save_pretrained('NEW')\""
 _OLD = "convert it once: pip install 'transformers<5' {}; " + _LOAD
 _STATE = (
@@ -144,7 +144,8 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file. Raises WeightError when the file is truncated or damaged."""
+    """The tensors of one safetensors file. Raises ConfigError when the file is truncated or damaged."""
+    check_no_pointer(file)
     with _opened(file) as f:
         size = os.fstat(f.fileno()).st_size
         start = f.read(8)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from graphllm.config.fields import check_no_pointer
 from graphllm.weights.tensor_info import WeightError
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -85,6 +86,8 @@ def files_of(file: Path) -> tuple[Path, ...]:
 def read_gguf(file: Path) -> Gguf:
     """The header of a file, or of all files of a split one. Raises WeightError when one is no good."""
     files = files_of(file)
+    for part in files:
+        check_no_pointer(part)
     parts = [_read(f) for f in files]
     metadata, tensors = parts[0][0], {name: t for _, found in parts for name, t in found.items()}
     told = metadata.get("split.tensors.count", len(tensors))

@@ -3,6 +3,8 @@ Hugging Face checkpoint, of a file's metadata and table. Another architecture is
 
 from __future__ import annotations
 
+import fnmatch
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -42,6 +44,26 @@ _FIELDS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_ROPE = (
+    "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
+)  # fmt: skip
+# What a file may say and the families here are anyway: by the key, the only value.
+_ONLY: Mapping[str, object] = {
+    "attention.causal": True, "expert_weights_norm": True, "expert_weights_scale": 1.0, "expert_gating_func": 1,
+    "expert_shared_count": 0, "leading_dense_block_count": 0, "rope.scaling.attn_factor": 1.0,
+    "tensor_data_layout": "Meta AI original pth",
+}  # fmt: skip
+# What changes no number: sizes that the tensors show, and what other programs do with the file.
+_INERT = (
+    "general.*", "split.*", "quantize.*", "imatrix.*", "*.vocab_size", "*.rope.scaling.finetuned", "GGUF.*",
+    "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type",
+    "tokenizer.ggml.scores", "tokenizer.ggml.merges", "tokenizer.ggml.add_*", "tokenizer.ggml.*_token_id",
+    "tokenizer.ggml.token_type_count", "tokenizer.ggml.remove_extra_whitespaces", "tokenizer.huggingface.json",
+    "tokenizer.chat_template*",
+)  # fmt: skip
+# What ends a turn, where the file does not say it by a number: older ones do not.
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+_log = logging.getLogger(__name__)
 _NEEDED = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -78,12 +100,13 @@ def config_of(file: Gguf) -> dict[str, Any]:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise _bad(file, "there is no tensor token_embd.weight; give the file of a whole model")
-    tokenizer = {f: metadata.get(f"tokenizer.ggml.{f}") for f in ("bos_token_id", "eos_token_id")}
+    _check_others(file, name, found)
     return {
         "architectures": [family.architecture],
         **family.settings,
         **found,
-        **tokenizer,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _ends(metadata),
         "vocab_size": embedding.shape[0],
         "rope_theta": metadata.get(f"{name}.rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(file, name, found),
@@ -92,6 +115,32 @@ def config_of(file: Gguf) -> dict[str, Any]:
         "dtype": "float32" if embedding.kind.name == "f32" else "bfloat16",
         "quantization_config": {"quant_method": "gguf", "types": _types(file)},
     }
+
+
+def _ends(metadata: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a text, a turn or a message."""
+    told = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    if told[1] is None:
+        tokens = metadata.get("tokenizer.ggml.tokens") or ()
+        told[1] = next((tokens.index(end) for end in _TURN_ENDS if end in tokens), None)
+    return list(dict.fromkeys(number for number in told if isinstance(number, int)))
+
+
+def _check_others(file: Gguf, name: str, config: Mapping[str, Any]) -> None:
+    """Refuse what the families here do not compute, and warn of what is not known."""
+    width = _head_dim(file, name)
+    only = {**_ONLY, "rope.dimension_count": width, "attention.value_length": width}
+    for key, value in only.items():
+        said = file.metadata.get(f"{name}.{key}", value)
+        if said != value and not (said == 0 and isinstance(value, float)):
+            raise _bad(file, f"{name}.{key} is {said!r:.80}, only {value!r} is supported; use the model's safetensors")
+    read = {f"{name}.{key}" for key in (*_FIELDS, *_ROPE, *only)}
+    if unread := sorted(key for key in file.metadata if key not in read and not _is_inert(key)):
+        _log.warning("%s: %s: not read, and without effect here", file.files[0], ", ".join(unread))
+
+
+def _is_inert(key: str) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in _INERT)
 
 
 def tensors_of(file: Gguf) -> dict[str, TensorInfo]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from graphllm.weights.checkpoint import Checkpoint, TensorInfo, WeightError
 from graphllm.weights.dtypes import BY_TAG, DTYPES, PLAIN
 from graphllm.weights.encodings import encoding_of
 from graphllm.weights.expr import ANY, Encode, Expr, Read, parts_of, walk
+from graphllm.weights.files import opened, read_into
 from graphllm.weights.plan import WeightPlan
 from graphllm.weights.simplify import Region, at_rank, region_of, simplify
 
@@ -56,10 +57,21 @@ def check_checkpoint(plan: WeightPlan, checkpoint: Checkpoint) -> None:
     tied = any(e.tie for e in plan) or any(n > 1 for n in used.values()) or (heads and "head.lm_head" not in heads)
     for name in checkpoint.tensors:
         unread = _BUFFERS.search(name) or _PRETRAINING.search(name) or (tied and name == _TIED)
-        if name not in known and not unread:
+        if name not in known and not unread and not _adds_nothing(name, checkpoint.tensors[name], known):
             problems[name, "not used by the model; is the config.json of another one?"] = None
     if problems:
         raise WeightError(checkpoint.folder, _grouped(list(problems)))
+
+
+def _adds_nothing(name: str, info: TensorInfo, known: Set[str]) -> bool:
+    """Whether a tensor is the bias of a module that is read without one, and all zeros, as older programs wrote it."""
+    module, _, leaf = name.rpartition(".")
+    if leaf != "bias" or not any(other.rpartition(".")[0] == module for other in known):
+        return False
+    stored = memoryview(bytearray(info.nbytes))
+    with opened([info.file]) as fds:
+        read_into(stored, info.file, fds[info.file], info.offset)
+    return not bytes(stored).strip(b"\0")
 
 
 def regions_of(expr: Expr) -> list[Region]:

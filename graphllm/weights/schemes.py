@@ -27,7 +27,7 @@ Scheme = Callable[[str], str | None]  # the encoding of a module's weight, by th
 Stored = Mapping[str, TensorInfo]
 _CONFIG = "config.json: quantization_config"
 _SUFFIX = ".weight"
-_OPTIONAL = ("static", "zeros")  # endings of encodings whose last part may be there
+_OPTIONAL = ("static", "zeros", "index")  # endings of encodings whose last part may be there
 # Names of vLLM's for kernels of a method.
 _SAME = {"awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt", "inc": "auto-round"}
 
@@ -75,6 +75,32 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
             f"{', '.join(METHODS)}, or an unquantized one"
         )
     return METHODS[method](found)
+
+
+def unread_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a ``quantization_config`` that its method does not ask for."""
+    if config.get("quantization_config") is None:
+        return {}
+    found = _Noted(section(config, "quantization_config"))
+    if (method := found.get("quant_method")) in METHODS:
+        METHODS[method](found)("")  # some are asked for with the first module
+    return {n: v for n, v in found.items() if n not in found.used}
+
+
+class _Noted(dict[str, Any]):
+    """Knows which fields were asked for."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self.used: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.used.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self.used.add(name)
+        return super().__getitem__(name)
 
 
 def is_own_method(config: Mapping[str, Any], said: str) -> bool:
@@ -128,16 +154,17 @@ def _variant(name: str, source: str, stored: Stored | None) -> str:
     matrix, and with scales of the dtype that they are stored in."""
     if stored is None:
         return name
-    family, *numbers = name.split("-")
 
     def known(ending: str) -> str | None:
+        family, *numbers = name.split("-")
         other = "-".join((f"{family}_{ending}", *numbers))
         return other if is_encoding(other) else None
 
     for ending in _OPTIONAL:
         more = known(ending)
         if more is not None and encoding_of(more).parts[-1].source(source) in stored:
-            return more
+            name = more
+            break
     for part in encoding_of(name).parts:
         there = stored.get(part.source(source))
         if part.name == "scales" and there is not None and there.dtype != DTYPES[part.dtype].tag:
@@ -200,15 +227,24 @@ def _stack(read: Read, source: str, name: str, stored: Stored | None) -> Expr | 
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:
     bits, group = _number(config, "bits", (2, 3, 4, 8)), _group(config)
-    written = config.get("checkpoint_format", "gptq")
+    field = "checkpoint_format" if "checkpoint_format" in config else "format"
+    written = config.get(field) or "gptq"
     if written not in ("gptq", "gptq_v2"):
-        raise _unreadable("checkpoint_format", written, "gptq, gptq_v2")
+        raise _unreadable(field, written, "gptq, gptq_v2")
     by_module = _dynamic(config)
-    family = ("gptqv2" if written == "gptq_v2" else "gptq") + ("" if config.get("desc_act") else "_ordered")
 
     def scheme(module: str) -> str | None:
         own = by_module(module)
-        return None if own is None else f"{family}-{own.get('bits', bits)}-{max(own.get('group_size', group), 0)}"
+        if own is None:
+            return None
+
+        def said(field: str, default: Any = None) -> Any:
+            return own.get(field, config.get(field, default))
+
+        width = max(said("group_size", group), 0)
+        family = "gptq_sym" if said("sym") is True else "gptqv2" if written == "gptq_v2" else "gptq"
+        # All of a row is in one group, whatever order it was quantized in.
+        return f"{family}{'' if said('desc_act') and width else '_ordered'}-{said('bits', bits)}-{width}"
 
     return scheme
 
@@ -241,7 +277,8 @@ def _auto_round(config: Mapping[str, Any]) -> Scheme:
         return _awq(config)
     if "gptq" not in packing and packing != "auto_round":
         raise _unreadable("packing_format", packing, "auto_round:auto_gptq, auto_round:auto_awq")
-    return lambda module: f"autoround-{bits}-{group}"
+    family = "gptq_sym_ordered" if config.get("sym") is True else "gptq_ordered"
+    return lambda module: f"{family}-{bits}-{group}"
 
 
 def _fp8(config: Mapping[str, Any]) -> Scheme:
@@ -273,7 +310,8 @@ def _compressed(config: Mapping[str, Any]) -> Scheme:
             "the model without compressing them (save_pretrained(..., save_compressed=False))"
         )
     groups = section(config, "config_groups", _CONFIG)
-    made = [(tuple(g.get("targets", ())), _of_group(name, g, config)) for name, g in groups.items()]
+    found = {name: section(groups, name, f"{_CONFIG}.config_groups") for name in groups}
+    made = [(tuple(g.get("targets", ())), _of_group(name, g, config)) for name, g in found.items()]
     ignored = tuple(config.get("ignore") or ())
 
     def scheme(module: str) -> str | None:

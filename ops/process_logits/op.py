@@ -69,7 +69,8 @@ def process_logits(
     if ancestors_T is not None:
         number_ST = (step_T - (at_S - place_S)[:, None]).clamp(0, 62)
         before_ST &= (ancestors_T[at_S][:, None] >> number_ST) & 1 > 0
-    drafts_ST = drafts_T.clamp(min=0).long().expand(before_ST.shape)
+    # Of rows that no row counts, entries may be anything, such as positions where there are no drafts at all.
+    drafts_ST = drafts_T.clamp(0, counts_NV.shape[1] - 1).long().expand(before_ST.shape)
     counts_SV = counts_NV[slot].scatter_add(1, drafts_ST, before_ST.to(counts_NV.dtype))
     times_SV = counts_SV & (IN_PROMPT - 1)
     repetition = repetition_S.to(dtype)[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import MOST, Fields, number, section, switch, whole
+from graphllm.config.fields import MAX_MODEL_LEN, MOST, READ, Fields, note, number, raw, section, switch, whole
 from graphllm.config.fields import read as read_field
 from graphllm.config.parameter import Check, is_number
 from graphllm.ir import Weight
 from graphllm.ops.rope_table.op import rope_table
 
+_log = logging.getLogger(__name__)
 _LARGEST = 2**20  # factor by which anything is scaled
 _NUMBERS = Check(
     lambda value: isinstance(value, list) and all(is_number(v) and 0 < v <= _LARGEST for v in value),
@@ -26,32 +28,41 @@ _NUMBERS = Check(
 
 @dataclass(frozen=True)
 class Rope:
-    """Arguments of `rope_table`: inv_freq has one row, or a second one for contexts longer than original_len."""
+    """Arguments of `rope_table`. max_len: positions the scaling reaches, when that is more than the config's number.
+    long: of LongRoPE, whether these are the long frequencies.
 
-    inv_freq: tuple[tuple[float, ...], ...]
-    original_len: int = 0
-    ntk_factor: float = 0.0
+    Where frequencies depend on the length of a context (dynamic NTK, LongRoPE), those of the engine's longest one hold
+    for all: the keys of a sequence need one set of frequencies, which must not change while it grows.
+    """
+
+    inv_freq: tuple[float, ...]
     scale: float = 1.0
-    max_len: int = 0  # positions the scaling reaches, when that is more than the config's own number
+    max_len: int = 0
+    long: bool = False
 
     @staticmethod
-    def from_hf(hf: Mapping[str, Any], head_dim: int, layer_type: str | None = None, theta: float = 10000.0) -> Rope:
+    def from_hf(
+        hf: Mapping[str, Any],
+        head_dim: int,
+        layer_type: str | None = None,
+        theta: float = 10000.0,
+        partly: bool = False,
+    ) -> Rope:
         """Read ``rope_parameters`` (flat, or one dict a layer type) or the older ``rope_scaling`` + ``rope_theta``.
 
-        theta: the family's default base. Raises ConfigError for an unknown type or a missing number.
+        theta: the family's default base. partly: whether the family can rotate a part of each head. Raises ConfigError
+        for an unknown type or a missing number.
         """
-        return from_parameters(parameters(hf, layer_type, theta), hf, head_dim)
+        found = parameters(hf, layer_type, theta)
+        return from_parameters(found if partly else _rotated_whole(found), hf, head_dim)
 
     def weight(self) -> Weight:
         """The frequencies as a computed parameter."""
-        flat = tuple(value for row in self.inv_freq for value in row)
-        return Weight((len(self.inv_freq), len(self.inv_freq[0])), value=flat, dtype="float32")
+        return Weight((len(self.inv_freq),), value=self.inv_freq, dtype="float32")
 
-    def table(self, positions_T: Tensor, context_len_T: Tensor, inv_freq_RF: Tensor) -> tuple[Tensor, Tensor]:
+    def table(self, positions_T: Tensor, inv_freq_F: Tensor) -> tuple[Tensor, Tensor]:
         """`rope_table` with these settings."""
-        # A graph that reads the context's length has keys that depend on it, which the prefix cache cannot share.
-        length_T = context_len_T if self.original_len else positions_T
-        return rope_table(positions_T, length_T, inv_freq_RF, self.original_len, self.ntk_factor, self.scale)
+        return rope_table(positions_T, inv_freq_F, self.scale)
 
 
 def parameters(hf: Mapping[str, Any], layer_type: str | None, theta: float) -> dict[str, Any]:
@@ -63,20 +74,38 @@ def parameters(hf: Mapping[str, Any], layer_type: str | None, theta: float) -> d
             f"config.json: rope_parameters has {', '.join(nested)}, but all layers of this architecture have the same; "
             "give one flat object"
         )
-    above = {k: hf[k] for k in ("rope_theta", "partial_rotary_factor") if hf.get(k) is not None}
-    return {"rope_theta": theta, "rope_type": found.get("type", "default"), **above, **found}
+    above = {k: hf[k] for k in ("rope_theta", "partial_rotary_factor") if raw(hf, k) is not None}
+    note(hf, "rope_type", "type")
+    known = {READ: hf[READ]} if READ in hf else {}
+    return {"rope_theta": theta, "rope_type": found.get("type", "default"), **above, **found, **known}
+
+
+def _rotated_whole(p: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a family that rotates heads whole. Raises ConfigError where transformers would fail, too."""
+    name, kind = "partial_rotary_factor", p["rope_type"]
+    if kind == "proportional" or raw(p, name) in (None, 1):
+        return p
+    if kind != "default":
+        raise ConfigError(
+            f"config.json: {name} is {p[name]!r:.80}, but this architecture rotates heads whole with rope_type "
+            f"{kind!r:.80}; leave one of them out, or use a checkpoint whose heads are rotated whole"
+        )
+    _log.warning("config.json: %s is %.80r: without effect, this architecture rotates heads whole", name, p[name])
+    return {n: v for n, v in p.items() if n != name}
 
 
 def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) -> Rope:
-    """The frequencies of one flat parameter dict; ``hf`` gives the lengths."""
+    """The frequencies of one flat parameter dict; ``hf`` gives the lengths, also `MAX_MODEL_LEN`."""
     kind, theta = p["rope_type"], number(p, "rope_theta", gt=1, le=1e15)
-    dim = int(head_dim * number(p, "partial_rotary_factor", 1.0, gt=0, le=1))
+    part = number(p, "partial_rotary_factor", 1.0, 1.0, gt=0, le=1)
+    dim = head_dim if kind == "proportional" else int(head_dim * part)
     if dim < 2 or dim % 2:
         raise ConfigError(
             f"config.json: heads have {head_dim} numbers of which {dim} are rotated, which are no pairs; correct "
             "head_dim or partial_rotary_factor"
         )
     longest = whole(hf, "max_position_embeddings", le=MOST)
+    context = whole(hf, MAX_MODEL_LEN, longest, le=MOST)
     name = "original_max_position_embeddings"
     original = whole(hf if name in hf else p, name, longest, ge=2, le=MOST)
     # The exponents are rounded to float32 because the checkpoints were trained with float32 exponents.
@@ -84,20 +113,25 @@ def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) 
     plain = tuple(theta**-e for e in exponents)
 
     if kind == "default":
-        return Rope((plain,))
+        return Rope(plain)
+    if kind == "proportional":  # the last pairs are not turned
+        turned = int(part * head_dim // 2)
+        return Rope(tuple(f / _factor(p, 1.0) if i < turned else 0.0 for i, f in enumerate(plain)))
     if kind == "linear":
-        return Rope((tuple(f / _factor(p) for f in plain),))
+        return Rope(tuple(f / _factor(p) for f in plain))
     if kind == "dynamic":
         factor = _factor(p)
-        return Rope((plain,), original_len=longest, ntk_factor=factor, max_len=int(longest * factor))
+        growth = factor * max(context, longest) / longest - (factor - 1)
+        grown = (f * growth ** (-i / max(len(plain) - 1, 1)) for i, f in enumerate(plain))
+        return Rope(tuple(grown), max_len=int(longest * factor))
     if kind == "llama3":
         low = number(p, "low_freq_factor", gt=0)
-        high = number(p, "high_freq_factor", gt=low)
-        return Rope((tuple(_llama3(f, _factor(p), low, high, original) for f in plain),))
+        high = number(p, "high_freq_factor", gt=0)
+        return Rope(tuple(_llama3(f, _factor(p), low, high, original) for f in plain))
     if kind == "yarn":
         factor = _factor(p, longest / original)
         row = _yarn(plain, theta, dim, factor, original, p)
-        return Rope((row,), scale=_yarn_scale(factor, p), max_len=int(original * factor))
+        return Rope(row, scale=_yarn_scale(factor, p), max_len=int(original * factor))
     if kind in ("longrope", "su"):
         rows = []
         for name in ("short_factor", "long_factor"):
@@ -108,16 +142,17 @@ def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) 
                     "give one number a pair"
                 )
             rows.append(tuple(f / s for f, s in zip(plain, factors, strict=True)))
-        return Rope(tuple(rows), original_len=original, scale=_longrope_scale(p, longest, original))
+        long = context > original
+        return Rope(rows[long], scale=_longrope_scale(p, longest, original), long=long)
     raise ConfigError(
         f"config.json: rope_type is {kind!r:.80}, which is not supported; "
-        "use one of default, linear, dynamic, llama3, yarn, longrope"
+        "use one of default, linear, dynamic, llama3, yarn, longrope, proportional"
     )
 
 
 def _factor(p: Fields, default: float | None = None) -> float:
     """By how much the scaling stretches positions."""
-    return number(p, "factor", default, default, ge=1, le=_LARGEST)
+    return number(p, "factor", default, default, gt=0, le=_LARGEST)
 
 
 def _llama3(f: float, factor: float, low: float, high: float, original: int) -> float:
@@ -125,7 +160,7 @@ def _llama3(f: float, factor: float, low: float, high: float, original: int) -> 
     turns = original * f / (2 * math.pi)
     if turns < low:
         return f / factor
-    if turns > high:
+    if turns > high or high <= low:
         return f
     smooth = (turns - low) / (high - low)
     return (1 - smooth) * f / factor + smooth * f
@@ -157,7 +192,7 @@ def _yarn_scale(factor: float, p: Mapping[str, Any]) -> float:
     def term(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if p.get("attention_factor") is not None:
+    if raw(p, "attention_factor") is not None:
         return number(p, "attention_factor", gt=0, le=_LARGEST)
     own, all_dim = (number(p, name, 0.0, 0.0, ge=0, le=_LARGEST) for name in ("mscale", "mscale_all_dim"))
     return term(own) / term(all_dim) if own and all_dim else term(1.0)
@@ -165,7 +200,7 @@ def _yarn_scale(factor: float, p: Mapping[str, Any]) -> float:
 
 def _longrope_scale(p: Mapping[str, Any], longest: int, original: int) -> float:
     """The attention factor: given, or sqrt(1 + ln(factor) / ln(original))."""
-    if p.get("attention_factor") is not None:
+    if raw(p, "attention_factor") is not None:
         return number(p, "attention_factor", gt=0, le=_LARGEST)
     factor = _factor(p, longest / original)
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

@@ -112,7 +112,7 @@ def test_no_compiler(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["NewForCausalLM"]}, "NewForCausalLM'] is not supported. Known: "),
+        ({"architectures": ["NewForCausalLM"]}, "NewForCausalLM'] (model_type 'llama') is not supported. Known: "),
         ({"num_attention_heads": None}, "num_attention_heads is None"),
         ({"hidden_act": "sparkle"}, "hidden_act is 'sparkle', which is not supported"),
         (

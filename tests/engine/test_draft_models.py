@@ -152,7 +152,8 @@ def eagle(model: LlamaForCausalLM) -> Method:
     return Method("eagle", {**_SIZES, "architectures": ["LlamaForCausalLM"]}, w, drafts, first, behind)
 
 
-def eagle3(model: LlamaForCausalLM, before: bool = False, small: bool = True) -> Method:
+def eagle3(model: LlamaForCausalLM, before: bool = False, small: bool = True, norms: Sequence[str] = ()) -> Method:
+    """norms: further ones that its config.json asks for."""
     w = _layer_weights("midlayer.", _normal(4)) | {"midlayer.hidden_norm.weight": 1 + _normal(5)(D)}
     w |= {f"midlayer.self_attn.{n}_proj.weight": _normal(6, 2)(h * E, 2 * D) for n, h in (("q", H), ("k", K), ("v", K))}
     w["midlayer.self_attn.o_proj.weight"] *= 6  # so that what is seen of other tokens decides
@@ -164,6 +165,10 @@ def eagle3(model: LlamaForCausalLM, before: bool = False, small: bool = True) ->
     else:
         w["embed_tokens.weight"] = _normal(10)(V, D)
 
+    if "fc_norm" in norms:
+        w |= {f"fc_norm.{i}.weight": 1 + _normal(20 + i)(D) for i in range(3)}
+    if "norm_before_fc" in norms:
+        w["input_norm.weight"] = 1 + _normal(24)(3 * D)
     embedding = model.model.embed_tokens.weight if small else w["embed_tokens.weight"]
 
     def run(ids: list[int], rows: Tensor) -> tuple[Tensor, Ranked]:
@@ -171,12 +176,18 @@ def eagle3(model: LlamaForCausalLM, before: bool = False, small: bool = True) ->
         joint = torch.cat([_norm(embedding[ids], w["midlayer.input_layernorm.weight"]), hidden], -1)
         x = (hidden if before else rows) + _attention(w, "midlayer.self_attn.", joint)
         x = x + _mlp(w, "midlayer.mlp.", _norm(x, w["midlayer.post_attention_layernorm.weight"]))
-        best = ranked(w["lm_head.weight"] @ _norm(x[-1], w["norm.weight"]))
+        normed = _norm(x, w["norm.weight"])
+        best = ranked(w["lm_head.weight"] @ normed[-1])
+        x = normed if "norm_output" in norms else x
         return x, [(int(kept[token]), told) for token, told in best] if small else best
 
     def read(known: Known) -> Tensor:
         # Inputs of the layers 2, L // 2 and L - 3, counted from 0: what lies behind so many layers.
-        return linear(torch.cat([known.layers[i] for i in (2, L // 2, L - 3)], -1), w["fc.weight"])
+        read = [known.layers[i] for i in (2, L // 2, L - 3)]
+        if "fc_norm" in norms:
+            read = [_norm(x, w[f"fc_norm.{i}.weight"]) for i, x in enumerate(read)]
+        joint = torch.cat(read, -1)
+        return linear(_norm(joint, w["input_norm.weight"]) if "norm_before_fc" in norms else joint, w["fc.weight"])
 
     def drafts(model: LlamaForCausalLM, known: Known, count: int) -> list[int]:
         return _again(known, count, read(known), run)
@@ -185,6 +196,7 @@ def eagle3(model: LlamaForCausalLM, before: bool = False, small: bool = True) ->
         return _behind(known, path, read(known), run)
 
     config = {**_SIZES, "architectures": ["LlamaForCausalLMEagle3"], "norm_before_residual": before, "pad_token_id": 0}
+    config |= dict.fromkeys(norms, True)
     return Method("eagle3", {**config, **({"draft_vocab_size": own} if small else {})}, w, drafts, None, behind)
 
 
@@ -313,6 +325,8 @@ METHODS: dict[str, Callable[[LlamaForCausalLM], Method]] = {
     "eagle": eagle,
     "eagle3": eagle3,
     "eagle3, another norm, whole vocabulary": lambda model: eagle3(model, before=True, small=False),
+    "eagle3, normalized output": lambda model: eagle3(model, norms=("norm_output", "fc_norm")),
+    "eagle3, normalized input": lambda model: eagle3(model, norms=("norm_before_fc",)),
     "eagle3, as it is trained": trained_eagle3,
     "medusa": medusa,
     "mlp_speculator": mlp_speculator,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from graphllm import LLM, PoolingParams
 from graphllm.config import ConfigError
+from graphllm.config.pooling import Vectors
+from graphllm.config.pooling_config import PoolingConfig
 from graphllm.embedded import MODEL_DIR
+from graphllm.engine.pooling import Pooling
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -81,20 +85,37 @@ def test_sentence_transformers_folder_is_an_embedder(tmp_path: Path) -> None:
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 9, "do_lower_case": True}))
     prompts = {"query": "Query: ", "document": ""}
     (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
     with _open(folder, skip_tokenizer_init=False) as llm:
         ids = llm.get_tokenizer().encode
         plain, asked = llm.embed("a cat", use_tqdm=False), llm.embed("a cat", use_tqdm=False, prompt_name="query")
         assert plain[0].prompt_token_ids == ids("a cat")
-        assert asked[0].prompt_token_ids == ids("Query: a cat")
+        assert asked[0].prompt_token_ids == ids("query: a cat")
         assert plain[0].outputs.embedding != asked[0].outputs.embedding
         with pytest.raises(ConfigError, match="prompt_name is 'x': there are query, document"):
             llm.embed("a", prompt_name="x")
         short = llm.embed("one two three four", pooling_params=PoolingParams(truncate_prompt_tokens=3), use_tqdm=False)
         assert short[0].prompt_token_ids == ids("one two three four")[:3]
+        long = "One two three four " * 9
+        for params, kept in ((None, 9), (PoolingParams(truncate_prompt_tokens=-1), 9),
+                             (PoolingParams(truncate_prompt_tokens=12), 12)):  # fmt: skip
+            found = llm.embed(long, pooling_params=params, use_tqdm=False)
+            assert found[0].prompt_token_ids == ids(long.lower())[:kept]
+        found = llm.embed({"prompt_token_ids": ids(long)[:20]}, use_tqdm=False)  # is what it is
+        assert len(found[0].prompt_token_ids) == 20
     with _open(folder, skip_tokenizer_init=False, runner="generate") as llm:
         assert llm.generate("a", use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_a_mean_without_the_prompts_tokens_is_refused() -> None:
+    told = PoolingConfig(pooling_type="MEAN", prompts={"query": "Query: ", "none": ""}, include_prompt=False)
+    info: Any = SimpleNamespace(max_model_len=64)
+    pooling = Pooling(None, None, info, Vectors(checkpoint=told))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="prompt_name is 'query': the checkpoint's include_prompt is false"):
+        pooling.instructed("a cat", "query", PoolingParams())
+    assert pooling.instructed("a cat", "none", PoolingParams()) == {"prompt": "a cat"}
 
 
 CLASSIFIERS = {

@@ -8,8 +8,10 @@ import pytest
 import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from graphllm.config import ConfigError, key_fields
+from graphllm.config.fields import MAX_MODEL_LEN
 from graphllm.ir.registry import load_models
 from graphllm.ops.rope_table import Rope
 
@@ -120,16 +122,18 @@ def test_frequencies(name: str) -> None:
     if name == "gemma-3-1b":
         for rope, layer_type in ((c.rope, "full_attention"), (c.local_rope, "sliding_attention")):
             assert rope is not None
-            _check_row(rope.inv_freq[0], _default(theirs.rope_parameters[layer_type]["rope_theta"], 256))
+            _check_row(rope.inv_freq, _default(theirs.rope_parameters[layer_type]["rope_theta"], 256))
         return
     kind = theirs.rope_parameters["rope_type"]
     if kind == "default":
-        _check_row(c.rope.inv_freq[0], _default(theirs.rope_parameters["rope_theta"], c.E))
+        _check_row(c.rope.inv_freq, _default(theirs.rope_parameters["rope_theta"], c.E))
         return
-    for row, length in zip(c.rope.inv_freq, (None, 10**6), strict=False):
+    for length in (4096, 131072):  # of LongRoPE, both sides of the border
+        rope = MODELS[hf["architectures"][0]].config({**hf, MAX_MODEL_LEN: length}).rope
         expected, scale = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu", seq_len=length)
-        _check_row(row, expected)
-        assert c.rope.scale == pytest.approx(scale, rel=1e-12)
+        _check_row(rope.inv_freq, expected)
+        assert rope.scale == pytest.approx(scale, rel=1e-12)
+        assert rope.long == (kind == "longrope" and length > 4096)
 
 
 def _default(theta: float, dim: int) -> torch.Tensor:
@@ -151,6 +155,44 @@ QWEN2 = LLAMA | {
 GEMMA = LLAMA | {"architectures": ["Gemma3ForCausalLM"]}
 
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {}, "Mistral": {}, "Qwen2": {}, "Qwen3": {}, "Phi3": {}, "Granite": {}, "Mixtral": _LOCAL,
+    "Gemma2": {"query_pre_attn_scalar": 8}, "Gemma3Text": {}, "GraniteMoe": _LOCAL, "Phimoe": _LOCAL,
+    "GptOss": _LOCAL, "Qwen2Moe": _EXPERTS | {"shared_expert_intermediate_size": 32}, "Qwen3Moe": _EXPERTS,
+    "Olmoe": _EXPERTS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_files_leave_out(family: str) -> None:
+    """Every field that may be missing has transformers' value then."""
+    name = "Gemma3ForCausalLM" if family == "Gemma3Text" else f"{family}ForCausalLM"
+    whole = {**LLAMA, **FAMILIES[family], "architectures": [name], "num_attention_heads": 8, "head_dim": 8,
+             "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "sliding_window": 16, "rope_theta": 5e4,
+             "tie_word_embeddings": True}  # fmt: skip
+    compared = 0
+    for field in [*whole][1:]:
+        given = {n: v for n, v in whole.items() if n != field}
+        try:
+            c = MODELS[name].config(given)
+        except ConfigError:
+            continue  # it is needed
+        compared += 1
+        theirs = getattr(transformers, f"{family}Config").from_dict(dict(given))
+        E = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        K, window = theirs.num_key_value_heads or theirs.num_attention_heads, getattr(theirs, "sliding_window", 0) or 0
+        assert (c.E, c.K, c.eps, c.tied) == (E, K, theirs.rms_norm_eps, theirs.tie_word_embeddings), field
+        types = MODELS[name].graphs[0].layer_types(c)
+        assert c.window == window or not any("sliding" in kind for kind in types), field
+        rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+        if rope["rope_type"] != "yarn":
+            assert c.max_len == theirs.max_position_embeddings, field
+            _check_row(c.rope.inv_freq, _default(rope["rope_theta"], E))
+    assert compared >= 6
+
+
 def test_old_and_new_rope_formats_agree() -> None:
     numbers = {"factor": 2.0, "original_max_position_embeddings": 256}
     new = Rope.from_hf(LLAMA | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, **numbers}}, 16)
@@ -165,6 +207,38 @@ def test_old_and_new_rope_formats_agree() -> None:
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 2.0,
+         "original_max_position_embeddings": 64},
+        {"rope_type": "llama3", "factor": 0.5, "low_freq_factor": 4.0, "high_freq_factor": 1.0,
+         "original_max_position_embeddings": 64},
+        {"rope_type": "linear", "factor": 0.5}, {"rope_type": "yarn", "factor": 0.5},
+        {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 4.0},
+        {"rope_type": "proportional", "partial_rotary_factor": 0.3}, {"rope_type": "proportional"},
+    ],
+)  # fmt: skip
+def test_rotary_settings_that_transformers_only_warns_about(given: dict[str, Any]) -> None:
+    settings = {"rope_theta": 1e4, "original_max_position_embeddings": 64, **given}
+    hf = LLAMA | {"rope_parameters": settings if given["rope_type"] != "linear" else {"rope_theta": 1e4, **given}}
+    theirs = transformers.LlamaConfig.from_dict(dict(hf))
+    expected, scale = ROPE_INIT_FUNCTIONS[given["rope_type"]](theirs, "cpu")
+    rope = MODELS["LlamaForCausalLM"].config(hf).rope
+    _check_row(rope.inv_freq, expected)
+    assert rope.scale == pytest.approx(scale)
+
+
+@pytest.mark.parametrize("where", ["above", "inside"])
+def test_a_part_of_heads_that_are_rotated_whole(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As in transformers, where the frequencies of Llama do not know of it."""
+    part: dict[str, Any] = {"partial_rotary_factor": 0.5}
+    hf = LLAMA | (part if where == "above" else {"rope_parameters": part | {"rope_theta": 1e4}})
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(dict(hf)))
+    _check_row(MODELS["LlamaForCausalLM"].config(hf).rope.inv_freq, theirs.inv_freq)
+    assert "partial_rotary_factor is 0.5: without effect, this architecture rotates heads whole" in caplog.text
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"hidden_act": "gelu"}, ("hidden_act", "'gelu'", "'silu'")),
@@ -173,8 +247,15 @@ def test_old_and_new_rope_formats_agree() -> None:
         ({"rope_scaling": {"type": "spiral"}}, ("rope_type", "'spiral'", "use one of")),
         ({"rope_scaling": {"type": "linear"}}, ("factor", "None", "set it")),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ("short_factor", "1 numbers", "8 pairs")),
-        ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5", "use a checkpoint")),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ("partial_rotary_factor", "0.5")),
+        (
+            {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            ("partial_rotary_factor", "0.5", "'linear'", "use a checkpoint"),
+        ),
+        (
+            GEMMA
+            | {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2, "partial_rotary_factor": 0.5}}},
+            ("partial_rotary_factor", "0.5", "'yarn'"),
+        ),
         (
             QWEN2 | {"layer_types": ["chunked_attention", "full_attention"]},
             ("layer_types", "'chunked_attention'", "full_attention"),
@@ -206,4 +287,4 @@ def test_what_gpt_oss_files_leave_out() -> None:
     c, theirs = MODELS["GptOssForCausalLM"].config(given), transformers.GptOssConfig()
     assert (c.layer_types, c.window, c.E, c.K) == (("sliding", "full"), 128, theirs.head_dim, 8)
     assert (c.A, c.limit, c.eps, c.o_bias) == (4, 7.0, 1e-5, True)
-    _check_row(c.rope.inv_freq[0], ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")[0])
+    _check_row(c.rope.inv_freq, ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")[0])

@@ -5,10 +5,8 @@ The eager backend runs all of them; compiled, a few run here and the rest under 
 
 from __future__ import annotations
 
-import copy
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +41,7 @@ OPT = {
     "max_position_embeddings": 512, "init_std": 0.35, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 SHORT, LONG = [1.0 + 0.02 * i for i in range(8)], [1.5 + 0.4 * i for i in range(8)]
+GROWN = 10000.0 * (8 * 512 / 100 - 7) ** (16 / 14)  # the base of dynamic NTK for 512 tokens and a factor of 8
 MIXED = ["sliding_attention", "full_attention"]
 
 
@@ -52,12 +51,15 @@ def _rope(kind: str, **numbers: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Arch:
-    """One checkpoint to make. stepwise: angles depend on the length, so the oracle must decode token by token too."""
+    """One checkpoint to make. oracle: fields of the oracle's config, where frequencies are those of the engine's
+    longest context, 512 tokens, and transformers' would change in the middle of a text. auto: the oracle is what
+    AutoModel makes of the checkpoint, which may be of another class."""
 
     name: str
     model: str
     config: dict[str, Any]
-    stepwise: bool = False
+    oracle: dict[str, Any] = field(default_factory=dict)
+    auto: bool = False
 
 
 ARCHS = (
@@ -65,7 +67,8 @@ ARCHS = (
     Arch("llama_tied_head_dim", "Llama", LLAMA | {"head_dim": 32, "tie_word_embeddings": True}),
     Arch("llama_biases", "Llama", LLAMA | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
     Arch("llama_linear", "Llama", LLAMA | _rope("linear", factor=3.0)),
-    Arch("llama_dynamic", "Llama", LLAMA | _rope("dynamic", factor=2.0) | {"max_position_embeddings": 100}, True),
+    Arch("llama_dynamic", "Llama", LLAMA | _rope("dynamic", factor=8.0) | {"max_position_embeddings": 100},
+         {"rope_parameters": {"rope_type": "default", "rope_theta": GROWN}}),
     Arch(
         "llama_llama3", "Llama",
         LLAMA | _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -80,10 +83,16 @@ ARCHS = (
     Arch(
         "llama_longrope", "Llama",
         LLAMA | _rope("longrope", short_factor=SHORT, long_factor=LONG, factor=4.0,
-                      original_max_position_embeddings=100), True,
+                      original_max_position_embeddings=100),
+        _rope("longrope", short_factor=LONG, long_factor=LONG, factor=4.0, original_max_position_embeddings=100),
     ),
     Arch("mistral", "Mistral", LLAMA | {"sliding_window": None}),
     Arch("mistral_window", "Mistral", LLAMA | {"sliding_window": 40}),
+    Arch("mistral_layer_types", "Mistral", LLAMA | {"sliding_window": 40, "layer_types": MIXED[::-1]},
+         auto=True),
+    Arch("mistral_all_full", "Mistral", LLAMA | {"sliding_window": 40, "layer_types": MIXED[1:] * 2}, auto=True),
+    Arch("ministral", "Ministral",
+         LLAMA | _rope("default") | {"head_dim": 16, "sliding_window": 40, "layer_types": MIXED}),
     Arch("qwen2", "Qwen2", LLAMA),
     Arch("qwen2_some_windows", "Qwen2",
          LLAMA | {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1,
@@ -107,7 +116,8 @@ ARCHS = (
          LLAMA | _rope("default", partial_rotary_factor=0.5) | {"sliding_window": 40, "tie_word_embeddings": True}),
     Arch("phi3_longrope", "Phi3",
          LLAMA | {"original_max_position_embeddings": 100}
-         | _rope("longrope", short_factor=SHORT[:6], long_factor=LONG[:6], partial_rotary_factor=0.75), True),
+         | _rope("longrope", short_factor=SHORT[:6], long_factor=LONG[:6], partial_rotary_factor=0.75),
+         _rope("longrope", short_factor=LONG[:6], long_factor=LONG[:6], partial_rotary_factor=0.75)),
     Arch("mixtral", "Mixtral", LLAMA | {"num_local_experts": 4}),
     Arch("mixtral_window", "Mixtral", LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 40}),
     Arch("qwen2_moe", "Qwen2Moe", LLAMA | EXPERTS | {"shared_expert_intermediate_size": 72}),
@@ -120,10 +130,11 @@ ARCHS = (
     Arch("granite_moe", "GraniteMoe", LLAMA | SCALES | {"num_local_experts": 5, "num_experts_per_tok": 3}),
     Arch("phimoe", "Phimoe", LLAMA | {"num_local_experts": 5, "attention_bias": True, "lm_head_bias": True}),
     Arch("phimoe_longrope", "Phimoe",
-         # transformers takes the short factors at any length.
-         LLAMA | _rope("longrope", short_factor=SHORT, long_factor=SHORT, factor=4.0, short_mscale=1.2, long_mscale=1.2,
+         LLAMA | _rope("longrope", short_factor=SHORT, long_factor=LONG, factor=4.0, short_mscale=1.4, long_mscale=1.2,
                        original_max_position_embeddings=100)
-         | {"num_local_experts": 4, "router_jitter_noise": 0.3}, True),
+         | {"num_local_experts": 4, "router_jitter_noise": 0.3},
+         _rope("longrope", short_factor=LONG, long_factor=LONG, factor=4.0, short_mscale=1.2, long_mscale=1.2,
+               original_max_position_embeddings=100)),
     Arch("gpt_oss", "GptOss",
          LLAMA | {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3, "num_hidden_layers": 3,
                   "sliding_window": 40, "swiglu_limit": 0.7}
@@ -138,9 +149,9 @@ ARCHS = (
 CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 
 
-def _build(arch: Arch) -> transformers.PreTrainedModel:
+def _build(arch: Arch, fields: dict[str, Any]) -> transformers.PreTrainedModel:
     torch.manual_seed(sum(map(ord, arch.name)))
-    config = getattr(transformers, f"{arch.model}Config")(**arch.config, attn_implementation="eager")
+    config = getattr(transformers, f"{arch.model}Config")(**fields, attn_implementation="eager")
     model = getattr(transformers, CLASSES.get(arch.model, f"{arch.model}ForCausalLM"))(config).eval()
     with torch.no_grad():  # weights that start as constants would hide a mix-up of norms or biases
         for name, p in model.named_parameters():
@@ -160,24 +171,13 @@ def _forced(model: transformers.PreTrainedModel, prompt: list[int], drawn: list[
     return model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
 
 
-def _stepwise(model: transformers.PreTrainedModel, prompt: list[int], drawn: list[int]) -> Tensor:
-    """The same with a cache, one token at a time, so that earlier keys keep the angles of their own time."""
-    model = copy.deepcopy(model)  # rotary modules remember the longest sequence they have seen
-    rows, cache = [], None
-    for ids in (prompt, *([t] for t in drawn[:-1])):
-        out = model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        rows.append(out.logits[0, -1])
-    return torch.stack(rows)
-
-
 # Two layer kinds with both caps and windows; learned positions and LayerNorm; grouped queries with a changing table.
 SECOND = {"gemma2", "gpt2", "llama_dynamic"}  # compiled for a CPU, in the second tier
 # Of each family one, and of each kind of rotary embedding: in the first tier, and on a GPU.
 EACH = {
-    "llama_biases", "llama_dynamic", "llama_llama3", "llama_yarn_mscale", "mistral_window", "qwen2", "qwen3", "gemma2",
-    "gemma3", "phi3_longrope", "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "olmoe", "granite", "granite_moe",
-    "phimoe_longrope", "gpt_oss", "gpt2", "opt",
+    "llama_biases", "llama_dynamic", "llama_llama3", "llama_yarn_mscale", "mistral_layer_types", "qwen2", "qwen3",
+    "gemma2", "gemma3", "phi3_longrope", "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "olmoe", "granite",
+    "granite_moe", "phimoe_longrope", "gpt_oss", "gpt2", "opt",
 }  # fmt: skip
 
 
@@ -206,15 +206,16 @@ RUNS = [("eager", arch) for arch in ARCHS] + [("inductor", arch) for arch in ARC
 )
 @torch.no_grad()
 def test_parity(backend: str, arch: Arch, tmp_path: Path) -> None:
-    model = _build(arch)
-    model.save_pretrained(tmp_path)
+    _build(arch, arch.config).save_pretrained(tmp_path)
+    model = _build(arch, arch.config | arch.oracle)
+    if arch.auto:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     runner = driver.Driver(tmp_path, backend, target="cuda" if ON_GPU and backend == "inductor" else "cpu")
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(V, (n,), generator=draw).tolist() for n in LENGTHS]
     logits, tokens = runner.generate(prompts, N_TOKENS)
-    oracle: Callable[..., Tensor] = _stepwise if arch.stepwise else _forced
     for i, prompt in enumerate(prompts):
-        expected = oracle(model, prompt, tokens[i])
+        expected = _forced(model, prompt, tokens[i])
         torch.testing.assert_close(logits[i], expected[0], atol=1e-4, rtol=0)
         assert tokens[i] == expected.argmax(-1).tolist()
         alone_logits, alone_tokens = runner.generate([prompt], N_TOKENS)

@@ -66,6 +66,24 @@ def _gptq(bits: int, by_activation: bool, less: int, g_idx: bool = True) -> Call
     return encode
 
 
+def symmetric(stored: int, bits: int = 4, g_idx: Tensor | None = None) -> Callable[[Tensor], tuple[Tensors, Tensor]]:
+    """GPTQ with the zero point in the middle, which is stored as one of several programs' numbers."""
+
+    def encode(matrix: Tensor) -> tuple[Tensors, Tensor]:
+        of, half = torch.arange(matrix.shape[1]) // GROUP, 1 << bits - 1
+        scales = torch.stack([c.abs().max(1).values for c in matrix.split(GROUP, 1)], 1).div(half - 1).half()
+        integers = (matrix / scales.float()[:, of]).round().clamp(-half, half - 1).int()
+        tensors = {
+            "qweight": words(integers + half, bits).T,
+            "qzeros": words(torch.full_like(scales, stored, dtype=torch.int32).T, bits),
+            "scales": scales.T,
+            **({} if g_idx is None else {"g_idx": g_idx[: matrix.shape[1]]}),
+        }
+        return tensors, scales.double()[:, of] * integers.double()
+
+    return encode
+
+
 def _awq(matrix: Tensor) -> tuple[Tensors, Tensor]:
     """Lin et al. 2023: rows 0, 2, 4, 6, 1, 3, 5, 7 of eight lie in a word, from the lowest bits on."""
     of = torch.arange(matrix.shape[1]) // GROUP

@@ -37,6 +37,7 @@ from graphllm.weights.encodings import encoding_of
 from graphllm.weights.expr import Encode
 from graphllm.weights.gguf import TYPES, read_gguf
 from graphllm.weights.plan import WeightPlan
+from tests.tiers import thorough
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -82,8 +83,11 @@ def test_what_is_repacked_for_kernels_stands_for_the_same_numbers(name: str, row
         assert torch.equal(found.nan_to_num(1.0), wanted.nan_to_num(1.0))
 
 
-def _write(file: Path, kind: str, model: Any, quantized: str, **writer: Any) -> None:
-    """The model as llama.cpp's converter writes it. Its weights become those that the file stands for."""
+def _write(
+    file: Path, kind: str, model: Any, quantized: str, told: dict[str, Any] | None = None, **writer: Any
+) -> None:
+    """The model as llama.cpp's converter writes it. Its weights become those that the file stands for. told: further
+    fields."""
     made, c = gguf.GGUFWriter(file, kind, **writer), model.config
     made.add_block_count(c.num_hidden_layers)
     made.add_context_length(c.max_position_embeddings)
@@ -103,6 +107,9 @@ def _write(file: Path, kind: str, model: Any, quantized: str, **writer: Any) -> 
         for name, part in _parts(own, tensor).items():
             own = next((t for n, t in _MIXED.items() if n in name), "Q5_0") if quantized == "mixed" else quantized
             _add(made, name, part, c if kind == "llama" else None, gguf.GGMLQuantizationType[own])
+    add = {bool: made.add_bool, int: made.add_uint32, float: made.add_float32, str: made.add_string}
+    for key, value in (told or {}).items():
+        add[type(value)](key, value)
     _words(made, json.loads((MODEL_DIR / "tokenizer.json").read_text()))
     made.write_header_to_file()
     made.write_kv_data_to_file()
@@ -193,7 +200,7 @@ def test_logits(kind: str, quantized: str, backend: Any, tmp_path: Path) -> None
     if quantized != "mixed":
         return
     plan = WeightPlan.from_json((runner.place / "weights.json").read_text())
-    assert [e.name for e in plan if len(e.shape) == 2] == ["embed.inv_freq"]  # nothing is decoded
+    assert [e.name for e in plan if len(e.shape) == 2] == []  # nothing is decoded
     kept = {e.name: e.expr.encoding for e in plan if isinstance(e.expr, Encode)}
     assert [kept[f"layers.0.qkv.{i}.tiles"] for i in (0, 1)] == ["tiled_q5_0", "tiled_q8_0"]
     assert [kept[f"layers.{i}.down.tiles"] for i in (0, 1)] == ["tiled_q5_1", "tiled_q5_0"]
@@ -218,7 +225,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     folder, settings = gguf_folder(tmp_path / "model.gguf"), {"tensor_parallel_size": 2}
     runner = driver.Driver(folder, "eager", settings=settings, opened=ranks_of)
     plan = WeightPlan.from_json((runner.place / "weights.json").read_text())
-    assert [e.name for e in plan if len(e.shape) == 2] == ["embed.inv_freq"]
+    assert [e.name for e in plan if len(e.shape) == 2] == []
     prompt = torch.randint(0, 128, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     with opened[0]:
         logits, _ = runner.generate([prompt], 1)
@@ -237,6 +244,70 @@ def test_tokenizer_and_settings_are_the_files(tmp_path: Path) -> None:
     by_folder = find_source(EngineArgs(model=str(tmp_path)))
     assert by_folder.config == find_source(EngineArgs(model=str(file))).config
     assert by_folder.config["architectures"] == ["LlamaForCausalLM"]
+
+
+_ENDS = [
+    thorough({}, {2}),
+    ({"tokenizer.ggml.eot_token_id": 5}, {2, 5}),
+    thorough({"tokenizer.ggml.eot_token_id": 2, "tokenizer.ggml.eom_token_id": 6}, {2, 6}),
+]
+
+
+@pytest.mark.parametrize(("told", "ends"), _ENDS)
+def test_what_ends_a_text(told: dict[str, Any], ends: set[int], tmp_path: Path) -> None:
+    """The ends of a text, of a turn and of a message. A file that does not number the end of a turn has it by name:
+    the embedded model's, <|im_end|>, is 2."""
+    file = tmp_path / "model.gguf"
+    _write(file, "llama", _tiny("llama"), "Q8_0", told)
+    with LLM(str(file), backend="eager", max_num_seqs=1, max_model_len=32, kv_cache_memory_bytes=1 << 20) as llm:
+        for token in (2, 5, 6):
+            params = SamplingParams(logit_bias={token: 100.0}, max_tokens=3, temperature=0)
+            output = llm.generate({"prompt_token_ids": [9]}, params, use_tqdm=False)[0].outputs[0]
+            assert output.finish_reason == ("stop" if token in ends else "length")
+
+
+@pytest.mark.parametrize("bos", [None, True, False])
+@pytest.mark.parametrize("eos", [None, True, False])
+def test_what_stands_around_a_text(bos: bool | None, eos: bool | None, tmp_path: Path) -> None:
+    """As the flags of the file say; without them nothing for this kind of tokenizer."""
+    flags = {"add_bos_token": bos, "add_eos_token": eos}
+    words = json.loads((MODEL_DIR / "tokenizer.json").read_text())["model"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": sorted(words["vocab"], key=words["vocab"].__getitem__),
+        "tokenizer.ggml.merges": [" ".join(m) for m in words["merges"]],
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+        **{f"tokenizer.ggml.{name}": value for name, value in flags.items() if value is not None},
+    }  # fmt: skip
+    write_tokenizer(metadata, tmp_path, tmp_path / "a.gguf")
+    plain = Backend.from_file(str(MODEL_DIR / "tokenizer.json")).encode("two cats", add_special_tokens=False).ids
+    found = Tokenizer.from_folder(tmp_path, {}, {}).encode("two cats")
+    assert found == [1] * (bos is True) + plain + [2] * (eos is True)
+    if eos:
+        with pytest.raises(ConfigError, match="add_eos_token is true, but eos_token_id is None"):
+            write_tokenizer(metadata | {"tokenizer.ggml.eos_token_id": None}, tmp_path, tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8, only 16 is supported"),
+        ({"llama.attention.value_length": 32}, "llama.attention.value_length is 32, only 16"),
+        ({"llama.attention.causal": False}, "llama.attention.causal is False, only True"),
+        ({"llama.expert_gating_func": 2}, "llama.expert_gating_func is 2, only 1"),
+    ],
+)
+def test_settings_of_other_models_are_refused(told: dict[str, Any], message: str, tmp_path: Path) -> None:
+    _write(tmp_path / "model.gguf", "llama", _tiny("llama"), "Q8_0", told)
+    with pytest.raises(ConfigError, match=message):
+        gguf_folder(tmp_path / "model.gguf")
+
+
+def test_unknown_fields_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told = {"llama.rope.dimension_count": 16, "llama.vocab_size": 128, "llama.new": 1, "general.name": "x"}
+    _write(tmp_path / "model.gguf", "llama", _tiny("llama"), "Q8_0", told)
+    gguf_folder(tmp_path / "model.gguf")
+    assert "model.gguf: llama.new: not read, and without effect here" in caplog.text
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from quantized import FORMATS, GROUP, write
+from quantized import FORMATS, GROUP, WIDTH, Format, symmetric, write
 from safetensors.torch import load_file, save_file
 
 from graphllm import artifact
@@ -247,6 +247,50 @@ def test_experts_whose_width_cuts_blocks_are_divided_by_number(tmp_path: Path) -
     assert shard_plan(plan, 2, True)["layers.0.down"].shape == (2, 64, 96)
 
 
+_SYMMETRIC = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+_AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "bits", "stored"),
+    [
+        ({}, 4, 8), ({}, 4, 7), ({"checkpoint_format": "gptq_v2"}, 4, 8), ({"checkpoint_format": "gptq_v2"}, 4, 7),
+        ({"bits": 8}, 8, 128), ({"bits": 3}, 3, 4), ({"bits": 2}, 2, 1), (_AUTO_ROUND, 4, 8),
+        ({"sym": False, "dynamic": {"+:.*": {"sym": True}}}, 4, 8),
+        ({"sym": False}, 4, 7), ({"sym": False, "format": "gptq_v2"}, 4, 8),
+    ],
+)  # fmt: skip
+def test_symmetric_ones_have_their_zero_point_in_the_middle(
+    changes: dict[str, Any], bits: int, stored: int, tmp_path: Path
+) -> None:
+    """Programs store it by either convention, and say so or not."""
+    numbers = write(tmp_path, Format(_SYMMETRIC | changes, symmetric(stored, bits))).state_dict()
+    weights = _loaded(tmp_path, _plan(tmp_path))
+    _same(weights["layers.1.down"], numbers["model.layers.1.mlp.down_proj.weight"])
+
+
+def test_other_zero_points_contradict_symmetry(tmp_path: Path) -> None:
+    made = FORMATS["gptq 4 bits"]
+    write(tmp_path, made._replace(config=made.config | {"sym": True}))
+    with pytest.raises(ConfigError, match=r"qzeros: not all are 7 or all 8, though sym .* is true; set it to false"):
+        _loaded(tmp_path, _plan(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "g_idx"),
+    [
+        ({}, None), ({}, torch.zeros(WIDTH, dtype=torch.int32)), ({}, torch.arange(WIDTH, dtype=torch.int32) // GROUP),
+        ({"desc_act": True}, torch.zeros(WIDTH, dtype=torch.int32)),
+    ],
+)  # fmt: skip
+def test_groups_in_order_need_no_g_idx(changes: dict[str, Any], g_idx: torch.Tensor | None, tmp_path: Path) -> None:
+    numbers = write(tmp_path, Format(_SYMMETRIC | changes, symmetric(7, g_idx=g_idx))).state_dict()
+    plan, checkpoint = _plan(tmp_path), open_source(tmp_path).checkpoint
+    assert checkpoint is not None
+    check_checkpoint(plan, checkpoint)
+    _same(_loaded(tmp_path, plan)["layers.1.down"], numbers["model.layers.1.mlp.down_proj.weight"])
+
+
 @torch.no_grad()
 def test_modules_that_are_left_alone(tmp_path: Path) -> None:
     """By GPTQ's rules for single modules, and by what lies in the file; other layers stay encoded."""
@@ -264,7 +308,7 @@ def test_modules_that_are_left_alone(tmp_path: Path) -> None:
     shown = {(row["name"], *row["layers"]): row for row in artifact.verify(runner.place)["weights"]}
     assert (shown["layers.*.down", 0]["kept"], shown["layers.*.down", 0]["bits"]) == ("float32", 32)
     assert shown["layers.*.down", 1]["kept"] == f"nibble_zeros_f16-{GROUP}"
-    assert shown["layers.*.down", 1]["stored"] == f"gptq_ordered-4-{GROUP}"
+    assert shown["layers.*.down", 1]["stored"] == f"gptq_ordered_index-4-{GROUP}"
     assert shown["layers.*.down", 1]["bits"] == pytest.approx(4 * 128 / 96 + 32 / GROUP, abs=0.01)  # 96 become 128
     prompt = torch.randint(0, 128, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     logits, _ = runner.generate([prompt], 1)
@@ -302,6 +346,48 @@ def test_broken_files_are_refused(name: str, change: Any, problem: str, tmp_path
     with pytest.raises(WeightError) as refused:
         check_checkpoint(_plan(tmp_path), checkpoint)
     assert any(problem in line for line in refused.value.problems), refused.value.problems
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "fields"),
+    [
+        ("gptq 4 bits", "quantize_config.json", {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
+        ("awq", "quant_config.json", {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}),
+        (
+            "fp8 tensors", "hf_quant_config.json",
+            {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_quantizer_wrote_beside_config_json(
+    name: str, file: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    numbers = write(tmp_path, FORMATS[name]).state_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / file).write_text(json.dumps(fields))
+    _same(_loaded(tmp_path, _plan(tmp_path))["layers.1.down"], numbers["model.layers.1.mlp.down_proj.weight"])
+
+
+@pytest.mark.parametrize("name", ["gptq 4 bits", "fp8 tensors"])
+def test_biases_of_zeros_add_nothing(name: str, tmp_path: Path) -> None:
+    """Older programs wrote one beside every matrix; another one, or one of a module that is not there, is refused."""
+    write(tmp_path, FORMATS[name])
+    tensors = load_file(tmp_path / "model.safetensors")
+    modules = {n.rpartition(".")[0] for n in tensors if n.endswith((".qweight", ".weight_scale"))}
+    biases = {f"{module}.bias": torch.zeros(8).half() for module in modules}
+
+    def check(more: dict[str, torch.Tensor]) -> None:
+        save_file({**tensors, **more}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        checkpoint = open_source(tmp_path).checkpoint
+        assert checkpoint is not None
+        check_checkpoint(_plan(tmp_path), checkpoint)
+
+    check(biases)
+    for changed in (f"{min(modules)}.bias", "model.layers.7.mlp.up_proj.bias"):
+        with pytest.raises(WeightError, match=f"{changed}: not used by the model"):
+            check(biases | {changed: torch.full((8,), float("7" not in changed)).half()})
 
 
 _UP = "model.layers.0.mlp.up_proj.weight"

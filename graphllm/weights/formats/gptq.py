@@ -2,9 +2,10 @@
 packed into 32-bit words. The matrix is stored transposed, [inner, rows].
 
 gptq-BITS-GROUP and gptqv2-BITS-GROUP: Frantar et al. 2022 as AutoGPTQ and GPTQModel write it. ``g_idx`` names the group
-of each inner entry, in order or, with desc_act, by activation. Version 1 stores zero points less one.
-gptq_ordered, gptqv2_ordered: the same where groups are in order. autoround: as version 1, without
-``g_idx``. awq-GROUP: Lin et al. 2023, the "gemm" layout: eight rows of a word by turns. A group of 0 is a whole row.
+of each inner entry, by activation. Version 1 stores zero points less one. gptq_ordered, gptqv2_ordered: groups are in
+order, and with the ending "index" there is a ``g_idx`` that says so. gptq_sym, gptq_sym_ordered: the zero point is the
+middle, whatever the convention is by which it is stored. awq-GROUP: Lin et al. 2023, the "gemm" layout: eight rows of a
+word by turns. A group of 0 is a whole row.
 
 Scales are float16; families that end with another dtype have scales of that.
 """
@@ -31,9 +32,9 @@ def _groups(inner: int, group: int) -> int:
     return -(-inner // group) if group else 1
 
 
-def _gptq(name: str, bits: int, group: int, more: int, index: bool, ordered: bool, scales: str) -> Encoding:
-    """more: what is added to stored zero points. index: there is a g_idx. ordered: groups are in order. scales: their
-    dtype."""
+def _gptq(name: str, bits: int, group: int, more: int | None, index: bool, ordered: bool, scales: str) -> Encoding:
+    """more: what is added to stored zero points; None where they are the middle. index: there is a g_idx. ordered:
+    groups are in order. scales: their dtype."""
     step = 32 if bits == 3 else 32 // bits  # integers that fill words
     line = step * bits // 32
     half = 1 << bits - 1
@@ -44,13 +45,25 @@ def _gptq(name: str, bits: int, group: int, more: int, index: bool, ordered: boo
         of = torch.arange(inner, device=numbers.device) // (group or inner)
         if index:
             stored = parts["g_idx"].long()
-            if ordered and not torch.equal(stored - stored[0], of):
+            trivial = not stored.any()  # as some programs write it for groups in order
+            if ordered and not trivial and not torch.equal(stored - stored[0], of):
                 raise ConfigError(
                     "g_idx: groups are not in order, though desc_act in config.json's quantization_config is false; "
                     "set it to true"
                 )
-            of = of if ordered else stored
-        return numbers, unpacked(parts["qzeros"], bits, 1, rows) + more, of
+            of = of if ordered or trivial else stored
+        return numbers, zeros_of(unpacked(parts["qzeros"], bits, 1, rows)), of
+
+    def zeros_of(stored: Tensor) -> Tensor:
+        if more is not None:
+            return stored + more
+        for middle in (half - 1, half):
+            if bool((stored == middle).all()):
+                return torch.full_like(stored, half)
+        raise ConfigError(
+            f"qzeros: not all are {half - 1} or all {half}, though sym in config.json's quantization_config is true; "
+            "set it to false"
+        )
 
     def decode(parts: Mapping[str, Tensor], rows: int, inner: int) -> Tensor:
         numbers, zeros, of = numbers_of(parts, rows, inner)
@@ -98,9 +111,8 @@ def _awq(name: str, group: int, scales: str) -> Encoding:
 
 for _dtype in SCALES:
     _end = "" if _dtype == "float16" else f"_{_dtype}"
-    for _name, _more, _index, _ordered in (
-        ("gptq", 1, True, False), ("gptqv2", 0, True, False), ("gptq_ordered", 1, True, True),
-        ("gptqv2_ordered", 0, True, True), ("autoround", 1, False, True),
-    ):  # fmt: skip
-        register_family(_name + _end, partial(_gptq, more=_more, index=_index, ordered=_ordered, scales=_dtype))
+    for _name, _more in (("gptq", 1), ("gptqv2", 0), ("gptq_sym", None)):
+        for _order, _index in (("", True), ("_ordered", False), ("_ordered_index", True)):
+            _made = partial(_gptq, more=_more, index=_index, ordered=bool(_order), scales=_dtype)
+            register_family(f"{_name}{_order}{_end}", _made)
     register_family("awq" + _end, partial(_awq, scales=_dtype))
