@@ -64,7 +64,7 @@ class PlainItem:
             chat,
             params,
             prompts=prompts,
-            messages=[] if self.messages is None else conversation(self.messages),
+            messages=conversation(self.messages) if self.messages else [],
             template=template,
             priority=self.priority,
             cache_salt=self.cache_salt,
