@@ -64,7 +64,7 @@ class PlainItem:
             chat,
             params,
             prompts=prompts,
-            messages=conversation(self.messages) if self.messages else [],
+            messages=[] if self.messages is None else conversation(self.messages),
             template=template,
             priority=self.priority,
             cache_salt=self.cache_salt,
