@@ -185,7 +185,7 @@ class Tokenizer:
         """
         known = list(messages)
         if not known:
-            raise ConfigError("messages: empty; give at least one message")
+            raise ConfigError("messages is []: give at least one message")
         known = with_end(known) if continue_final_message else known
         given = {"messages": known, "tools": tools, "documents": None, **self._special, **variables}
         told = {name: plain(value, name) for name, value in given.items()}

@@ -326,7 +326,7 @@ def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, s
     rows = {r["id"]: r for r in _rows(out)}
     assert rows["good"]["text"] == answers[PROMPTS[0]]
     assert "there is room for 95 tokens" in rows["long"]["error"]
-    assert "messages: empty" in rows["empty"]["error"]
+    assert "messages is []: give at least one message" in rows["empty"]["error"]
     assert "temperature is -1" in rows["hot"]["error"]
     assert "watermarking is True: " in rows["future"]["error"]
 

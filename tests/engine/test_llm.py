@@ -163,7 +163,7 @@ def test_chat(llm: LLM, core: StubCore, tokenizer: Tokenizer) -> None:
     many = llm.chat([chat, chat], GREEDY, add_generation_prompt=False, tools=[{}], chat_template_kwargs={"mood": "!"})
     assert [o.prompt for o in many] == ["<s>user:hi;!1"] * 2
     for empty in ([], [[]]):
-        with pytest.raises(ConfigError, match="messages: empty"):
+        with pytest.raises(ConfigError, match=r"messages is \[\]: give at least one message"):
             llm.chat(empty, GREEDY)
 
 

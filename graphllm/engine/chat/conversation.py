@@ -137,7 +137,7 @@ def _call(call: object, where: str) -> dict[str, Any]:
     if not isinstance(arguments, Mapping):
         raise ConfigError(f"{where}.function.arguments is {given!r:.80}: give a JSON object as text")
     # In one order: some templates write a call as JSON.
-    first = {name: found.pop(name) for name in ("id", "type") if name in found}
+    first: dict[str, Any] = {name: found.pop(name) for name in ("id", "type") if name in found}
     return {**first, **found, "function": {"name": function["name"], **function, "arguments": arguments}}
 
 

@@ -172,9 +172,9 @@ def wants_of(tree: nodes.Template, source: str) -> Wants:
 
     names = _names_of_content(tree)
     asked = {test.name for test in tree.find_all(nodes.Test) if _is_content(test.node, names)}
-    walks = any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For)) or any(
-        _is_first_part(access, names) for access in tree.find_all((nodes.Getattr, nodes.Getitem))
-    )
+    reads: list[nodes.Getattr | nodes.Getitem] = [*tree.find_all(nodes.Getattr), *tree.find_all(nodes.Getitem)]
+    walks = any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+    walks = walks or any(_is_first_part(read, names) for read in reads)
     return Wants(walks and "string" not in asked, "none" in asked, "[TOOL_CALLS]" in source)
 
 

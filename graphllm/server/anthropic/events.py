@@ -107,10 +107,10 @@ class MessageWriter:
             return [anthropic_error_body(500, ending.error or "the request was stopped before its end")]
         closed = self._close()
         self._usage = ending.usage
-        stop = ending.stop_reason if ending.finish_reason == "stop" else None
+        stop = ending.stop_reason if ending.finish_reason in ("stop", "half_call") else None
         if ending.finish_reason == "length":
             self._ended["stop_reason"] = "max_tokens"
-        elif self._called and not ending.broken:
+        elif self._called and ending.finish_reason != "half_call":
             self._ended["stop_reason"] = "tool_use"
         elif isinstance(stop, str):
             self._ended = {"stop_reason": "stop_sequence", "stop_sequence": stop}

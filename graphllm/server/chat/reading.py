@@ -113,4 +113,5 @@ class Reading:
         last = self._last
         assert last is not None
         reason = finish_reason(last, self._reader) or "stop"
-        return Ending(reason, self._used, last.stop_reason, last.error, self._reader.broken)
+        reason = "half_call" if reason == "stop" and self._reader.broken else reason
+        return Ending(reason, self._used, last.stop_reason, last.error)

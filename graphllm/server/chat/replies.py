@@ -58,14 +58,13 @@ class Usage(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """finish_reason: "stop", "length", "repetition", "tool_calls", "abort" or "error". stop_reason: the stop string or
-    token id that ended it. error: what went wrong, for people. broken: it ended within a call."""
+    """finish_reason: "stop", "length", "repetition", "tool_calls", "half_call" (what ended it stands within a call),
+    "abort" or "error". stop_reason: the stop string or token id that ended it. error: what went wrong, for people."""
 
     finish_reason: str
     usage: Usage
     stop_reason: int | str | None = None
     error: str | None = None
-    broken: bool = False
 
 
 class FunctionCall(NamedTuple):

@@ -119,8 +119,7 @@ class ResponseWriter:
         reason = ending.finish_reason
         if self._kind == "message":
             self._logprobs += self._taken(None)
-        whole = reason in ("stop", "tool_calls", "repetition") and not ending.broken
-        closed = self._close("completed" if whole else "incomplete")
+        closed = self._close("completed" if reason in ("stop", "tool_calls", "repetition") else "incomplete")
         self._usage = ending.usage
         if reason in ("error", "abort"):
             self._status = "failed"

@@ -18,6 +18,7 @@ from reply_parts import ARGUMENTS, BROKEN, ENDINGS, USAGES, Replay, batches, blo
 
 from graphllm.config import ConfigError
 from graphllm.config.sampling import SamplingParams
+from graphllm.engine.chat.conversation import text_of
 from graphllm.server.anthropic.events import MessageWriter
 from graphllm.server.anthropic.requests import (
     CountTokensRequest,
@@ -379,7 +380,7 @@ def test_a_reply_that_is_said_again(parts: list[Part]) -> None:
     content = Message.model_validate(message).to_dict()["content"]
     again = _chat(messages=[*HELLO, {"role": "assistant", "content": content}, *HELLO])["messages"][1]
     seen = blocks(parts)
-    assert again["content"] == "".join(b[1] for b in seen if b[0] == "text")
+    assert text_of(again) == "".join(b[1] for b in seen if b[0] == "text")
     assert again.get("reasoning_content", "") == "".join(b[1] for b in seen if b[0] == "reasoning")
     calls = [
         (c["id"], c["function"]["name"], json.loads(c["function"]["arguments"])) for c in again.get("tool_calls", [])

@@ -21,7 +21,7 @@ from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.llm import run_to_completion
 from graphllm.server.chat.call import CHAT, COMPLETIONS, Call, Style, parse_call, write_out
 from graphllm.server.chat.reading import Reading, failure, shown_text
-from graphllm.server.chat.replies import CallStart, Ending, Reasoning, ReplyFormat, Text, Usage, merged
+from graphllm.server.chat.replies import CallStart, Reasoning, ReplyFormat, Text, Usage, merged
 from graphllm.server.openai.answers import completion_logprobs, response_body
 
 OPEN = SamplingParams(max_tokens=None)
@@ -294,10 +294,10 @@ def test_reading_an_answer_in_pieces() -> None:
     parts += reading.read(_output('<tool_call>{"name": "add", "arguments": {}}</tool_call>'))
     assert [type(part) for part in parts[-2:-1]] == [CallStart]
     assert {type(part) for part in parts} >= {Reasoning, Text}
-    assert reading.ending == Ending("tool_calls", Usage(2, 28, 1, len("So.")))
+    assert reading.ending == ("tool_calls", Usage(2, 28, 1, len("So.")), None, None)
     other = Reading(_chat(), len)
     other.read(_output("x", "stop", "end"))
-    assert other.ending == Ending("stop", Usage(2, 7, 1), "end")
+    assert other.ending == ("stop", Usage(2, 7, 1), "end", None)
 
 
 def test_failure_of_the_engine() -> None:
