@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import tokenizers
 
-    from graphllm.engine.text import Tokenizer
-
 _CONTEXT = 6  # prompt tokens that are decoded ahead: enough to know whether an output begins with a space
 _LONGEST = 4  # bytes of a character, so no more tokens than that
 _BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
@@ -96,7 +94,7 @@ def new_text(decode: Decode, prompt_ids: Sequence[int], ids: Sequence[int], apar
 
 
 def _context(decode: Decode, prompt_ids: Sequence[int]) -> tuple[list[int], Sequence[str]]:
-    """The last tokens of a prompt, that do not begin within a character, and their text; then that of its whole
+    """The last tokens of a prompt, that do not begin within a character, and their text; then what it may be of whole
     characters, for an output that completes the last one."""
     count = _CONTEXT
     while True:
@@ -107,14 +105,14 @@ def _context(decode: Decode, prompt_ids: Sequence[int]) -> tuple[list[int], Sequ
         count *= 2
     if not text.endswith(_BROKEN):
         return context, (text,)
-    shorter = (decode(context[:-cut]) for cut in range(1, _LONGEST))
-    return context, (text, next((t for t in shorter if not t.endswith(_BROKEN)), text.rstrip(_BROKEN)))
+    shorter = (decode(context[:-cut]) for cut in range(1, _LONGEST))  # a broken end may break all of a row of bytes
+    whole = next((t for t in shorter if not t.endswith(_BROKEN)), "")
+    return context, (text, *sorted((whole, text.rstrip(_BROKEN)), key=len, reverse=True))
 
 
-def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str | None) -> list[int]:
-    """Of each token of a prompt, the characters of its text before it. text: None for what the tokens say. A token that
-    stands for nothing in the text, such as BOS before it, has the place of the next one."""
-    detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
+def text_offsets(detokenizer: Detokenizer, ids: Sequence[int], text: str | None) -> list[int]:
+    """Of each token of a text, the characters before it. detokenizer: a new one, that gives special tokens. text: None
+    for what the tokens say. A token that stands for nothing in it, such as BOS before it, has the place of the next."""
     found, at = list[int](), 0
     for token in ids:
         found.append(at)

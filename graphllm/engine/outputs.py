@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -203,7 +203,9 @@ class OutputProcessor:
 
     def _of_prompt(self, parsed: ParsedRequest, ranked: list[PositionLogprobs]) -> list[Position | None]:
         ids = parsed.prompt_token_ids
-        offsets = [None] * len(ids) if self._tokenizer is None else text_offsets(self._tokenizer, ids, parsed.prompt)
+        offsets: list[Any] = [None] * len(ids)
+        if self._tokenizer is not None:
+            offsets = text_offsets(self._tokenizer.detokenizer(skip_special_tokens=False), ids, parsed.prompt)
         return [None, *map(self._position, ranked, offsets[1:])]
 
     def _position(self, ranked: PositionLogprobs, offset: int | None) -> Position:

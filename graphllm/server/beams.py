@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from graphllm.config import ConfigError
 from graphllm.engine.beam import BeamSearch, BeamSearchSequence, step_params
@@ -82,7 +83,9 @@ def _completion(index: int, sequence: BeamSearchSequence, call: Call, tokenizer:
     shown = tokens[:-1] if ended and not call.params.include_stop_str_in_output else tokens
     text = "" if tokenizer is None else tokenizer.output_text(prompt, shown, call.params.skip_special_tokens)
     wanted = call.params.logprobs
-    offsets = [None] * len(tokens) if tokenizer is None else text_offsets(tokenizer, tokens, None)
+    offsets: list[Any] = [None] * len(tokens)
+    if tokenizer is not None:
+        offsets = text_offsets(tokenizer.detokenizer(skip_special_tokens=False), tokens, None)
     listed = None if wanted is None else [
         _listed(position, token, wanted, at)
         for position, token, at in zip(sequence.logprobs, tokens, offsets, strict=True)

@@ -134,10 +134,13 @@ def adapted_linear(plan: WeightPlan, name: str) -> AdaptedLinear | None:
 
 
 def adapted_embedding(plan: WeightPlan, name: str) -> AdaptedLinear | None:
-    """The same for a table of rows."""
+    """The same for a table of rows. One that a head is tied to may be stored as the head, but is not meant by it."""
     expr, shape = _whole(plan, name)
-    part = _part(expr)
-    return None if part is None or part.stop else AdaptedLinear(name, shape[0], shape[1:], (part,), "embedding")
+    part, heads = _part(expr), {e.name.rpartition(".")[2] for e in plan if e.tie == name}
+    if part is None or part.stop:
+        return None
+    part = part._replace(modules=tuple(module for module in part.modules if module not in heads))
+    return AdaptedLinear(name, shape[0], shape[1:], (part,), "embedding")
 
 
 def adapted_experts(plan: WeightPlan, name: str) -> AdaptedLinear | None:

@@ -428,7 +428,7 @@ def test_branches_that_end_or_break_leave_the_others_their_masks() -> None:
     state.slot, state.output = 0, [2]
     table.admit(state, always_masked=True)
     constraints = Constraints(table)
-    constraints.add("a", Counting)  # type: ignore[arg-type]
+    constraints.add("a", Counting, None)  # type: ignore[arg-type]
     constraints.advance(state, [2])
     tree = token_tree("[(0,),(1,),(2,),(0,0),(1,0),(1,1),(2,0),(0,0,0),(2,0,0),(2,0,1)]")
     masks, rng = np.zeros((11, table.words), dtype=np.int32), random.Random(4)
