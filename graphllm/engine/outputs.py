@@ -305,7 +305,7 @@ class _Stream:
             self.finish_reason, self.error, self.mistake = update.finish_reason, update.error, update.mistake
             if update.finish_reason == "stop" and tokens and tokens[-1] in self.request.stop_ids:
                 self.stop_reason = None if tokens[-1] in self.request.parsed.eos_ids else tokens[-1]
-                if p.skip_special_tokens and not p.include_stop_str_in_output:
+                if not p.include_stop_str_in_output:
                     shown = tokens[:-1]
         count = len(tokens)
         if self.detokenizer is not None:

@@ -287,9 +287,10 @@ def test_a_stop_string_before_min_tokens_does_not_count_later(start: Any, tokeni
         ({"stop_token_ids": [EOS], "ignore_eos": True}, EOS, "the cat", EOS),
         ({"stop_token_ids": [70]}, 70, "the cat", 70),
         ({"stop_token_ids": [70], "include_stop_str_in_output": True}, 70, "the cat{}", 70),
-        ({"stop_token_ids": [70], "skip_special_tokens": False}, 70, "the cat{}", 70),
+        ({"stop_token_ids": [70], "skip_special_tokens": False}, 70, "the cat", 70),
         ({"include_stop_str_in_output": True}, EOS, "the cat", None),  # special, so it is left out
-        ({"skip_special_tokens": False}, EOS, "the cat</s>", None),
+        ({"skip_special_tokens": False}, EOS, "the cat", None),
+        ({"skip_special_tokens": False, "include_stop_str_in_output": True}, EOS, "the cat</s>", None),
     ],
 )  # fmt: skip
 def test_stop_tokens(

@@ -88,7 +88,7 @@ class Call(NamedTuple):
     suffix: what comes behind a completion. truncation: of the prompt. token_ids, prompt_text: are shown. tokens_as_ids:
     in log-probabilities tokens are written as their ids. interval: tokens of a chunk. beams: how n of them are searched
     for. request_id: as the client calls it.
-    reply, hidden: how the text is read, and tokens that end it and are not shown (from `write_out`).
+    reply: how the text is read (from `write_out`).
     """
 
     chat: bool
@@ -120,7 +120,6 @@ class Call(NamedTuple):
     beams: BeamSearchParams | None = None
     request_id: str = ""
     reply: ReplyFormat = ReplyFormat()
-    hidden: tuple[str, ...] = ()
 
     def prompt_error(self, mistake: ConfigError, number: int, count: int) -> ConfigError:
         """A mistake that shows with one of so many prompts; it names that prompt if it is about it."""
@@ -401,12 +400,7 @@ def write_out(
         )
     )
     if call.params.skip_special_tokens and _marks_are_special(format, tokenizer):
-        params = call.params
-        ends = tokenizer.stop_ids.union(() if params.include_stop_str_in_output else params.stop_token_ids)
-        call = call._replace(
-            params=replace(params, skip_special_tokens=False),
-            hidden=tuple(tokenizer.decode([i], skip_special_tokens=False) for i in sorted(ends)),
-        )
+        call = call._replace(params=replace(call.params, skip_special_tokens=False))
     # The template has written BOS where it wants one, so none is added.
     prompt: dict[str, Any] = {"prompt": text, "add_special_tokens": bool(call.special)}
     if call.reply.reasoning and call.params.stop:  # which are about the answer

@@ -24,22 +24,12 @@ def _new_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def parts_of(call: Call, completion: CompletionOutput, reader: ReplyReader) -> list[Part]:
+def parts_of(completion: CompletionOutput, reader: ReplyReader) -> list[Part]:
     """What is new in a completion of a chat."""
-    parts = reader.feed(shown_text(call, completion))
+    parts = reader.feed(completion.text)
     if completion.finished():
         parts += reader.finish(cut=completion.finish_reason != "stop" or completion.stop_reason is not None)
     return parts
-
-
-def shown_text(call: Call, completion: CompletionOutput) -> str:
-    """A completion's text without the token that ended it."""
-    text = completion.text
-    if completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str):
-        for ending in call.hidden:
-            if text.endswith(ending):
-                return text[: -len(ending)]
-    return text
 
 
 def finish_reason(completion: CompletionOutput, reader: ReplyReader) -> str | None:
@@ -85,11 +75,11 @@ class Reading:
 
     def read(self, output: RequestOutput) -> list[Part]:
         """What is new in an output. The calls end with the reply, so they are told by their order."""
-        used, call = usage_of(self._call, output), self._call
+        used = usage_of(self._call, output)
         self._used = used._replace(completion=used.completion + self._used.completion)
         parts: list[Part] = []
         for completion in output.outputs:
-            parts += parts_of(call, completion, self._reader)
+            parts += parts_of(completion, self._reader)
             if completion.finished():
                 self._last = completion
         self._thoughts += [part.text for part in parts if isinstance(part, Reasoning)]

@@ -73,7 +73,7 @@ def _choice(call: Call, output: RequestOutput, completion: CompletionOutput, ind
         choice = {"index": index, "text": text, "logprobs": given, **ended, **_tokens(call, completion)}
         return choice | _of_prompt(call, output), ""
     reader = reader_of(call)
-    reply = merged(parts_of(call, completion, reader))
+    reply = merged(parts_of(completion, reader))
     # Text that is all calls is null, as OpenAI has it.
     message: dict[str, Any] = {
         "role": call.role,
@@ -157,7 +157,7 @@ class ChunkWriter:
         if begins:
             self._readers[index] = reader_of(call)
         reader = self._readers[index]
-        parts = parts_of(call, completion, reader)
+        parts = parts_of(completion, reader)
         self._think(index, parts, completion.finished())
         deltas = [_delta(part) for part in parts if call.reasoning or not isinstance(part, Reasoning)]
         content, tokens = _chat_logprobs(call, completion), _tokens(call, completion)

@@ -20,7 +20,7 @@ from graphllm.engine.processor import Processor
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.llm import run_to_completion
 from graphllm.server.chat.call import CHAT, COMPLETIONS, Call, Style, parse_call, write_out
-from graphllm.server.chat.reading import Reading, failure, shown_text
+from graphllm.server.chat.reading import Reading, failure
 from graphllm.server.chat.replies import CallStart, Reasoning, ReplyFormat, Text, Usage, merged
 from graphllm.server.openai.answers import completion_logprobs, response_body
 
@@ -269,18 +269,6 @@ def test_ids_of_calls() -> None:
         made = _read(call, text).choices[0].message.tool_calls
         assert len({c.id for c in made}) == 2
         assert all(len(c.id) == length and c.id.isascii() for c in made)
-
-
-def test_tokens_that_end_a_text_are_hidden() -> None:
-    call = _chat()._replace(hidden=("</s>", "H"))
-    for text, reason, stop, shown in (
-        ("hi</s>", "stop", None, "hi"),
-        ("hiH", "stop", 7, "hi"),
-        ("hi</s>", "stop", "x", "hi</s>"),  # a stop string ended it; this was in the text
-        ("hi</s>", "length", None, "hi</s>"),
-        ("hi", "stop", None, "hi"),
-    ):
-        assert shown_text(call, _output(text, reason, stop).outputs[0]) == shown
 
 
 def test_reading_an_answer_in_pieces() -> None:
