@@ -158,7 +158,7 @@ def _family(file: Gguf) -> tuple[str, _Family]:
         raise _bad(
             file,
             f"general.architecture is {name!r:.80}; GGUF files of {', '.join(_FAMILIES)} are read: use the model's "
-            "safetensors",
+            "safetensors, if the README lists its family under Models",
         )
     return name, _FAMILIES[name]
 
