@@ -20,16 +20,19 @@ _CONTEXT = 6  # prompt tokens that are decoded ahead: enough to know whether an 
 _LONGEST = 4  # bytes of a character, so no more tokens than that
 _BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_MOST_CONTEXT = 64  # tokens, where a prompt ends with a long row of bytes
+_MOST_CONTEXT = 64  # tokens, where a prompt ends with a long row of bytes, or special ones stand within a character
 Decode = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
-    """The text of one request as its tokens arrive. decode: the text of some tokens. alone: of each token by itself,
-    known so far; it may be shared."""
+    """The text of one request as its tokens arrive. decode: the text of some tokens. rows: the decoder joins bytes to
+    characters in rows, of which one that is broken breaks all. alone: the text of each token by itself, known so far;
+    it may be shared."""
 
-    def __init__(self, decode: Decode, prompt_ids: Sequence[int], alone: dict[int, str] | None = None) -> None:
-        self._decode, self._alone = decode, {} if alone is None else alone
+    def __init__(
+        self, decode: Decode, prompt_ids: Sequence[int], rows: bool = False, alone: dict[int, str] | None = None
+    ) -> None:
+        self._decode, self._rows, self._alone = decode, rows, {} if alone is None else alone
         # The last tokens; _known is what of their text was given out, and the last _held ones may have more.
         self._ids, self._known = _context(decode, prompt_ids)
         self._held = 0
@@ -61,12 +64,12 @@ class Detokenizer:
                 self._known = (self._decode(self._ids),)
             self._held = 0
             return new
-        if self._held < _LONGEST:
+        if self._rows and self._held < _LONGEST:
             return ""
-        # More than a character has: only what is last may still become one.
-        new = self._new(text)[:-1]
-        del self._ids[: len(self._ids) - _LONGEST]
-        self._known, self._held = (self._decode(self._ids)[:-1],), _LONGEST - 1
+        new = self._new(text)[:-1]  # only what is last may still become a character
+        if new or self._held == _MOST_CONTEXT:
+            del self._ids[: len(self._ids) - _LONGEST]
+            self._known, self._held = (self._decode(self._ids)[:-1],), min(self._held, _LONGEST - 1)
         return new
 
     def _new(self, text: str) -> str:
@@ -81,14 +84,13 @@ def _behind(known: Sequence[str], whole: str) -> str | None:
     return next((whole[len(text) :] for text in known if whole.startswith(text)), None)
 
 
-def new_text(decode: Decode, prompt_ids: Sequence[int], ids: Sequence[int], apart: bool) -> str:
-    """What a detokenizer makes of all tokens of an output, at a seventh of the cost. apart: the decoder joins bytes to
-    characters in rows, of which one that is broken breaks all."""
+def new_text(decode: Decode, prompt_ids: Sequence[int], ids: Sequence[int], rows: bool) -> str:
+    """What a detokenizer makes of all tokens of an output, at a seventh of the cost."""
     context, known = _context(decode, prompt_ids)
     whole = decode([*context, *ids])
-    new = None if apart and _BROKEN in whole else _behind(known, whole)
+    new = None if rows and _BROKEN in whole else _behind(known, whole)
     if new is None:
-        detokenizer = Detokenizer(decode, prompt_ids)
+        detokenizer = Detokenizer(decode, prompt_ids, rows)
         new = detokenizer.step(ids) + detokenizer.rest()
     return new
 

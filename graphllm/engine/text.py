@@ -149,7 +149,7 @@ class Tokenizer:
     def detokenizer(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
         """One for each request: turns new tokens into new text."""
         decode = partial(self._backend.decode, skip_special_tokens=skip_special_tokens)
-        return Detokenizer(decode, prompt_ids, self._alone[skip_special_tokens])
+        return Detokenizer(decode, prompt_ids, self.token_bytes.by_bytes, self._alone[skip_special_tokens])
 
     @cached_property
     def token_bytes(self) -> TokenBytes:

@@ -326,6 +326,9 @@ def test_a_large_step_lets_others_run_in_between(tokenizer: Tokenizer) -> None:
             work[turn] += 1
             return text_of(list(ids))
 
+        def rest(self) -> str:
+            return ""
+
     class Watching(Tokenizer):
         def detokenizer(self, *_: Any) -> Any:
             return Watched()

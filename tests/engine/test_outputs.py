@@ -89,11 +89,7 @@ def only(outputs: list[RequestOutput]) -> CompletionOutput:
 
 def texts_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     """The text after 0, 1, ... tokens, up to the last whole character."""
-    found = [""]
-    for n in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:n])
-        found.append(found[-1] if text.endswith("\ufffd") else text)
-    return found
+    return [tokenizer.decode(ids[:n]).removesuffix("\ufffd") for n in range(len(ids) + 1)]
 
 
 def expected(texts: list[str], stops: list[str], include: bool, min_tokens: int) -> tuple[str, int, str | None]:
