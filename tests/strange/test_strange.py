@@ -24,6 +24,7 @@ from graphllm.engine.core import EngineCore
 from graphllm.engine.request import Adapter, EngineRequest, Item
 from graphllm.entrypoints.core import warm_up_host
 from graphllm.entrypoints.source import open_source
+from graphllm.ir.registry import load_ops
 from tests.artifacts import artifact_of
 from tests.tiers import COMPILED, ON_GPU, thorough
 
@@ -42,6 +43,7 @@ def site(own_registries: pytest.MonkeyPatch) -> None:
     """The package, installed."""
     own_registries.syspath_prepend(Path(__file__).parent / "site")
     own_registries.syspath_prepend(Path(__file__).parents[2] / "docs" / "examples" / "plugin_encoding")
+    load_ops()  # this process may have looked for plugins before, and a kept artifact is not compiled again
 
 
 class Strange:
