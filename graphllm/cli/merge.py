@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphllm.config import ConfigError, EngineArgs
-from graphllm.entrypoints.source import find_source, open_stored
+from graphllm.entrypoints.source import find_source, stored_checkpoint
 from graphllm.quantize.merge import merge
 
 
@@ -18,10 +18,7 @@ def merge_adapters(model: str, adapters: Sequence[str], output: Path, dtype: str
     started = time.perf_counter()
     weighted = [_weighted(text) for text in adapters]
     source = find_source(EngineArgs(model=model))
-    checkpoint, absent = open_stored(source.folder, "auto")
-    if checkpoint is None:
-        assert absent is not None
-        raise absent
+    checkpoint = stored_checkpoint(source.folder)
     made = merge(source.folder, checkpoint, weighted, output, dtype)
     print(f"{output}: {len(weighted)} adapter{'s' * (len(weighted) > 1)} merged, {made.tensors} tensors changed, "
           f"{made.nbytes / 1e6:,.1f} MB in {time.perf_counter() - started:.0f} s")  # fmt: skip

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from graphllm.engine.structured.vocabulary import bits
+
 if TYPE_CHECKING:
     from graphllm.engine.text import Tokenizer
 
@@ -63,23 +65,27 @@ class BadWords:
             else:
                 self._words.append(word.encode())
                 ids.update(texts.having(self._words[-1]))
-        self._always = np.array(sorted(ids), dtype=np.int64)
-        self._longest = max(map(len, self._words), default=0)
+        self._whole, self._longest = ids, max(map(len, self._words), default=0)
         self._begun: dict[int, list[tuple[bytes, bytes]]] = {}  # by its last byte, a word's beginning, and its rest
         for text in self._words:
             for count in range(1, len(text)):
                 self._begun.setdefault(text[count - 1], []).append((text[:count], text[count:]))
-        self._ids: dict[bytes, NDArray[np.int64]] = {}
+        self._others: dict[bytes, NDArray[np.int32]] = {}  # by the rest of a word, the tokens that do not complete it
 
     def forbid(self, row: NDArray[np.int32], output: Sequence[int]) -> None:
         """Take from the bits of a mask the tokens that would complete a word behind that output."""
-        _clear(row, self._always)
+        self._take(row, b"")
         text = self._tail(output)
         for begun, rest in self._begun.get(text[-1], ()) if text else ():
             if text.endswith(begun):
-                if rest not in self._ids:
-                    self._ids[rest] = np.array(self._texts.beginning(rest), dtype=np.int64)
-                _clear(row, self._ids[rest])
+                self._take(row, rest)
+
+    def _take(self, row: NDArray[np.int32], rest: bytes) -> None:
+        """The tokens that begin with the rest of a word; those that have a whole one where that is empty."""
+        if rest not in self._others:
+            ids = self._texts.beginning(rest) if rest else self._whole
+            self._others[rest] = ~bits(ids, 32 * len(row))
+        row &= self._others[rest]
 
     def _tail(self, output: Sequence[int]) -> bytes:
         """The end of the output's text, as far as a word may have begun there."""
@@ -89,7 +95,3 @@ class BadWords:
                 break
             text = (texts[token] if token < len(texts) else b"") + text
         return text
-
-
-def _clear(row: NDArray[np.int32], ids: NDArray[np.int64]) -> None:
-    np.bitwise_and.at(row, ids >> 5, ~(np.int32(1) << (ids & 31).astype(np.int32)))

@@ -15,7 +15,6 @@ from graphllm.engine.scheduler_output import SchedulerOutput
 from graphllm.program.schema import CacheLayout
 from graphllm.runtime.staging import StepInput
 
-_FULL = -1  # all bits set
 _INT32 = 2**31 - 1
 IN_PROMPT = 1 << 30  # flag of `process_logits` in the counts
 _NO_SLOTS = np.array([-1], dtype=np.int32)  # equal to those of no step

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from graphllm.config import ConfigError
 from graphllm.config.sampling import RepetitionDetectionParams, RequestOutputKind
 from graphllm.engine.answer_start import AnswerStart
-from graphllm.engine.detokenizer import Detokenizer, text_offsets
+from graphllm.engine.detokenizer import Detokenizer
 from graphllm.engine.processor import ParsedRequest
 from graphllm.engine.request import EngineCoreOutput, PositionLogprobs
 from graphllm.engine.text import Tokenizer
@@ -202,11 +202,9 @@ class OutputProcessor:
         )
 
     def _of_prompt(self, parsed: ParsedRequest, ranked: list[PositionLogprobs]) -> list[Position | None]:
-        ids = parsed.prompt_token_ids
-        offsets: list[Any] = [None] * len(ids)
-        if self._tokenizer is not None:
-            offsets = text_offsets(self._tokenizer.detokenizer(skip_special_tokens=False), ids, parsed.prompt)
-        return [None, *map(self._position, ranked, offsets[1:])]
+        told, ids = self._tokenizer, parsed.prompt_token_ids
+        offsets = repeat(None) if told is None else told.text_offsets(ids, parsed.prompt)[1:]
+        return [None, *map(self._position, ranked, offsets)]
 
     def _position(self, ranked: PositionLogprobs, offset: int | None) -> Position:
         piece = self._pieces.__getitem__

@@ -16,7 +16,7 @@ from graphllm.config import ConfigError
 from graphllm.config.fields import Fields, read, read_json, read_text, section
 from graphllm.config.parameter import Check, is_int
 from graphllm.engine.chat.template import ChatTemplate, ContentFormat, no_text, plain, up_to_the_end, with_end
-from graphllm.engine.detokenizer import Detokenizer, TokenBytes, new_text
+from graphllm.engine.detokenizer import Detokenizer, TokenBytes, new_text, text_offsets
 from graphllm.engine.text_length import characters_per_token
 
 if TYPE_CHECKING:
@@ -150,6 +150,10 @@ class Tokenizer:
         """One for each request: turns new tokens into new text."""
         decode = partial(self._backend.decode, skip_special_tokens=skip_special_tokens)
         return Detokenizer(decode, prompt_ids, self.token_bytes.by_bytes, self._alone[skip_special_tokens])
+
+    def text_offsets(self, ids: Sequence[int], text: str | None = None) -> list[int]:
+        """Of each token, the characters before it in the text, special tokens among them; as `text_offsets`."""
+        return text_offsets(self.detokenizer(skip_special_tokens=False), ids, text)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:

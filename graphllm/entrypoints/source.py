@@ -229,12 +229,21 @@ def open_tensors(
         return _joined((own, absent), (own and replace(own, tensors=layers), absent))
     if draft is not None:
         return _joined(open_tensors(folder, load_format), open_tensors(Path(draft), load_format))
-    found, absent = open_stored(folder, load_format)
+    found, absent = _open_stored(folder, load_format)
     return found and replace(found, tensors=text_tensors(folder, found.tensors)), absent
 
 
-def open_stored(folder: Path, load_format: str) -> tuple[Checkpoint | None, WeightError | None]:
-    """The same of all tensors of one folder, by their own names."""
+def stored_checkpoint(folder: Path) -> Checkpoint:
+    """All tensors of one folder, by their own names. Raises WeightError where there are none."""
+    found, absent = _open_stored(folder, "auto")
+    if found is None:
+        assert absent is not None
+        raise absent
+    return found
+
+
+def _open_stored(folder: Path, load_format: str) -> tuple[Checkpoint | None, WeightError | None]:
+    """As `open_tensors`, of all tensors of one folder, by their own names."""
     if load_format == "dummy":
         return None, None
     files = weight_files(folder, load_format)

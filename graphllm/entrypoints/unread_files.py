@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphllm.config.fields import read_json
-from graphllm.config.inert_fields import GENERATION, SENTENCES, TOKENIZER, unknown_fields
+from graphllm.config.inert_fields import GENERATION, SENTENCES, TOKENIZER, Reasons, unknown_fields
 from graphllm.engine.text import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -17,24 +17,25 @@ _log = logging.getLogger(__name__)
 
 def tell_unread(tokenizer: Tokenizer | None, tokenizer_folder: Path | None, generation: Path, model: Path) -> None:
     """Warn of them. generation: the folder of generation_config.json. model: of the checkpoint."""
-    files = [(generation / "generation_config.json", GENERATION)]
-    files += [(file, SENTENCES) for file in (model / "config_sentence_transformers.json", *_pooling_files(model))]
+    generating = read_json(generation / "generation_config.json") or {}
+    _tell("generation_config.json", {n: v for n, v in generating.items() if not _neutral(v)}, GENERATION)
+    sentences = read_json(model / "config_sentence_transformers.json") or {}
+    _tell("config_sentence_transformers.json", sentences, SENTENCES)
+    for file in sorted([*model.glob("sentence_*_config.json"), *model.glob("*_Pooling/config.json")]):
+        _tell(file.name, read_json(file) or {}, SENTENCES)
     if tokenizer is not None and tokenizer_folder is not None:
-        told = tokenizer_folder / "tokenizer_config.json"
-        files.append((told, TOKENIZER))
-        for line in _contradicted(tokenizer, read_json(told) or {}):
-            _log.warning("%s: %s", told.name, line)
-    for file, inert in files:
-        fields = {n: v for n, v in (read_json(file) or {}).items() if inert is not GENERATION or not _neutral(v)}
-        if unread := unknown_fields(fields, inert):
-            _log.warning("%s: %s: not read, and without effect here", file.name, ", ".join(unread))
-    similarity = (read_json(model / "config_sentence_transformers.json") or {}).get("similarity_fn_name")
+        told = read_json(tokenizer_folder / "tokenizer_config.json") or {}
+        for line in _contradicted(tokenizer, told):
+            _log.warning("tokenizer_config.json: %s", line)
+        _tell("tokenizer_config.json", told, TOKENIZER)
+    similarity = sentences.get("similarity_fn_name")
     if similarity not in (None, "cosine"):
         _log.warning("similarity_fn_name is %.80r: scores of two vectors are their cosine here", similarity)
 
 
-def _pooling_files(model: Path) -> list[Path]:
-    return sorted([*model.glob("sentence_*_config.json"), *model.glob("*_Pooling/config.json")])
+def _tell(name: str, fields: Mapping[str, Any], inert: Reasons) -> None:
+    if unread := unknown_fields(fields, inert):
+        _log.warning("%s: %s: not read, and without effect here", name, ", ".join(unread))
 
 
 def _neutral(value: Any) -> bool:

@@ -6,11 +6,8 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncGenerator
-from typing import Any
 
-from graphllm.config import ConfigError
 from graphllm.engine.beam import BeamSearch, BeamSearchSequence, step_params
-from graphllm.engine.detokenizer import text_offsets
 from graphllm.engine.outputs import CompletionOutput, Position, RequestOutput
 from graphllm.engine.processor import Prompt
 from graphllm.engine.request import Adapter
@@ -18,7 +15,7 @@ from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.engine_client import EngineClient
 from graphllm.server.chat.call import Call
 from graphllm.server.chat.reading import failure
-from graphllm.server.http.errors import EngineFailureError
+from graphllm.server.http.errors import EngineFailureError, failure_error
 from graphllm.server.http.wire import cancelled
 
 
@@ -46,7 +43,7 @@ async def search(
         async with contextlib.aclosing(outputs) as stream:
             found += [output async for output in stream]
         if (broken := failure(found)) is not None:
-            raise ConfigError(broken.told) if broken.mistake else EngineFailureError(broken.told)
+            raise failure_error(*broken)
         return found[-1]
 
     first = await step(prompt)
@@ -83,13 +80,11 @@ def _completion(index: int, sequence: BeamSearchSequence, call: Call, tokenizer:
     shown = tokens[:-1] if ended and not call.params.include_stop_str_in_output else tokens
     text = "" if tokenizer is None else tokenizer.output_text(prompt, shown, call.params.skip_special_tokens)
     wanted = call.params.logprobs
-    offsets: list[Any] = [None] * len(tokens)
-    if tokenizer is not None:
-        offsets = text_offsets(tokenizer.detokenizer(skip_special_tokens=False), tokens, None)
-    listed = None if wanted is None else [
-        _listed(position, token, wanted, at)
-        for position, token, at in zip(sequence.logprobs, tokens, offsets, strict=True)
-    ]  # fmt: skip
+    listed = None
+    if wanted is not None:
+        offsets = [None] * len(tokens) if tokenizer is None else tokenizer.text_offsets(tokens)
+        taken = zip(sequence.logprobs, tokens, offsets, strict=True)
+        listed = [_listed(position, token, wanted, at) for position, token, at in taken]
     return CompletionOutput(index, text, tokens, sequence.cum_logprob, listed, sequence.finish_reason)
 
 

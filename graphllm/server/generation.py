@@ -22,7 +22,7 @@ from graphllm.server.beams import search
 from graphllm.server.chat.call import Call
 from graphllm.server.chat.reading import failure
 from graphllm.server.chat.replies import ReplyReader
-from graphllm.server.http.errors import EngineFailureError
+from graphllm.server.http.errors import failure_error
 from graphllm.server.http.wire import Record
 from graphllm.server.operations.metrics import Metrics
 
@@ -89,7 +89,7 @@ async def generate(
             new = sum(len(c.token_ids) for c in output.outputs)
             tokens, counts[one.prompt] = tokens + new, counts[one.prompt] + new
             if (broken := failure([output])) is not None:
-                raise ConfigError(broken.told) if broken.mistake else EngineFailureError(broken.told)
+                raise failure_error(*broken)
             if (wanted := call.params.max_tokens) and wanted > (
                 room := info.max_model_len - len(output.prompt_token_ids)
             ):

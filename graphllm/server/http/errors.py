@@ -43,6 +43,11 @@ class EngineFailureError(Exception):
     """The engine could not finish a request; it lives."""
 
 
+def failure_error(told: str, mistake: bool) -> ConfigError | EngineFailureError:
+    """What a request ends with that has a `Failure`. mistake: it is its own."""
+    return ConfigError(told) if mistake else EngineFailureError(told)
+
+
 KNOWN: tuple[type[Exception], ...] = (
     ConfigError,
     NotFoundError,
