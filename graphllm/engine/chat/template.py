@@ -128,7 +128,7 @@ def _as_wanted(given: Mapping[str, Any], wants: Wants) -> dict[str, Any]:
     """A message as the template takes it."""
     message = {name: value for name, value in given.items() if value is not None}
     content, calls = message.get("content"), message.get("tool_calls")
-    if wants.none and calls and content == "":
+    if wants.none and calls and (content == "" or (_is_text(content) and not text_of(message))):
         message["content"] = None
     elif wants.parts and isinstance(content, str):
         message["content"] = [{"type": "text", "text": content}]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from reply_parts import VALUES, spoiled
 from ways import Chat, Ways, as_items, as_turns
@@ -67,6 +67,15 @@ TOOLS = st.none() | st.sampled_from(
 ENDINGS = st.sampled_from(["begin", "begin", "begin", "plain", "continue"])
 
 
+# Nothing but a call, beside a part without text.
+EMPTY = [
+    {"role": "user", "content": "a"},
+    {
+        "role": "assistant",
+        "content": [{"type": "text", "text": ""}],
+        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    },
+]
 ROLES = st.sampled_from(["system", "developer", "user", "user", "assistant", "assistant", "tool", "tool"])
 
 
@@ -117,6 +126,7 @@ def check(ways: Ways, chat: Chat, tools: Any, end: str) -> str | None:
 
 
 @settings(deadline=None, max_examples=EXAMPLES // len(TEMPLATES), suppress_health_check=list(HealthCheck))
+@example(EMPTY, None, "begin")
 @given(histories(), TOOLS, ENDINGS)
 def test_every_way_makes_the_same_prompt(ways: Ways, chat: Chat, tools: Any, end: str) -> None:
     prompt = check(ways, chat, tools, end)
