@@ -35,11 +35,11 @@ def measure(rank: int, ranks: int, meeting: Path) -> dict[str, Row]:
 
     from graphllm.ir.exchange import exchange_bytes
     from graphllm.ir.groups import SYMMETRIC_BYTES, TENSOR, group_of
-    from graphllm.ops.all_reduce import all_reduce
-    from graphllm.ops.fused_linear.triton_fused_linear import launch_norm
-    from graphllm.runtime.collectives import LibraryGroup
-    from graphllm.runtime.groups import Meeting, joined
-    from graphllm.runtime.symmetric_memory import Method, SymmetricGroup, method_for
+    from graphllm.ops.collectives.all_reduce import all_reduce
+    from graphllm.ops.gemm.fused_linear.triton_fused_linear import launch_norm
+    from graphllm.runtime.ranks.collectives import LibraryGroup
+    from graphllm.runtime.ranks.groups import Meeting, joined
+    from graphllm.runtime.ranks.symmetric_memory import Method, SymmetricGroup, method_for
 
     def captured(run: Callable[[], Any], calls: int) -> Callable[[], None]:
         run()

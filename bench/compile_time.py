@@ -24,9 +24,9 @@ from pathlib import Path
 import gpu_step
 from real_size import SHAPES
 
-from graphllm import artifact
 from graphllm.embedded import MODEL_DIR
-from graphllm.machine import compiler_version, detect_target, usable_cores
+from graphllm.host.machine import compiler_version, detect_target, usable_cores
+from graphllm.program import artifact
 
 DUMMY = ("--load-format", "dummy")
 KINDS: dict[str, tuple[str, ...]] = {

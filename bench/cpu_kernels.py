@@ -24,15 +24,15 @@ from pathlib import Path
 
 import torch
 
-from graphllm.cpp import compiler_command
-from graphllm.hugepages import zeros
+from graphllm.host.compiler import compiler_command
+from graphllm.host.hugepages import zeros
 from graphllm.ir.kernels import c_kernel
 from graphllm.ir.testing import Maker
-from graphllm.ops.linear.cpu import streaming_linear
-from graphllm.ops.paged_attention.cpu import cpu_paged_attention
-from graphllm.ops.quant_linear.cpu import streaming_quant_linear
-from graphllm.ops.sample.cases import CASES as SAMPLE_CASES
-from graphllm.ops.sample.cpu import cpu_sample
+from graphllm.ops.attention.paged_attention.cpu import cpu_paged_attention
+from graphllm.ops.gemm.linear.cpu import streaming_linear
+from graphllm.ops.gemm.quant_linear.cpu import streaming_quant_linear
+from graphllm.ops.sampling.sample.cases import CASES as SAMPLE_CASES
+from graphllm.ops.sampling.sample.cpu import cpu_sample
 from graphllm.weights.formats.integers import INTEGERS
 
 POOL = 1200 << 20

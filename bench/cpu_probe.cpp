@@ -7,8 +7,8 @@
 #include <cstring>
 #include <vector>
 
-#include "cpu_amx.h"
-#include "cpu_vectors.h"
+#include "cpu/amx.h"
+#include "cpu/vectors.h"
 
 namespace {
 

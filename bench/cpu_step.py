@@ -26,12 +26,12 @@ import torch
 from cpu_kernels import huge, probe
 from gpu_step import batch
 
-from graphllm import artifact as files
+from graphllm.program import artifact as files
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.kernels import CpuLaunch
 from graphllm.runtime.stream import alone
-from graphllm.weights.plan import WeightPlan
-from graphllm.weights.random import random_weights
+from graphllm.weights.loading.random import random_weights
+from graphllm.weights.plan.plan import WeightPlan
 
 POOL, READ = 1 << 30, 256 << 20
 

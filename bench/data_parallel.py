@@ -36,9 +36,9 @@ def measure(case: str, artifact: Path, folder: str, device: str, requests: int, 
     from gpu_engine import add
 
     from graphllm.config import EngineArgs
-    from graphllm.entrypoints.core import load_core
-    from graphllm.entrypoints.model import resolve_model
-    from graphllm.entrypoints.replicated_core import ReplicatedCore
+    from graphllm.loading.artifact.model import resolve_model
+    from graphllm.loading.core.load import load_core
+    from graphllm.loading.core.replicated_core import ReplicatedCore
 
     cores, threads = (1, 0) if case == IN_PROCESS else map(int, case.split("x"))
     begun = time.perf_counter()
@@ -82,7 +82,7 @@ def tokens(core: Any, case: str) -> list[int]:
 
 def devices(device: str) -> list[str]:
     if device == "cpu":
-        from graphllm.machine import detect_target
+        from graphllm.host.machine import detect_target
 
         return [detect_target("cpu").name]
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]

@@ -24,11 +24,11 @@ import triton
 from torch import Tensor
 
 from graphllm.config import Bucket
+from graphllm.host.machine import detect_target
 from graphllm.ir.op import CallSite, Op
-from graphllm.machine import detect_target
-from graphllm.ops.fused_linear import fused_linear
-from graphllm.ops.linear_add_norm import linear_add_norm
-from graphllm.ops.rope_attention import rope_attention
+from graphllm.ops.attention.rope_attention import rope_attention
+from graphllm.ops.gemm.fused_linear import fused_linear
+from graphllm.ops.gemm.linear_add_norm import linear_add_norm
 
 SHAPES = {  # layers, hidden, inner, query heads, heads of keys and values, head size
     "qwen3-0.6b": (28, 1024, 3072, 16, 8, 128), "qwen3-1.7b": (28, 2048, 6144, 16, 8, 128),

@@ -25,15 +25,15 @@ import numpy as np
 from compile_time import shape
 from gpu_step import batch
 
-from graphllm import artifact as files
 from graphllm.compile.pipeline import compile_model
 from graphllm.config import EngineArgs
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
+from graphllm.loading.artifact.resolve import compile_config
+from graphllm.loading.checkpoint.source import open_source
+from graphllm.program import artifact as files
 from graphllm.runtime.executor import Executor
-from graphllm.runtime.staging import ragged
-from graphllm.weights.plan import WeightPlan
-from graphllm.weights.random import random_weights
+from graphllm.runtime.memory.staging import ragged
+from graphllm.weights.loading.random import random_weights
+from graphllm.weights.plan.plan import WeightPlan
 
 MOST = 16384  # tokens of the longest context
 PROMPT = 512  # tokens beside decoding sequences

@@ -26,7 +26,7 @@ import numpy as np
 from real_size import SHAPES, Ours, cpu_name, make_checkpoint
 
 from graphllm.program.schema import CacheGroup, CacheLayout
-from graphllm.runtime.padding import Size
+from graphllm.runtime.memory.padding import Size
 
 IN, OUT, REQUESTS, SHARED = 128, 64, 64, 1024
 
@@ -70,8 +70,8 @@ class StubExecutor:
 
 def request(number: int, prompt: list[int], limit: int):
     """A greedy request that only its length ends."""
-    from graphllm.config.sampling import SamplingParams
-    from graphllm.engine.request import EngineRequest
+    from graphllm.config.requests.sampling_params import SamplingParams
+    from graphllm.engine.requests.request import EngineRequest
 
     params = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True)
     return EngineRequest(id=str(number), prompt=prompt, params=params, stop_ids=[], limit=limit, seed=number)
@@ -107,7 +107,7 @@ def open_core(folder: Path, artifact: Path, threads: int):
     import torch
 
     from graphllm.config import CoreConfig, LoadConfig, ModelConfig
-    from graphllm.entrypoints.core import load_core
+    from graphllm.loading.core.load import load_core
 
     torch.set_num_threads(threads)
     return load_core(CoreConfig(ModelConfig(str(folder)), LoadConfig(str(artifact), threads=threads)))

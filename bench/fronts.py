@@ -33,7 +33,7 @@ class StubCore:
     """The interface of EngineCore: one token for each request in each step, and nothing to compute."""
 
     def __init__(self, vocab: int, token: int) -> None:
-        from graphllm.engine.request import CoreInfo
+        from graphllm.engine.requests.request import CoreInfo
 
         self.info = CoreInfo(_CONTEXT, vocab, 4096, 1 << 16, 16, 1 << 16, _CONTEXT, 20, 1024, "stub")
         self._token, self._live, self._aborted, self._steps = token, {}, [], 0  # type: ignore[var-annotated]
@@ -50,7 +50,7 @@ class StubCore:
         self._aborted += [id for id in ids if self._live.pop(id, None) is not None]
 
     def step(self) -> list[Any]:
-        from graphllm.engine.request import EngineCoreOutput
+        from graphllm.engine.requests.request import EngineCoreOutput
 
         self._steps += 1
         news, tokens = [EngineCoreOutput(id, [], "abort") for id in self._aborted], [self._token]
@@ -63,7 +63,7 @@ class StubCore:
         return news
 
     def stats(self) -> Any:
-        from graphllm.engine.request import CoreStats
+        from graphllm.engine.requests.request import CoreStats
 
         return CoreStats(steps=self._steps, running=len(self._live))
 
@@ -76,10 +76,10 @@ class StubCore:
 
 def core() -> None:
     """The program of the stub."""
-    from graphllm.engine.process import run_core
+    from graphllm.engine.process.core_loop import run_core
 
     def load(settings: dict[str, Any], phase: Callable[[str, float], None]) -> StubCore:
-        from graphllm.engine.text import Tokenizer
+        from graphllm.engine.requests.text import Tokenizer
 
         tokenizer = Tokenizer.from_folder(settings["model"]["model"])
         return StubCore(tokenizer.vocab_size, tokenizer.encode("a", add_special_tokens=False)[-1])
@@ -90,16 +90,16 @@ def core() -> None:
 def server(fronts: int) -> None:
     """The program of a server whose engine is the stub."""
     from graphllm.config import CoreConfig, EngineArgs
-    from graphllm.config.sampling import SamplingParams
+    from graphllm.config.requests.sampling_params import SamplingParams
     from graphllm.config.setting import assemble
     from graphllm.embedded import MODEL_DIR
-    from graphllm.engine.spawn import spawn
-    from graphllm.engine.text import Tokenizer
-    from graphllm.entrypoints.model import ResolvedModel
-    from graphllm.server.launch import serve
-    from graphllm.server.operations.engine_view import SupervisorOptions
-    from graphllm.server.operations.logs import LogOptions, start_log
-    from graphllm.server.options import ServerOptions
+    from graphllm.engine.process.spawn import spawn
+    from graphllm.engine.requests.text import Tokenizer
+    from graphllm.loading.artifact.model import ResolvedModel
+    from graphllm.server.process.launch import serve
+    from graphllm.server.process.options import ServerOptions
+    from graphllm.server.supervision.engine_view import SupervisorOptions
+    from graphllm.server.supervision.logs import LogOptions, start_log
 
     tokenizer = Tokenizer.from_folder(MODEL_DIR)
     resolved = {"model": str(MODEL_DIR), "tokenizer": str(MODEL_DIR), "artifact": "", "threads": 1, "stop_ids": ()}
@@ -181,7 +181,7 @@ def _cpu(pid: int) -> dict[str, float]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     for child in [str(pid), *children]:
         words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-        front = b"graphllm.server.fronts.front" in words
+        front = b"graphllm.server.process.fronts.front" in words
         name = words[-2].decode() if front else "core" if b"core" in words else "server"
         fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
         found[name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -37,8 +37,8 @@ FEATURES = {
 
 def add(core, prompts: list[list[int]], limits: list[int], sampling: dict, first: int = 0) -> None:
     """Queue requests that end at their limits, numbered from ``first``: ids of requests that run must differ."""
-    from graphllm.config.sampling import SamplingParams
-    from graphllm.engine.request import EngineRequest
+    from graphllm.config.requests.sampling_params import SamplingParams
+    from graphllm.engine.requests.request import EngineRequest
 
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True), first):
         params = SamplingParams(max_tokens=limit, ignore_eos=True, seed=i, **sampling)
@@ -64,8 +64,8 @@ def run(core, prompts: list[list[int]], limits: list[int], sampling: dict) -> di
 def measure(shape: str) -> dict:
     """One shape, all cases."""
     from graphllm.config import EngineArgs
-    from graphllm.entrypoints.core import load_core
-    from graphllm.entrypoints.model import resolve_model
+    from graphllm.loading.artifact.model import resolve_model
+    from graphllm.loading.core.load import load_core
 
     folder = Path(tempfile.mkdtemp(prefix=f"{shape}-"))
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))

@@ -26,9 +26,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from graphllm.config import Bucket
+from graphllm.host.machine import detect_target
 from graphllm.ir.op import CallSite
-from graphllm.machine import detect_target
-from graphllm.ops.paged_attention import paged_attention
+from graphllm.ops.attention.paged_attention import paged_attention
 
 H, K, E = 32, 8, 128
 SHAPES = {  # new tokens, length, window

@@ -119,8 +119,8 @@ def memory(index: int) -> dict[str, Any]:
     """Of one configuration: full steps of every kind, so that everything is loaded, captured and allocated."""
     import torch
 
-    from graphllm import artifact as files
-    from graphllm.entrypoints.memory import gpu_bytes
+    from graphllm.loading.memory import gpu_bytes
+    from graphllm.program import artifact as files
 
     shape, options = MEMORY[index]
     folder, artifact = prepared(shape)
@@ -147,12 +147,12 @@ def logits() -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from graphllm import artifact as files
-    from graphllm.entrypoints.source import open_source
+    from graphllm.loading.checkpoint.source import open_source
+    from graphllm.program import artifact as files
     from graphllm.runtime.executor import Executor
-    from graphllm.runtime.staging import ragged
-    from graphllm.weights.loader import load_weights
-    from graphllm.weights.plan import WeightPlan
+    from graphllm.runtime.memory.staging import ragged
+    from graphllm.weights.loading.loader import load_weights
+    from graphllm.weights.plan.plan import WeightPlan
 
     folder, artifact = prepared("llama3.1-8b", weights=True)
     manifest, source = files.verify(artifact), open_source(folder)
@@ -197,11 +197,11 @@ def attention() -> dict[str, Any]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     from torch.nn.functional import scaled_dot_product_attention
 
-    from graphllm.compile.tune import microseconds
+    from graphllm.compile.tuning.tune import microseconds
     from graphllm.config import Bucket
+    from graphllm.host.machine import detect_target
     from graphllm.ir.op import CallSite
-    from graphllm.machine import detect_target
-    from graphllm.ops.paged_attention import paged_attention
+    from graphllm.ops.attention.paged_attention import paged_attention
 
     H, K, E, P = 32, 8, 128, 16
     made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}

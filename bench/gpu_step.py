@@ -74,7 +74,7 @@ def worker(folder: Path, artifact: Path) -> None:
     def mark(name: str) -> None:
         clock.append((name, time.perf_counter()))
 
-    from graphllm import artifact as files
+    from graphllm.program import artifact as files
 
     manifest = files.verify(artifact)
     files.check_machine(artifact, manifest)
@@ -85,10 +85,10 @@ def worker(folder: Path, artifact: Path) -> None:
     torch.zeros(1, device="cuda")
     mark("CUDA context")
     from graphllm.runtime.executor import Executor
-    from graphllm.weights.checkpoint import Checkpoint
-    from graphllm.weights.loader import load_weights
-    from graphllm.weights.plan import WeightPlan
-    from graphllm.weights.random import random_weights
+    from graphllm.weights.checkpoint.checkpoint import Checkpoint
+    from graphllm.weights.loading.loader import load_weights
+    from graphllm.weights.loading.random import random_weights
+    from graphllm.weights.plan.plan import WeightPlan
 
     plan = WeightPlan.from_json((artifact / "weights.json").read_text())
     real = (folder / "model.safetensors.index.json").exists()
@@ -145,7 +145,7 @@ def batch(size: int, tokens: int, start: int, executor):
     """``size`` sequences with ``tokens`` new tokens each after ``start`` cached ones."""
     import numpy as np
 
-    from graphllm.runtime.staging import ragged
+    from graphllm.runtime.memory.staging import ragged
 
     blocks = -(-(start + tokens) // executor.layout.groups[0].block_size)
     rng = np.random.default_rng(0)

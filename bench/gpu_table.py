@@ -141,8 +141,8 @@ def compile_to(artifact: Path, folder: Path, *options: str) -> None:
 def load(artifact: Path, folder: Path, **options: Any) -> Any:
     """An engine core with random weights."""
     from graphllm.config import EngineArgs
-    from graphllm.entrypoints.core import load_core
-    from graphllm.entrypoints.model import resolve_model
+    from graphllm.loading.artifact.model import resolve_model
+    from graphllm.loading.core.load import load_core
 
     args = EngineArgs(folder, load_format="dummy", artifact=artifact, skip_tokenizer_init=True, **options)
     return load_core(resolve_model(args).config)
@@ -276,8 +276,8 @@ def first_token(folder: Path, artifact: Path, begun: float) -> dict[str, Any]:
     """Load the engine and give one token; seconds since ``begun``, the clock when this process was started."""
     phases = {"interpreter and imports": time.time() - begun}
     from graphllm.config import EngineArgs
-    from graphllm.entrypoints.core import load_core
-    from graphllm.entrypoints.model import resolve_model
+    from graphllm.loading.artifact.model import resolve_model
+    from graphllm.loading.core.load import load_core
 
     core = load_core(
         resolve_model(EngineArgs(folder, artifact=artifact, skip_tokenizer_init=True)).config, phases.__setitem__

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from graphllm.config.errors import ConfigError
-from graphllm.config.sampling import StructuredOutputsParams
+from graphllm.config.requests.sampling_params import StructuredOutputsParams
 from graphllm.engine.structured.compilers import compiler_class, compiler_for
 
 STOP = 0

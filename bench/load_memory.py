@@ -64,9 +64,9 @@ def load(folder: Path, artifact: Path, device: str) -> dict[str, float]:
     """In this process: the peak and the model, in bytes."""
     import torch
 
-    from graphllm.weights.checkpoint import Checkpoint
-    from graphllm.weights.loader import load_weights
-    from graphllm.weights.plan import WeightPlan
+    from graphllm.weights.checkpoint.checkpoint import Checkpoint
+    from graphllm.weights.loading.loader import load_weights
+    from graphllm.weights.plan.plan import WeightPlan
 
     def resident(field: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()

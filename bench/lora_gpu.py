@@ -25,8 +25,8 @@ from gpu_engine import run
 from gpu_table import compile_to, load
 from speculation_gpu import SHAPES
 
-from graphllm.config.sampling import SamplingParams
-from graphllm.engine.request import Adapter, EngineRequest
+from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.engine.requests.request import Adapter, EngineRequest
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
@@ -36,7 +36,7 @@ def write_adapter(folder: Path, linears: Any, rank: int, seed: int) -> Adapter:
     import torch
     from safetensors.torch import save_file
 
-    from graphllm.weights.adapters import adapter_digest
+    from graphllm.weights.adapters.adapters import adapter_digest
 
     folder.mkdir()
     draw, tensors = torch.Generator().manual_seed(seed), {}

@@ -62,13 +62,13 @@ def ours(artifact: Path, file: Path, sequences: int, length: int) -> dict[str, A
     import numpy as np  # noqa: F401 - to be counted alone
 
     part("numpy")
-    from graphllm.artifact import read_manifest
     from graphllm.config import EngineArgs
-    from graphllm.config.sampling import SamplingParams
-    from graphllm.entrypoints.core import load_core
-    from graphllm.entrypoints.gguf_folder import gguf_tokenizer_folder
+    from graphllm.config.requests.sampling_params import SamplingParams
     from graphllm.entrypoints.llm import LLM
-    from graphllm.entrypoints.model import resolve_model
+    from graphllm.loading.artifact.model import resolve_model
+    from graphllm.loading.checkpoint.gguf_folder import gguf_tokenizer_folder
+    from graphllm.loading.core.load import load_core
+    from graphllm.program.artifact import read_manifest
 
     manifest = read_manifest(artifact)
     blocks = 2 + sequences * -(-length // manifest["factors"]["compile"]["block_size"])
@@ -76,7 +76,7 @@ def ours(artifact: Path, file: Path, sequences: int, length: int) -> dict[str, A
     args = EngineArgs(file, artifact=artifact, target="cpu", skip_tokenizer_init=True, kv_cache_memory_bytes=size)
     config = resolve_model(args).config
     part("graphllm's modules")
-    from graphllm.engine.text import Tokenizer
+    from graphllm.engine.requests.text import Tokenizer
 
     tokenizer = Tokenizer.from_folder(gguf_tokenizer_folder(file))
     part("tokenizer")

@@ -26,12 +26,12 @@ from cpu_kernels import POOL, huge, read_ceiling
 from real_size import SHAPES, Ours, cpu_name, make_checkpoint
 from transformers import AutoTokenizer
 
-from graphllm.config.sampling import SamplingParams
+from bench.training.evaluate import held_out
+from bench.training.tasks import TASKS, Sample
+from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.embedded import MODEL_DIR
-from graphllm.embedded.evaluate import held_out
-from graphllm.embedded.tasks import TASKS, Sample
 from graphllm.entrypoints.llm import LLM
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 FORMATS = ("bfloat16", "int8", "int4")
 EXACT = {

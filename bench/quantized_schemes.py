@@ -26,11 +26,11 @@ import torch
 from quantized import answers
 from safetensors.torch import load_file, save_file
 
+from bench.training.evaluate import held_out
+from bench.training.tasks import TASKS, mixture
 from graphllm.embedded import MODEL_DIR
-from graphllm.embedded.evaluate import held_out
-from graphllm.embedded.tasks import TASKS, mixture
 from graphllm.quantize.run import Request, quantize
-from graphllm.weights.checkpoint import Checkpoint
+from graphllm.weights.checkpoint.checkpoint import Checkpoint
 
 QUESTIONS, SEED, CALIBRATION = 20, 1, 300
 RESULT = Path(__file__).parent / "results" / "quantized_schemes.md"

@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from graphllm.runtime.broadcast import Reader, Writer
+from graphllm.runtime.memory.staging import ragged
 from graphllm.runtime.rank_messages import Command, Start
-from graphllm.runtime.staging import ragged
+from graphllm.runtime.ranks.broadcast import Reader, Writer
 
 STEPS, CONTEXT, BLOCK = 1000, 2000, 16
 

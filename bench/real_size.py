@@ -68,7 +68,7 @@ class Ours:
     """graphllm's executor driven directly: token ids in, token ids out."""
 
     def __init__(self, folder: Path, artifact: Path, threads: int) -> None:
-        from graphllm import artifact as files
+        from graphllm.program import artifact as files
 
         manifest = files.verify(artifact)
         files.check_machine(artifact, manifest)
@@ -76,9 +76,9 @@ class Ours:
 
         torch.set_num_threads(threads)
         from graphllm.runtime.executor import Executor
-        from graphllm.weights.checkpoint import Checkpoint
-        from graphllm.weights.loader import load_weights
-        from graphllm.weights.plan import WeightPlan
+        from graphllm.weights.checkpoint.checkpoint import Checkpoint
+        from graphllm.weights.loading.loader import load_weights
+        from graphllm.weights.plan.plan import WeightPlan
 
         plan = WeightPlan.from_json((artifact / "weights.json").read_text())
         weights = load_weights(plan, Checkpoint.open(folder), "cpu")
@@ -87,7 +87,7 @@ class Ours:
     def step(self, rows: list[list[int]], starts: list[int]) -> list[int]:
         import numpy as np
 
-        from graphllm.runtime.staging import ragged
+        from graphllm.runtime.memory.staging import ragged
 
         S = len(rows)
         width = min(self.executor.layout.num_blocks // S, 128)

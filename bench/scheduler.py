@@ -21,8 +21,8 @@ import numpy as np
 from engine import request
 from real_size import cpu_name
 
-from graphllm.engine.scheduler import Scheduler
-from graphllm.engine.scheduler_output import SchedulerLimits, SchedulerOutput
+from graphllm.engine.schedule.scheduler import Scheduler
+from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.program.schema import CacheGroup, CacheLayout
 
 PAGE, VOCAB, MAX_LEN, WARM = 16, 32000, 4096, 50

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from all_reduce import VOCABULARY
 from gpu_step import SHAPES
 
-from graphllm.compile.example_inputs import example
+from graphllm.compile.codegen.example_inputs import example
 from graphllm.compile.link import Linked, link
 from graphllm.compile.passes import pipeline
 from graphllm.compile.pipeline import find_model, run_passes
@@ -45,14 +45,14 @@ from graphllm.compile.split import split_layers
 from graphllm.compile.trace import plan_layout, trace_model, with_added
 from graphllm.config import CompileConfig, EngineArgs
 from graphllm.config.compilation import Target
-from graphllm.entrypoints.resolve import compile_config
 from graphllm.ir.graph import Shapes, TensorSpec
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_ops, load_passes
+from graphllm.loading.artifact.resolve import compile_config
 from graphllm.rewrite import fake_values
-from graphllm.weights.plan import make_plan
-from graphllm.weights.schemes import as_quantized
-from graphllm.weights.shard import shard_plan
+from graphllm.weights.plan.plan import make_plan
+from graphllm.weights.plan.schemes import as_quantized
+from graphllm.weights.plan.shard import shard_plan
 
 RESULTS = Path(__file__).parent / "results"
 BANDWIDTH, ARITHMETIC = 4.27e12, 788e12  # of an H200, as measured

@@ -73,7 +73,7 @@ def opened(name: str, args: argparse.Namespace) -> Any:
 
 def questions(count: int, kinds: list[str], by_task: bool) -> dict[str, list[Any]]:
     """By kind of task, or by task of each kind, messages and tools."""
-    from graphllm.embedded.tasks import draw
+    from bench.training.tasks import draw
 
     found: dict[str, list[Any]] = {}
     for kind in kinds:

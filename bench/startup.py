@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphllm.machine import detect_target
+from graphllm.host.machine import detect_target
 
 FLOOR = """
 import sys, time

@@ -7,24 +7,26 @@ from typing import TYPE_CHECKING
 from graphllm.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from graphllm.config.parser import FlexibleArgumentParser
-    from graphllm.config.pooling import PoolingParams
-    from graphllm.config.sampling import (
+    from graphllm.config.requests.pooling_params import PoolingParams
+    from graphllm.config.requests.sampling_params import (
         BeamSearchParams,
         RepetitionDetectionParams,
         RequestOutputKind,
         SamplingParams,
         StructuredOutputsParams,
     )
-    from graphllm.config.sampling import StructuredOutputsParams as GuidedDecodingParams
-    from graphllm.engine.logits_processors import (
+    from graphllm.config.requests.sampling_params import StructuredOutputsParams as GuidedDecodingParams
+    from graphllm.config.vllm.parser import FlexibleArgumentParser
+    from graphllm.engine.requests.logits_processors import (
         AdapterLogitsProcessor,
         BatchUpdate,
         LogitsProcessor,
         MoveDirectionality,
     )
-    from graphllm.engine.outputs import CompletionOutput, RequestOutput
-    from graphllm.engine.pooling_outputs import (
+    from graphllm.engine.requests.outputs import CompletionOutput, RequestOutput
+    from graphllm.engine.requests.processor import Prompt as PromptType
+    from graphllm.engine.requests.processor import TextPrompt, TokensPrompt
+    from graphllm.engine.vectors.pooling_outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
         EmbeddingOutput,
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from graphllm.engine.processor import Prompt as PromptType
-    from graphllm.engine.processor import TextPrompt, TokensPrompt
     from graphllm.entrypoints.adapters import LoRARequest
     from graphllm.entrypoints.async_llm import AsyncLLM
     from graphllm.entrypoints.async_llm import AsyncLLM as AsyncLLMEngine
@@ -91,7 +91,8 @@ _PLACES = {
     "LLM": "entrypoints.llm",
     **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "entrypoints.metrics_reader"),
     **dict.fromkeys(
-        ("AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality"), "engine.logits_processors"
+        ("AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality"),
+        "engine.requests.logits_processors",
     ),
     "LLMEngine": "entrypoints.llm_engine",
     "LoRARequest": "entrypoints.adapters",
@@ -99,28 +100,28 @@ _PLACES = {
     "AsyncLLMEngine": "entrypoints.async_llm:AsyncLLM",
     **dict.fromkeys(("EngineArgs", "VllmConfig"), "entrypoints.vllm_config"),
     "AsyncEngineArgs": "entrypoints.vllm_config:EngineArgs",
-    "FlexibleArgumentParser": "config.parser",
-    "CompletionOutput": "engine.outputs",
-    "RequestOutput": "engine.outputs",
-    "PoolingParams": "config.pooling",
+    "FlexibleArgumentParser": "config.vllm.parser",
+    "CompletionOutput": "engine.requests.outputs",
+    "RequestOutput": "engine.requests.outputs",
+    "PoolingParams": "config.requests.pooling_params",
     **dict.fromkeys(
         [
             *("ClassificationOutput", "ClassificationRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput"),
             *("PoolingOutput", "PoolingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
         ],
-        "engine.pooling_outputs",
+        "engine.vectors.pooling_outputs",
     ),
-    "GuidedDecodingParams": "config.sampling:StructuredOutputsParams",
-    "PromptType": "engine.processor:Prompt",
-    "TextPrompt": "engine.processor",
-    "TokensPrompt": "engine.processor",
+    "GuidedDecodingParams": "config.requests.sampling_params:StructuredOutputsParams",
+    "PromptType": "engine.requests.processor:Prompt",
+    "TextPrompt": "engine.requests.processor",
+    "TokensPrompt": "engine.requests.processor",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, own = _PLACES.get(name, "config.sampling").partition(":")
+    module, _, own = _PLACES.get(name, "config.requests.sampling_params").partition(":")
     found = getattr(importlib.import_module(f"graphllm.{module}"), own or name)
     globals()[name] = found
     return found

@@ -17,10 +17,10 @@ from graphllm.ir import ForwardContext, Graph, InputSpec, Model, Weight, registe
 from graphllm.model_defs.common import HF, MOST_LAYERS, only, split_heads
 from graphllm.model_defs.gpt2 import activate, head_width
 from graphllm.model_defs.pooling import Pooling, first_rows
-from graphllm.ops.embedding import embedding
-from graphllm.ops.encoder_attention import encoder_attention
-from graphllm.ops.layer_norm import layer_norm
-from graphllm.ops.linear import linear
+from graphllm.ops.attention.encoder_attention import encoder_attention
+from graphllm.ops.embeddings.embedding import embedding
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.norms.layer_norm import layer_norm
 
 GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 Classifier = Literal["", "bert", "roberta", "distilbert"]

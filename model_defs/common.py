@@ -11,7 +11,7 @@ from torch import Tensor
 from graphllm.config import ConfigError
 from graphllm.config.fields import raw, whole
 from graphllm.ir import Weight
-from graphllm.weights.own_head import HEAD
+from graphllm.weights.checkpoint.own_head import HEAD
 
 HF = Mapping[str, Any]
 MOST_LAYERS = 4096

@@ -20,14 +20,14 @@ from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, se
 from graphllm.ir.model import Hidden
 from graphllm.model_defs import llama
 from graphllm.model_defs.common import HF, named_too, only
-from graphllm.ops.embedding import embedding
-from graphllm.ops.linear import linear
-from graphllm.ops.paged_attention import paged_attention
-from graphllm.ops.rms_norm import rms_norm
-from graphllm.ops.rope import rope
-from graphllm.ops.soft_cap import soft_cap
-from graphllm.ops.store_kv import store_kv
-from graphllm.weights.checkpoint import MAIN
+from graphllm.ops.activations.soft_cap import soft_cap
+from graphllm.ops.attention.paged_attention import paged_attention
+from graphllm.ops.attention.rope import rope
+from graphllm.ops.attention.store_kv import store_kv
+from graphllm.ops.embeddings.embedding import embedding
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.norms.rms_norm import rms_norm
+from graphllm.weights.checkpoint.checkpoint import MAIN
 
 _MOST = 63  # tokens of a block, which attention tells apart by bits
 

@@ -18,9 +18,9 @@ from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, se
 from graphllm.ir.model import Hidden
 from graphllm.model_defs import llama
 from graphllm.model_defs.common import HF, named_too
-from graphllm.ops.embedding import embedding
-from graphllm.ops.linear import linear
-from graphllm.weights.checkpoint import MAIN
+from graphllm.ops.embeddings.embedding import embedding
+from graphllm.ops.gemm.linear import linear
+from graphllm.weights.checkpoint.checkpoint import MAIN
 
 _FIRST = "first"  # the layer without a norm before its attention
 

@@ -22,7 +22,7 @@ from graphllm.config.pooling_config import PoolingType
 from graphllm.ir import ForwardContext, Graph, Model, Weight, all_models, register_derivation
 from graphllm.model_defs.common import HF
 from graphllm.model_defs.pooling import Pooling
-from graphllm.ops.linear import linear
+from graphllm.ops.gemm.linear import linear
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _STARTS = ("model.", "transformer.")  # of names that a model without a head saves without them

@@ -22,14 +22,14 @@ from graphllm.model_defs.common import (
     split_heads,
     token_table,
 )
-from graphllm.ops.embedding import embedding
-from graphllm.ops.geglu import geglu
-from graphllm.ops.linear import linear
-from graphllm.ops.paged_attention import kv_state, paged_attention
-from graphllm.ops.rms_norm import rms_norm
-from graphllm.ops.rope import rope
-from graphllm.ops.rope_table import Rope
-from graphllm.ops.soft_cap import soft_cap
+from graphllm.ops.activations.geglu import geglu
+from graphllm.ops.activations.soft_cap import soft_cap
+from graphllm.ops.attention.paged_attention import kv_state, paged_attention
+from graphllm.ops.attention.rope import rope
+from graphllm.ops.attention.rope_table import Rope
+from graphllm.ops.embeddings.embedding import embedding
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.norms.rms_norm import rms_norm
 
 _GELU = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
 _COMMON = {"num_attention_heads": 8, "num_key_value_heads": 4}

@@ -12,10 +12,10 @@ from graphllm.config import ConfigError
 from graphllm.config.fields import MOST, number, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
 from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, head_matrix, only, split_heads, token_table
-from graphllm.ops.embedding import embedding
-from graphllm.ops.layer_norm import layer_norm
-from graphllm.ops.linear import linear
-from graphllm.ops.paged_attention import kv_state, paged_attention
+from graphllm.ops.attention.paged_attention import kv_state, paged_attention
+from graphllm.ops.embeddings.embedding import embedding
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.norms.layer_norm import layer_norm
 
 _GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 

@@ -13,11 +13,11 @@ from graphllm.config.fields import MOST, number, raw, strings, whole
 from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model
 from graphllm.model_defs import llama
 from graphllm.model_defs.common import HF, layer_types_of, only
-from graphllm.ops.fused_moe import fused_moe
-from graphllm.ops.linear import linear
-from graphllm.ops.moe_route import moe_route
-from graphllm.ops.rms_norm import rms_norm
-from graphllm.weights.expr import Expr, Permute, Read, Reshape
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.moe.fused_moe import fused_moe
+from graphllm.ops.moe.moe_route import moe_route
+from graphllm.ops.norms.rms_norm import rms_norm
+from graphllm.weights.plan.expr import Expr, Permute, Read, Reshape
 
 # What files leave out.
 _DEFAULTS = {

@@ -12,12 +12,12 @@ from graphllm.config.fields import number, whole
 from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model
 from graphllm.model_defs import llama
 from graphllm.model_defs.common import HF, check_plain
-from graphllm.ops.embedding import embedding
-from graphllm.ops.fused_moe import fused_moe
-from graphllm.ops.linear import linear
-from graphllm.ops.moe_route import moe_route
-from graphllm.ops.rms_norm import rms_norm
-from graphllm.ops.swiglu import swiglu
+from graphllm.ops.activations.swiglu import swiglu
+from graphllm.ops.embeddings.embedding import embedding
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.moe.fused_moe import fused_moe
+from graphllm.ops.moe.moe_route import moe_route
+from graphllm.ops.norms.rms_norm import rms_norm
 
 
 @dataclass(frozen=True)

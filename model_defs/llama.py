@@ -25,14 +25,14 @@ from graphllm.model_defs.common import (
     split_heads,
     token_table,
 )
-from graphllm.ops.embedding import embedding
-from graphllm.ops.encoder_attention import encoder_attention
-from graphllm.ops.linear import linear
-from graphllm.ops.paged_attention import kv_state, paged_attention
-from graphllm.ops.rms_norm import rms_norm
-from graphllm.ops.rope import rope
-from graphllm.ops.rope_table import Rope
-from graphllm.ops.swiglu import swiglu
+from graphllm.ops.activations.swiglu import swiglu
+from graphllm.ops.attention.encoder_attention import encoder_attention
+from graphllm.ops.attention.paged_attention import kv_state, paged_attention
+from graphllm.ops.attention.rope import rope
+from graphllm.ops.attention.rope_table import Rope
+from graphllm.ops.embeddings.embedding import embedding
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.norms.rms_norm import rms_norm
 
 # What the files of each architecture leave out; Llama's own are the readers' defaults below.
 _DEFAULTS: dict[str, dict[str, Any]] = {

@@ -18,8 +18,8 @@ from graphllm.config.fields import strings, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, select_rows
 from graphllm.ir.model import Drafts, Hidden
 from graphllm.model_defs.common import HF
-from graphllm.ops.linear import linear
-from graphllm.weights.expr import Read
+from graphllm.ops.gemm.linear import linear
+from graphllm.weights.plan.expr import Read
 
 _MOST = 64
 

@@ -17,10 +17,10 @@ from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, se
 from graphllm.ir.model import Hidden
 from graphllm.model_defs import llama
 from graphllm.model_defs.common import HF, named_too
-from graphllm.ops.embedding import embedding
-from graphllm.ops.linear import linear
-from graphllm.ops.rms_norm import rms_norm
-from graphllm.weights.checkpoint import MAIN
+from graphllm.ops.embeddings.embedding import embedding
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.norms.rms_norm import rms_norm
+from graphllm.weights.checkpoint.checkpoint import MAIN
 
 _LAYER = "model.mtp_layers.{layer}."
 

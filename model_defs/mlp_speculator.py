@@ -18,8 +18,8 @@ from graphllm.config.fields import switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, select_rows
 from graphllm.ir.model import Drafts, Hidden
 from graphllm.model_defs.common import HF
-from graphllm.ops.embedding import embedding
-from graphllm.ops.linear import linear
+from graphllm.ops.embeddings.embedding import embedding
+from graphllm.ops.gemm.linear import linear
 
 _MOST = 64
 _EPS = 1e-6

@@ -13,13 +13,13 @@ from graphllm.model_defs.bert import GELU, labels_of
 from graphllm.model_defs.common import HF, MOST_LAYERS, layer_types_of, only, split_heads
 from graphllm.model_defs.gpt2 import activate, head_width
 from graphllm.model_defs.pooling import Pooling
-from graphllm.ops.embedding import embedding
-from graphllm.ops.encoder_attention import encoder_attention
-from graphllm.ops.geglu import geglu
-from graphllm.ops.layer_norm import layer_norm
-from graphllm.ops.linear import linear
-from graphllm.ops.rope import rope
-from graphllm.ops.rope_table import Rope
+from graphllm.ops.activations.geglu import geglu
+from graphllm.ops.attention.encoder_attention import encoder_attention
+from graphllm.ops.attention.rope import rope
+from graphllm.ops.attention.rope_table import Rope
+from graphllm.ops.embeddings.embedding import embedding
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.norms.layer_norm import layer_norm
 
 _GATED = {"gelu": "none", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh"}
 _FIRST = "first_"  # before the type of the first layer, which has no norm before its attention

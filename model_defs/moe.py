@@ -16,11 +16,11 @@ from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, registe
 from graphllm.ir.weight import Shard
 from graphllm.model_defs import llama
 from graphllm.model_defs.common import HF, head_dim, only
-from graphllm.ops.fused_moe import fused_moe
-from graphllm.ops.linear import linear
-from graphllm.ops.moe_route import moe_route
-from graphllm.ops.rms_norm import rms_norm
-from graphllm.ops.swiglu import swiglu
+from graphllm.ops.activations.swiglu import swiglu
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.moe.fused_moe import fused_moe
+from graphllm.ops.moe.moe_route import moe_route
+from graphllm.ops.norms.rms_norm import rms_norm
 
 # What stands in for the attention of each architecture, and where its experts lie in a layer.
 _LIKE = {"Mixtral": "Mistral", "Qwen2Moe": "Qwen2", "Qwen3Moe": "Qwen3", "Olmoe": "Llama"}

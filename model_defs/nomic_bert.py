@@ -14,13 +14,13 @@ from graphllm.model_defs.bert import token_types
 from graphllm.model_defs.common import HF, MOST_LAYERS, only, split_heads
 from graphllm.model_defs.gpt2 import head_width
 from graphllm.model_defs.pooling import Pooling
-from graphllm.ops.embedding import embedding
-from graphllm.ops.encoder_attention import encoder_attention
-from graphllm.ops.layer_norm import layer_norm
-from graphllm.ops.linear import linear
-from graphllm.ops.rope import rope
-from graphllm.ops.rope_table import Rope
-from graphllm.ops.swiglu import swiglu
+from graphllm.ops.activations.swiglu import swiglu
+from graphllm.ops.attention.encoder_attention import encoder_attention
+from graphllm.ops.attention.rope import rope
+from graphllm.ops.attention.rope_table import Rope
+from graphllm.ops.embeddings.embedding import embedding
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.norms.layer_norm import layer_norm
 
 
 @dataclass(frozen=True)

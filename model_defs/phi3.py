@@ -6,7 +6,7 @@ from graphllm.config.fields import MOST, number, section, switch, whole
 from graphllm.ir import Graph, Model, Weight, register_model
 from graphllm.model_defs import llama
 from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, head_dim, heads, only
-from graphllm.ops.rope_table import Rope
+from graphllm.ops.attention.rope_table import Rope
 
 
 def from_hf(hf: HF) -> llama.Config:

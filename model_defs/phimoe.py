@@ -11,10 +11,10 @@ from graphllm.config.fields import number, section, switch
 from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, select_rows
 from graphllm.model_defs import llama, moe
 from graphllm.model_defs.common import HF
-from graphllm.ops.fused_moe import fused_moe
-from graphllm.ops.layer_norm import layer_norm
-from graphllm.ops.linear import linear
-from graphllm.ops.moe_route import moe_route
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.moe.fused_moe import fused_moe
+from graphllm.ops.moe.moe_route import moe_route
+from graphllm.ops.norms.layer_norm import layer_norm
 
 
 @dataclass(frozen=True)

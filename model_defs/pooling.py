@@ -13,8 +13,8 @@ from torch import Tensor
 from graphllm.config.pooling_config import DenseLayer, PoolingType, pooling_of
 from graphllm.ir import ForwardContext, Weight, select_rows
 from graphllm.model_defs.common import HF
-from graphllm.ops.linear import linear
-from graphllm.ops.sequence_mean import sequence_mean
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.rows.sequence_mean import sequence_mean
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,

@@ -12,16 +12,16 @@ from torch.fx import Node
 from graphllm.config import CompileConfig, ConfigError
 from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import Op, op_of
-from graphllm.ops.add_embedding_lora import add_embedding_lora
-from graphllm.ops.add_lora import add_lora
-from graphllm.ops.embedding import embedding
-from graphllm.ops.fused_moe import fused_moe
-from graphllm.ops.fused_moe.op import LORA_TABLES
-from graphllm.ops.linear import linear
+from graphllm.ops.embeddings.embedding import embedding
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.lora.add_embedding_lora import add_embedding_lora
+from graphllm.ops.lora.add_lora import add_lora
+from graphllm.ops.moe.fused_moe import fused_moe
+from graphllm.ops.moe.fused_moe.op import LORA_TABLES
+from graphllm.program.specs import InputSpec, StateSpec
 from graphllm.rewrite import PassReport, Unit, fake_values, register_pass
-from graphllm.specs import InputSpec, StateSpec
-from graphllm.weights.adapted import AdaptedLinear, adapted_layer
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.adapters.adapted import AdaptedLinear, adapted_layer
+from graphllm.weights.plan.plan import WeightPlan
 
 _OF_TOKENS = InputSpec("adapter_ids", ("T",), provider="adapter_ids")
 _OF_ROWS = InputSpec("row_adapter_ids", ("R",), provider="adapter_ids")

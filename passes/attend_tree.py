@@ -7,9 +7,9 @@ import torch
 from graphllm.config import CompileConfig
 from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import op_of
-from graphllm.ops.paged_attention import paged_attention
+from graphllm.ops.attention.paged_attention import paged_attention
 from graphllm.rewrite import PassReport, Unit, register_pass
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 _INPUT = "ancestors_T"
 

@@ -8,7 +8,7 @@ from graphllm.config import CompileConfig
 from graphllm.ir.graph import target_name
 from graphllm.ir.op import op_of
 from graphllm.rewrite import PassReport, Unit, register_pass
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 

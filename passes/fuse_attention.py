@@ -8,12 +8,12 @@ import torch
 
 from graphllm.config import CompileConfig
 from graphllm.ir.op import Op, op_of
-from graphllm.ops.paged_attention import paged_attention
-from graphllm.ops.rms_norm import rms_norm
-from graphllm.ops.rope import rope
-from graphllm.ops.rope_attention import rope_attention
+from graphllm.ops.attention.paged_attention import paged_attention
+from graphllm.ops.attention.rope import rope
+from graphllm.ops.attention.rope_attention import rope_attention
+from graphllm.ops.norms.rms_norm import rms_norm
 from graphllm.rewrite import PassReport, Unit, is_implemented, register_pass
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 
 @register_pass(numerics="reorders")

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from graphllm.config import CompileConfig
 from graphllm.ir.op import op_of
-from graphllm.ops.gguf_linear import gguf_linear
-from graphllm.ops.quant_linear import quant_linear
-from graphllm.ops.swiglu import swiglu
+from graphllm.ops.activations.swiglu import swiglu
+from graphllm.ops.gemm.gguf_linear import gguf_linear
+from graphllm.ops.gemm.quant_linear import quant_linear
 from graphllm.rewrite import PassReport, Unit, is_implemented, register_pass
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 
 @register_pass(numerics="reorders")

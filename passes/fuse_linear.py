@@ -17,15 +17,15 @@ from torch.fx import Node
 
 from graphllm.config import CompileConfig
 from graphllm.ir.op import Op, op_of
-from graphllm.ops.add_lora import add_lora
-from graphllm.ops.all_reduce import all_reduce
-from graphllm.ops.fused_linear import fused_linear
-from graphllm.ops.linear import linear
-from graphllm.ops.linear_add_norm import linear_add_norm
-from graphllm.ops.rms_norm import rms_norm
-from graphllm.ops.swiglu import swiglu
+from graphllm.ops.activations.swiglu import swiglu
+from graphllm.ops.collectives.all_reduce import all_reduce
+from graphllm.ops.gemm.fused_linear import fused_linear
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.gemm.linear_add_norm import linear_add_norm
+from graphllm.ops.lora.add_lora import add_lora
+from graphllm.ops.norms.rms_norm import rms_norm
 from graphllm.rewrite import PassReport, Unit, is_implemented, register_pass
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 
 @register_pass(numerics="reorders")

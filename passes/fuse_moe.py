@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from graphllm.config import CompileConfig
 from graphllm.ir.op import op_of
-from graphllm.ops.fused_moe import fused_moe
-from graphllm.ops.residual_moe import residual_moe
-from graphllm.ops.rms_norm import rms_norm
+from graphllm.ops.moe.fused_moe import fused_moe
+from graphllm.ops.moe.residual_moe import residual_moe
+from graphllm.ops.norms.rms_norm import rms_norm
 from graphllm.passes.fuse_linear import sum_with
 from graphllm.rewrite import PassReport, Unit, is_implemented, register_pass
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 
 @register_pass(numerics="reorders")

@@ -15,14 +15,14 @@ from torch.fx import Node
 
 from graphllm.config import CompileConfig
 from graphllm.ir.op import Op, op_of
-from graphllm.ops.linear import linear
-from graphllm.ops.quantize_rows import quantize_rows
-from graphllm.ops.rms_norm import rms_norm
-from graphllm.ops.scaled_linear import scaled_linear
-from graphllm.ops.swiglu import swiglu
+from graphllm.ops.activations.swiglu import swiglu
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.gemm.quantize_rows import quantize_rows
+from graphllm.ops.gemm.scaled_linear import scaled_linear
+from graphllm.ops.norms.rms_norm import rms_norm
 from graphllm.passes.fuse_linear import sum_with
 from graphllm.rewrite import PassReport, Unit, fake_values, is_implemented, register_pass
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 
 @register_pass(numerics="changes")

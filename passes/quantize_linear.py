@@ -11,14 +11,14 @@ from torch.fx import Node
 
 from graphllm.config import CompileConfig
 from graphllm.ir.op import Op, all_ops, op_of
-from graphllm.ops.embedding import embedding
-from graphllm.ops.linear import linear
+from graphllm.ops.embeddings.embedding import embedding
+from graphllm.ops.gemm.linear import linear
 from graphllm.rewrite import PassReport, Unit, register_pass
 from graphllm.weights.encodings import Encoding, encoding_of
-from graphllm.weights.expr import Concat, Encode, Expr, Read, Rounded, Slice, Tie, Values, walk
-from graphllm.weights.plan import Entry, WeightPlan
-from graphllm.weights.schemes import is_read, wanted_encoding
-from graphllm.weights.simplify import same_encodings, simplify
+from graphllm.weights.plan.expr import Concat, Encode, Expr, Read, Rounded, Slice, Tie, Values, walk
+from graphllm.weights.plan.plan import Entry, WeightPlan
+from graphllm.weights.plan.schemes import is_read, wanted_encoding
+from graphllm.weights.plan.simplify import same_encodings, simplify
 
 aten = torch.ops.aten
 

@@ -12,13 +12,13 @@ from torch.fx import Node
 
 from graphllm.config import CompileConfig
 from graphllm.ir.op import Op, all_ops, op_of
-from graphllm.ops.fused_moe import fused_moe
+from graphllm.ops.moe.fused_moe import fused_moe
 from graphllm.rewrite import PassReport, Unit, register_pass
 from graphllm.weights.encodings import Encoding, encoding_of
-from graphllm.weights.expr import Encode, Expr, Read, Reshape, Rounded, Slice, Stack, Values, walk
-from graphllm.weights.plan import Entry, WeightPlan
-from graphllm.weights.schemes import is_read, wanted_encoding
-from graphllm.weights.simplify import rows_moved, same_encodings, simplify
+from graphllm.weights.plan.expr import Encode, Expr, Read, Reshape, Rounded, Slice, Stack, Values, walk
+from graphllm.weights.plan.plan import Entry, WeightPlan
+from graphllm.weights.plan.schemes import is_read, wanted_encoding
+from graphllm.weights.plan.simplify import rows_moved, same_encodings, simplify
 
 
 @register_pass(numerics="changes")

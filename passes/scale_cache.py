@@ -6,11 +6,11 @@ import torch
 
 from graphllm.config import CompileConfig
 from graphllm.ir.op import op_of
-from graphllm.ops.paged_attention import paged_attention
-from graphllm.ops.store_kv import store_kv
+from graphllm.ops.attention.paged_attention import paged_attention
+from graphllm.ops.attention.store_kv import store_kv
 from graphllm.rewrite import PassReport, Unit, register_pass
-from graphllm.weights.cache_scales import NAME
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.cache_scales import NAME
+from graphllm.weights.plan.plan import WeightPlan
 
 
 @register_pass(numerics="changes")

@@ -16,7 +16,7 @@ from torch.fx import Node
 from graphllm.config import CompileConfig
 from graphllm.ir.op import op_of
 from graphllm.rewrite import PassReport, Unit, fake_values, register_pass
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 _SELECT = torch.ops.aten.index_select.default
 _ELEMENTWISE = (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor)

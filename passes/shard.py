@@ -14,20 +14,20 @@ from torch.fx import Node
 from graphllm.config import CompileConfig
 from graphllm.ir.groups import EXPERTS, TENSOR
 from graphllm.ir.op import op_of
-from graphllm.ops.all_gather import all_gather
-from graphllm.ops.all_reduce import all_reduce
-from graphllm.ops.embedding import embedding
-from graphllm.ops.fused_moe import fused_moe
-from graphllm.ops.gather_rows import gather_rows
-from graphllm.ops.linear import linear
-from graphllm.ops.place_experts import place_experts
-from graphllm.ops.rms_norm import rms_norm
-from graphllm.ops.sum_rows import sum_rows
+from graphllm.ops.collectives.all_gather import all_gather
+from graphllm.ops.collectives.all_reduce import all_reduce
+from graphllm.ops.collectives.gather_rows import gather_rows
+from graphllm.ops.collectives.sum_rows import sum_rows
+from graphllm.ops.embeddings.embedding import embedding
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.moe.fused_moe import fused_moe
+from graphllm.ops.moe.place_experts import place_experts
+from graphllm.ops.norms.rms_norm import rms_norm
 from graphllm.rewrite import PassReport, Unit, fake_values, register_pass
-from graphllm.weights.expert_slots import ROUTING_TABLES, first_placement, routing_tables
-from graphllm.weights.expr import Expr, Slice, Values
-from graphllm.weights.plan import Entry, WeightPlan
-from graphllm.weights.shard import on_first_rank
+from graphllm.weights.plan.expert_slots import ROUTING_TABLES, first_placement, routing_tables
+from graphllm.weights.plan.expr import Expr, Slice, Values
+from graphllm.weights.plan.plan import Entry, WeightPlan
+from graphllm.weights.plan.shard import on_first_rank
 
 aten = torch.ops.aten
 

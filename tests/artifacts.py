@@ -11,15 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from graphllm import artifact
 from graphllm.config import EngineArgs, Env
-from graphllm.entrypoints.build import artifact_folder
-from graphllm.entrypoints.build_lock import build_lock
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import Source, open_source
+from graphllm.host.build_lock import build_lock
+from graphllm.loading.artifact.build import artifact_folder
+from graphllm.loading.artifact.resolve import compile_config
+from graphllm.loading.checkpoint.source import Source, open_source
+from graphllm.program import artifact
 from graphllm.runtime.executor import Executor
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.loading.loader import load_weights
+from graphllm.weights.plan.plan import WeightPlan
 
 # Small enough that prompts of a few tokens are chunked and the batch fills up; context 96 needs 12 blocks.
 LIMITS = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
@@ -42,7 +42,7 @@ def artifact_of(model: Path | Source | None, replaced: dict[str, Any] | None = N
     """Of a checkpoint's folder, the embedded model's if None. settings: of `EngineArgs`; on the CPU unless they say
     otherwise. replaced: fields of the compile config that no setting has so. Weights are not looked at, nor whether the
     model was made for so many positions."""
-    from graphllm.compile.objects import Objects
+    from graphllm.compile.codegen.objects import Objects
     from graphllm.compile.pipeline import compile_model
 
     args, env = EngineArgs(**{"target": "cpu", **settings}), Env.read()

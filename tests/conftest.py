@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from graphllm.artifact import source_digest
-from graphllm.machine import detect_target
+from graphllm.host.machine import detect_target
+from graphllm.program.artifact import source_digest
 from tests.tiers import ON_GPU, both_tiers
 from tests.times import DURATIONS, unit_of
 from tests.waiting import PATIENCE

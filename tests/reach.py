@@ -2,9 +2,9 @@
 
 Every file is two nodes. ``file``: what its import runs. ``file()``: what its functions may run, too. An edge leads to
 every module that is imported there, to modules and folders whose names stand there as strings
-("graphllm.engine.process", "graphllm.ops", "graphllm.weights.formats." with a name behind it), to headers that C++
-includes, and from Python to other sources in its folder. A test file also needs the fixtures of conftest.py that it
-names, and the files of the repository that it names.
+("graphllm.engine.process.core_loop", "graphllm.ops", "graphllm.weights.formats." with a name behind it), to headers
+that C++ includes, and from Python to other sources in its folder. A test file also needs the fixtures of conftest.py
+that it names, and the files of the repository that it names.
 
 Run as a program: `python tests/reach.py COMMIT` prints the test files for what changed since that commit.
 """

@@ -13,11 +13,11 @@ import transformers
 from graphllm.compile.described import described, unread_fields
 from graphllm.config import ConfigError, inert_fields
 from graphllm.config.inert_fields import CONFIG, GENERATION, QUANTIZATION, unknown_fields
-from graphllm.config.sampling import SamplingParams
-from graphllm.engine.text import Tokenizer
-from graphllm.entrypoints.unread_files import tell_unread
+from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.engine.requests.text import Tokenizer
 from graphllm.ir.registry import load_models
-from graphllm.weights.schemes import scheme_of
+from graphllm.loading.checkpoint.unread_files import tell_unread
+from graphllm.weights.plan.schemes import scheme_of
 from tests.models.test_config import FAMILIES, LLAMA, PUBLISHED
 from tests.weights.quantized import FORMATS
 

@@ -19,7 +19,7 @@ from graphllm.compile.trace import trace_unit
 from graphllm.config import CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, target_name, verify
 from graphllm.rewrite import Unit, passes
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[1]
@@ -148,10 +148,9 @@ def test_examples_in_the_guides_are_the_files() -> None:
 
 def test_the_description_of_the_artifact_is_complete(compiled_artifact: Path) -> None:
     """Every name in the files is explained, and every number is the code's."""
-    from graphllm import artifact
-    from graphllm.entrypoints.build import POLICIES
-    from graphllm.program import linking
-    from graphllm.runtime import padding
+    from graphllm.loading.artifact.build import POLICIES
+    from graphllm.program import artifact, linking
+    from graphllm.runtime.memory import padding
 
     text = (DOCS / "artifact.md").read_text()
     manifest = artifact.verify(compiled_artifact)
@@ -188,7 +187,7 @@ def test_files_and_links_in_the_guides_exist(guide: Path) -> None:
 def test_options_in_the_guides_exist(guide: Path) -> None:
 
     from graphllm.cli.app import command_line
-    from graphllm.config.vllm_names import VLLM_NAMES
+    from graphllm.config.vllm.names import VLLM_NAMES
 
     command: Any = command_line()
     for line in re.findall(r"graphllm ((?:compile|run|inspect|op)\b[^`#\n]*)", guide.read_text()):

@@ -22,14 +22,14 @@ COMPILE = """
 import sys, tempfile
 from pathlib import Path
 import torch
-from graphllm.compile.backends import Cpu
-from graphllm.compile.objects import Objects
+from graphllm.compile.codegen.backends import Cpu
+from graphllm.compile.codegen.objects import Objects
 from graphllm.compile.trace import trace_unit
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, to_json
 from graphllm.ir.registry import load_ops
 from graphllm.runtime.kernels import CpuKernels
-from graphllm.runtime.torch_memory import TorchMemory
+from graphllm.runtime.memory.torch_memory import TorchMemory
 from graphllm.program.linking import Call, LinkedProgram, plan_memory
 from graphllm.runtime.binding import bind
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import collections
 import graphlib
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+
+import pytest
 
 import graphllm
 
@@ -15,39 +18,80 @@ PACKAGE = Path(graphllm.__file__).parent
 
 # From the ground up. Names on one line may import each other.
 FLOORS = (
-    (
-        "config",
-        "cpp",
-        "cuda_driver",
-        "expr",
-        "garbage",
-        "hugepages",
-        "imports",
-        "machine",
-        "specs",
-        "embedded",
-        "version",
-    ),
+    ("config", "host", "embedded", "version"),
+    ("program",),
     ("ir",),
     ("ops",),
     ("weights",),
     ("rewrite",),
     ("passes",),
     ("model_defs",),
-    ("program", "artifact"),
     ("compile",),
     ("runtime",),
     ("engine",),
+    ("loading",),
+    ("chat",),
     ("entrypoints",),
     ("quantize",),
     ("server",),
     ("cli",),
 )
+# The rooms of a floor, and the files beside them, from the ground up. Names on one line do not import each other.
+ROOMS = {
+    "ops": (
+        ("activations", "collectives", "cpu", "encodings", "norms", "rows"),
+        ("attention", "embeddings", "sampling"),
+        ("lora", "speculation"),
+        ("gemm",),
+        ("moe",),
+    ),
+    "weights": (("dtypes",), ("checkpoint", "encodings"), ("plan",), ("adapters", "formats"), ("loading",)),
+    "compile": (
+        ("described", "passes", "pieces", "tasks", "variants"),
+        ("specialize", "trace"),
+        ("codegen", "link", "row_order", "split"),
+        ("cost", "tuning"),
+        ("building",),
+        ("pipeline",),
+        ("worker",),
+    ),
+    "runtime": (
+        ("cuda_functions", "expert_slots", "interpreter", "memory", "stream"),
+        ("kernels", "rank_messages"),
+        ("binding", "rank_calls"),
+        ("graphs", "profiling"),
+        ("drafting",),
+        ("executor",),
+        ("ranks",),
+    ),
+    "engine": (
+        ("chat_template", "drafts", "experts"),
+        ("requests",),
+        ("cache", "metrics"),
+        ("process", "schedule"),
+        ("structured", "vectors"),
+        ("step",),
+        ("core",),
+    ),
+    "loading": (("checkpoint", "memory"), ("artifact",), ("core",)),
+    "server": (
+        ("frontend_names", "http", "page"),
+        ("supervision",),
+        ("service",),
+        ("apis", "middleware"),
+        ("compatibility", "multi_model"),
+        ("app",),
+        ("process",),
+    ),
+}
+SIDE_BY_SIDE = 16  # files in a folder; what is more gets rooms
+FLAT = ("passes", "model_defs")  # one file each, however many
+
 APART = ({"passes", "model_defs"}, {"compile", "runtime"})  # side by side: neither imports the other
 
 
-def _height(name: str) -> int:
-    return next(i for i, floor in enumerate(FLOORS) if name in floor)
+def _height(name: str, floors: Sequence[Collection[str]] = FLOORS) -> int:
+    return next(i for i, floor in enumerate(floors) if name in floor)
 
 
 def _files() -> Iterator[tuple[str, Path]]:
@@ -84,6 +128,27 @@ def test_arrows_only_go_down() -> None:
             if other != own and ({own, other} in APART or _height(other) > _height(own)):
                 wrong.add((name, other))
     assert wrong == set()
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_only_what_lies_below_them(package: str) -> None:
+    wrong = set()
+    for name, file in _files():
+        inside = name.removeprefix(f"{package}/")
+        own = inside.partition("/")[0].removesuffix(".py")
+        if inside == name or own.startswith("_"):
+            continue
+        for rest in _imported(file):
+            other = rest.removeprefix(f"{package}.").partition(".")[0]
+            inner = rest.startswith(f"{package}.") and other != own
+            if inner and _height(other, ROOMS[package]) >= _height(own, ROOMS[package]):
+                wrong.add((name, other))
+    assert wrong == set()
+
+
+def test_folders_are_not_crowded() -> None:
+    found = collections.Counter(str(Path(name).parent) for name, _ in _files())
+    assert {f: n for f, n in found.items() if n > SIDE_BY_SIDE and f not in FLAT} == {}
 
 
 def test_no_files_import_each_other() -> None:

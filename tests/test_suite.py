@@ -23,17 +23,17 @@ def graph() -> Graph:
 @pytest.mark.parametrize(
     ("changed", "reached", "spared"),
     [
-        ("graphllm/engine/block_pool.py", "engine/test_block_pool.py", "server/chat/test_tools.py"),
-        ("graphllm/entrypoints/core_process.py", "engine/test_async_llm.py", "weights/test_expr.py"),  # by its name
-        ("ops/cpu_int_rows.h", "ops/test_quant_linear_cpu.py", "server/chat/test_replies.py"),  # by #include
+        ("graphllm/engine/cache/block_pool.py", "engine/cache/test_block_pool.py", "server/chat/test_tools.py"),
+        ("graphllm/loading/core/core_main.py", "engine/test_async_llm.py", "weights/test_expr.py"),  # by its name
+        ("ops/cpu/integers/rows.h", "ops/test_quant_linear_cpu.py", "server/chat/test_replies.py"),  # by #include
         ("graphllm/weights/formats/gptq.py", "weights/test_quantized_checkpoints.py", "server/chat/test_replies.py"),
-        ("ops/rope/op.py", "models/test_parity.py", "server/chat/test_replies.py"),  # by the registry
-        ("model_defs/opt.py", "models/test_parity.py", "engine/test_scheduling.py"),
-        ("graphllm/server/page/markdown.js", "server/page/test_page.py", "engine/test_scheduling.py"),
+        ("ops/attention/rope/op.py", "models/test_parity.py", "server/chat/test_replies.py"),  # by the registry
+        ("model_defs/opt.py", "models/test_parity.py", "engine/schedule/test_scheduling.py"),
+        ("graphllm/server/page/markdown.js", "server/page/test_page.py", "engine/schedule/test_scheduling.py"),
         ("tests/server/conftest.py", "server/test_trouble.py", "engine/test_core.py"),
-        ("tests/engine/harness.py", "engine/test_core.py", "engine/test_text.py"),
-        ("docs/adding-an-op.md", "test_guides.py", "engine/test_scheduling.py"),
-        ("tests/engine/test_core.py", "engine/test_core.py", "engine/test_text.py"),
+        ("tests/engine/harness.py", "engine/test_core.py", "engine/requests/test_text.py"),
+        ("docs/adding-an-op.md", "test_guides.py", "engine/schedule/test_scheduling.py"),
+        ("tests/engine/test_core.py", "engine/test_core.py", "engine/requests/test_text.py"),
     ],
 )
 @pytest.mark.thorough
@@ -51,7 +51,7 @@ def test_what_all_tests_need(graph: Graph) -> None:
 
 @pytest.mark.thorough
 def test_the_nearest_come_first(graph: Graph) -> None:
-    assert graph.reached(["graphllm/engine/block_pool.py"])[0] == "tests/engine/test_block_pool.py"
+    assert graph.reached(["graphllm/engine/cache/block_pool.py"])[0] == "tests/engine/cache/test_block_pool.py"
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.file)

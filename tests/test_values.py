@@ -8,7 +8,6 @@ the rest under ``-m slow``.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import shutil
 from collections.abc import Mapping
@@ -25,15 +24,10 @@ from hypothesis import strategies as st
 
 from graphllm.config import ConfigError, EngineArgs, EngineConfig, definitions
 from graphllm.config.parameter import parameters
-from graphllm.config.sampling import SamplingParams
-from graphllm.entrypoints.source import Source, open_source
+from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.loading.checkpoint.source import Source, open_source
+from tests.models import driver
 from tests.tiers import draws
-
-_spec = importlib.util.spec_from_file_location("driver", Path(__file__).parent / "models" / "driver.py")
-assert _spec is not None
-assert _spec.loader is not None
-driver = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(driver)
 
 REMOVED = object()
 STRANGE: list[Any] = [
@@ -136,9 +130,9 @@ class Family:
     def read(self, hf: Mapping[str, Any]) -> Any:
         """What the family makes of a config.json, checked as before a compilation."""
         from graphllm.compile.pipeline import find_model
-        from graphllm.entrypoints.resolve import compile_config
-        from graphllm.weights.match import check_checkpoint
-        from graphllm.weights.plan import make_plan
+        from graphllm.loading.artifact.resolve import compile_config
+        from graphllm.weights.plan.match import check_checkpoint
+        from graphllm.weights.plan.plan import make_plan
 
         args = EngineArgs(target="cpu", backend="eager", max_num_seqs=2, max_num_batched_tokens=16)
         config, model = compile_config(hf, args), find_model(hf)

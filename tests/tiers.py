@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from graphllm.machine import detect_target
+from graphllm.host.machine import detect_target
 
 ON_GPU = detect_target("auto").device == "cuda"
 COMPILED = pytest.mark.gpu if ON_GPU else pytest.mark.slow  # of tests that are compiled for the device that is there

@@ -56,7 +56,7 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that lacks a character shows its escape
         sys.stdout.reconfigure(errors="backslashreplace")
     from graphllm.cli.endings import endings
-    from graphllm.engine.spawn import Child, end, spawn
+    from graphllm.engine.process.spawn import Child, end, spawn
 
     early: list[Child] = []
     with endings():

@@ -163,14 +163,14 @@ def run_command(
     Exit status: 0 every request has an answer, 1 some have none or results cannot be written, 2 a mistake in the
     command or its files, 130 stopped by Ctrl-C (143 by SIGTERM), 141 nobody reads the output any more.
     """
-    from graphllm.cli.batch import Inputs
-    from graphllm.cli.run import read_schema, run
+    from graphllm.cli.run.batch import Inputs
+    from graphllm.cli.run.run import read_schema, run
 
     if output == Path("-"):
         output = Path("/dev/stdout")
     if task != "generate":
-        from graphllm.cli.vectors import run_vectors
-        from graphllm.config.pooling import PoolingParams
+        from graphllm.cli.run.vectors import run_vectors
+        from graphllm.config.requests.pooling_params import PoolingParams
 
         others = {**sampling, "system": system, "regex": regex, "json_schema": json_schema, "lora": lora}
         if given := [name for name, value in others.items() if value is not None]:
@@ -313,7 +313,7 @@ def serve_command(
     """Serve OpenAI's and Anthropic's APIs over HTTP, and a chat page."""
     from graphllm.config.parallel import ParallelConfig, check_parallel
     from graphllm.config.setting import assemble
-    from graphllm.engine.spawn import Child, end, spawn, spawn_cores
+    from graphllm.engine.process.spawn import Child, end, spawn, spawn_cores
 
     alone, gpus = args.data_parallel_rank is not None, (args.tensor_parallel_size or 1) * args.pipeline_parallel_size
     parallel = assemble(ParallelConfig, vars(args))
@@ -321,13 +321,13 @@ def serve_command(
     early: list[Child] = context.obj or []
     if headless:
         end(early)
-        from graphllm.cli.serve_node import serve_headless
+        from graphllm.cli.serve.node import serve_headless
 
         raise typer.Exit(serve_headless(args, model, log_format, log_level))
     if data_parallel_multi_port_external_lb and not alone:
         end(early)
-        from graphllm.cli.serve_ranks import serve_ranks
-        from graphllm.server.ranks.options import RankOptions
+        from graphllm.cli.serve.ranks import serve_ranks
+        from graphllm.server.process.ranks.options import RankOptions
 
         if uds is not None:
             raise ConfigError(f"uds is {str(uds)!r}: each rank has a port of its own; leave it out")
@@ -352,13 +352,13 @@ def serve_command(
     end(early)
     others = [spawn() for _ in also or ()]
     try:
-        from graphllm.cli import serve as told
-        from graphllm.server.access import Access
-        from graphllm.server.adapters import parse_modules
-        from graphllm.server.chat.call import Rules
-        from graphllm.server.operations.engine_view import SupervisorOptions
-        from graphllm.server.operations.logs import LogOptions, start_log
-        from graphllm.server.options import ServerOptions
+        from graphllm.chat.call import Rules
+        from graphllm.cli.serve import serve as told
+        from graphllm.server.http.access import Access
+        from graphllm.server.process.options import ServerOptions
+        from graphllm.server.service.adapters import parse_modules
+        from graphllm.server.supervision.engine_view import SupervisorOptions
+        from graphllm.server.supervision.logs import LogOptions, start_log
 
         log = LogOptions(log_format, log_level, uvicorn_log_level, not disable_uvicorn_access_log)
         start_log(log, f"rank-{args.data_parallel_rank}" if alone else "")

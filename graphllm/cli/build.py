@@ -12,10 +12,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from graphllm.config import ConfigError, EngineArgs, Env
 from graphllm.config.setting import size_text
-from graphllm.entrypoints.build import Progress as BuildProgress
-from graphllm.entrypoints.build import find_or_build
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import find_source
+from graphllm.loading.artifact.build import Progress as BuildProgress
+from graphllm.loading.artifact.build import find_or_build
+from graphllm.loading.artifact.resolve import compile_config
+from graphllm.loading.checkpoint.source import find_source
 
 console = Console(stderr=True)
 

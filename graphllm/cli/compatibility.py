@@ -8,8 +8,8 @@ from typing import Any
 
 from graphllm.config import EngineConfig, definitions
 from graphllm.config.parameter import parameters
-from graphllm.config.sampling import SamplingParams
-from graphllm.config.vllm_names import SAMPLING_NAMES, VLLM_NAMES, ForeignName
+from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.config.vllm.names import SAMPLING_NAMES, VLLM_NAMES, ForeignName
 
 _HEAD = """# Coming from vLLM
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from graphllm import artifact as artifacts
 from graphllm.config import ConfigError, Env
-from graphllm.machine import available_memory, compiler_version, detect_target, usable_cores
+from graphllm.host.machine import available_memory, compiler_version, detect_target, usable_cores
+from graphllm.program import artifact as artifacts
 from graphllm.version import __version__
 
 if TYPE_CHECKING:
@@ -177,10 +177,10 @@ def _rates(device: str, dtype: str) -> Rates:
 def _steps(folder: Path, manifest: Mapping[str, Any]) -> dict[str, float]:
     """Median seconds of a full step of each bucket, with random weights."""
     from graphllm.runtime.executor import Executor
-    from graphllm.runtime.staging import ragged
+    from graphllm.runtime.memory.staging import ragged
     from graphllm.weights.formats.integers import KERNELS
-    from graphllm.weights.plan import WeightPlan
-    from graphllm.weights.random import random_weights
+    from graphllm.weights.loading.random import random_weights
+    from graphllm.weights.plan.plan import WeightPlan
 
     plan = WeightPlan.from_json((folder / "weights.json").read_text())
     device = manifest["factors"]["compile"]["target"]["device"]

@@ -11,15 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from graphllm import artifact
-from graphllm.weights import baked
+from graphllm.program import artifact, baked_table
 
 
 def inspect(folder: Path, json: bool) -> None:
     """Verify the artifact, also the weights in it, then print target, buckets, pieces, passes, kernels and memory."""
     manifest = artifact.verify(folder)
-    if baked.is_baked(folder):
-        baked.check_contents(folder)
+    if baked_table.is_baked(folder):
+        baked_table.check_contents(folder)
     if json:
         print(json_module.dumps(manifest, indent=1))
         return
@@ -65,8 +64,8 @@ def inspect(folder: Path, json: bool) -> None:
     for row in manifest["weights"]:
         weights.add_row(row["name"], _ranges(row["layers"]), row["kept"], row["stored"], f"{row['bits']:g}")
     console.print(weights)
-    if baked.is_baked(folder):
-        console.print(f"weights   baked, {(folder / baked.DATA).stat().st_size:,} bytes, checksum verified")
+    if baked_table.is_baked(folder):
+        console.print(f"weights   baked, {(folder / baked_table.DATA).stat().st_size:,} bytes, checksum verified")
     files = sum(size for size, _ in manifest["files"].values())
     stages = ", ".join(f"{k} {v:.1f}" for k, v in manifest["seconds"].items())
     console.print(f"{len(manifest['files'])} files, {files:,} bytes; compiled in seconds: {stages}")

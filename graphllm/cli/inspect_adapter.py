@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from graphllm.config import ConfigError
-from graphllm.weights.adapter_files import CONFIG, Adapter, adapter_digest, open_adapter
-from graphllm.weights.adapters import check_served
+from graphllm.weights.adapters.adapter_files import CONFIG, Adapter, adapter_digest, open_adapter
+from graphllm.weights.adapters.adapters import check_served
 
 
 def is_adapter(folder: Path) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphllm.config import ConfigError, EngineArgs
-from graphllm.entrypoints.source import find_source, stored_checkpoint
+from graphllm.loading.checkpoint.source import find_source, stored_checkpoint
 from graphllm.quantize.merge import merge
 
 

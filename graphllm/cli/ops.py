@@ -15,10 +15,10 @@ from rich.text import Text
 
 from graphllm.cli.bench.report import check_output
 from graphllm.config import ConfigError
+from graphllm.host.machine import detect_target
 from graphllm.ir.op import Op
 from graphllm.ir.registry import load_ops
 from graphllm.ir.testing.check import cases_of, check_op
-from graphllm.machine import detect_target
 
 _SHOWN_PROBLEMS = 20
 

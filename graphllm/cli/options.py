@@ -14,7 +14,7 @@ import typer
 from graphllm.cli.vllm_flags import OPTION, vllm_values
 from graphllm.config import EngineArgs, EngineConfig
 from graphllm.config.parameter import ParameterDefinition, parameters
-from graphllm.config.sampling import SamplingParams
+from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.config.setting import Definition, choices, definitions
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from graphllm.config import EngineArgs
-from graphllm.entrypoints.source import find_source, stored_checkpoint
+from graphllm.loading.checkpoint.source import find_source, stored_checkpoint
 from graphllm.quantize.run import Request, quantize
 
 

@@ -2,7 +2,7 @@
 nothing, `--model` for the argument, several words behind one option, `-tp 2`, `--compilation-config.mode 3`.
 
 The words are put into the form that the command knows before it reads them. What is no option of the command goes into
-the hidden `--vllm-name`, and `graphllm.config.vllm_names` says what it means.
+the hidden `--vllm-name`, and `graphllm.config.vllm.names` says what it means.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 from graphllm.config import ConfigError, EngineConfig, definitions
-from graphllm.config.vllm_names import SHORT, VLLM_NAMES, ForeignName, as_settings, read_text, spelled
+from graphllm.config.vllm.names import SHORT, VLLM_NAMES, ForeignName, as_settings, read_text, spelled
 
 OPTION = "--vllm-name"  # given as name=value, the value as JSON
 

@@ -12,10 +12,10 @@ from graphllm.compile.link import Linked
 from graphllm.config import Bucket, CompileConfig
 
 if TYPE_CHECKING:
-    from graphllm.compile.backends import Backend
-    from graphllm.compile.jobs import Built
-    from graphllm.compile.tune import Tuner
-    from graphllm.compile.workers import Workers
+    from graphllm.compile.codegen.backends import Backend
+    from graphllm.compile.codegen.jobs import Built
+    from graphllm.compile.tuning.tune import Tuner
+    from graphllm.compile.tuning.workers import Workers
 
 Job = tuple[str, Bucket]  # a piece's id
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphllm.compile.example_inputs import example
+from graphllm.compile.codegen.example_inputs import example
 from graphllm.compile.link import Linked
 from graphllm.compile.trace import TracedGraph
 from graphllm.config import Bucket

@@ -7,8 +7,8 @@ from typing import Any
 
 from graphllm.config.fields import MAX_MODEL_LEN, READ, section
 from graphllm.config.inert_fields import CONFIG, QUANTIZATION, ROPE, unknown_fields
-from graphllm.weights.checkpoint import DRAFT
-from graphllm.weights.schemes import unread_settings
+from graphllm.weights.checkpoint.checkpoint import DRAFT
+from graphllm.weights.plan.schemes import unread_settings
 
 _ROPES = ("rope_parameters", "rope_scaling")
 

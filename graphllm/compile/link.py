@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphllm.compile import trace
-from graphllm.compile.shares import sampled_from_shares
+from graphllm.compile.tasks.sample_from_shares import sampled_from_shares
 from graphllm.compile.trace import Layout, TracedGraph
 from graphllm.compile.variants import optional_inputs, without
 from graphllm.config import CompileConfig

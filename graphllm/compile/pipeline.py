@@ -14,46 +14,46 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from graphllm import artifact
-from graphllm.compile import drafting
 from graphllm.compile.building import begin_builds, finish_builds
+from graphllm.compile.codegen.jobs import Built, takes_torch
+from graphllm.compile.codegen.objects import Objects
 from graphllm.compile.cost import step_costs
 from graphllm.compile.described import described, unread_fields
-from graphllm.compile.drafting import joined
-from graphllm.compile.jobs import Built, takes_torch
 from graphllm.compile.link import Linked, link
-from graphllm.compile.objects import Objects
 from graphllm.compile.passes import pipeline
 from graphllm.compile.pieces import require_implementations
 from graphllm.compile.row_order import require_row_orders
 from graphllm.compile.split import check_rules, split_layers
+from graphllm.compile.tasks import drafting
+from graphllm.compile.tasks.drafting import joined
 from graphllm.compile.trace import Layout, TracedGraph, plan_layout, trace_model, with_added
-from graphllm.compile.workers import Workers, open_workers
+from graphllm.compile.tuning.workers import Workers, open_workers
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.config.fields import strings
+from graphllm.host.machine import compiler_version
 from graphllm.ir.graph import to_text, verify
 from graphllm.ir.kernels import sources_in
 from graphllm.ir.model import Model, derived_model
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_models, load_ops, load_passes
-from graphllm.machine import compiler_version
+from graphllm.program import artifact
 from graphllm.program.linking import Call, LinkedProgram, plan_memory
 from graphllm.program.schema import NEUTRAL
+from graphllm.program.specs import plain
 from graphllm.program.states import place_bytes
 from graphllm.rewrite import Pass, PassReport, Unit
-from graphllm.specs import plain
-from graphllm.weights.adapted import AdaptedLinear, adapted_layer
-from graphllm.weights.cache_scales import with_cache_scales
-from graphllm.weights.checkpoint import DRAFT
-from graphllm.weights.expert_slots import ROUTING_TABLES
-from graphllm.weights.plan import WeightPlan, make_plan
-from graphllm.weights.schemes import Stored, as_quantized
-from graphllm.weights.shard import shard_plan, share_experts
-from graphllm.weights.table import table
+from graphllm.weights.adapters.adapted import AdaptedLinear, adapted_layer
+from graphllm.weights.checkpoint.checkpoint import DRAFT
+from graphllm.weights.plan.cache_scales import with_cache_scales
+from graphllm.weights.plan.expert_slots import ROUTING_TABLES
+from graphllm.weights.plan.plan import WeightPlan, make_plan
+from graphllm.weights.plan.schemes import Stored, as_quantized
+from graphllm.weights.plan.shard import shard_plan, share_experts
+from graphllm.weights.plan.table import table
 
 if TYPE_CHECKING:
-    from graphllm.compile.backends import Backend
-    from graphllm.compile.tune import Tuner
+    from graphllm.compile.codegen.backends import Backend
+    from graphllm.compile.tuning.tune import Tuner
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
@@ -72,14 +72,14 @@ def open_backend(config: CompileConfig, objects: Objects | None, turns: Path | N
     """The backend a config asks for. Importing it takes a second where it is Inductor. objects: for C++, None in a
     process that only generates it. turns: where other processes use the GPU beside this one."""
     if config.backend == "eager":
-        from graphllm.compile.backends import Eager
+        from graphllm.compile.codegen.backends import Eager
 
         return Eager()
     if config.target.device == "cpu":
-        from graphllm.compile.backends import Cpu
+        from graphllm.compile.codegen.backends import Cpu
 
         return Cpu(objects)
-    from graphllm.compile.cuda import Cuda
+    from graphllm.compile.codegen.cuda import Cuda
 
     return Cuda(turns)
 
@@ -294,7 +294,7 @@ def open_tuner(
     """What finds launch constants, for a GPU whose kernels are tuned."""
     if config.target.device == "cpu" or config.backend == "eager" or not config.tune:
         return None
-    from graphllm.compile.tune import Tuner
+    from graphllm.compile.tuning.tune import Tuner
 
     return Tuner(config, workers, progress, folder)
 

@@ -10,17 +10,17 @@ from graphllm.compile.passes import pipeline
 from graphllm.compile.pieces import unit_of
 from graphllm.config import Bucket, CompileConfig
 from graphllm.rewrite import Unit
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 
-class Special(NamedTuple):
+class SpecializedPiece(NamedTuple):
     """The piece as a unit with fake values of the bucket's sizes, and the passes' reports where they changed it."""
 
     unit: Unit
     reports: list[dict[str, Any]]
 
 
-def specialize(piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> Special:
+def specialize(piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> SpecializedPiece:
     """Rewrite a piece, given by its canonical JSON, for a bucket."""
     unit = unit_of(piece, bucket, config)
     reports = []
@@ -28,4 +28,4 @@ def specialize(piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) 
         report, record = p.apply(unit, WeightPlan(()), config)
         if report.changed:
             reports.append(record)
-    return Special(unit, reports)
+    return SpecializedPiece(unit, reports)

@@ -8,9 +8,9 @@ import torch
 from graphllm.compile.trace import TracedGraph
 from graphllm.config import CompileConfig, ConfigError
 from graphllm.rewrite import Unit
-from graphllm.weights.expr import Decode, walk
-from graphllm.weights.plan import WeightPlan
-from graphllm.weights.schemes import is_named, wanted_encoding
+from graphllm.weights.plan.expr import Decode, walk
+from graphllm.weights.plan.plan import WeightPlan
+from graphllm.weights.plan.schemes import is_named, wanted_encoding
 
 Kept = tuple[tuple[str, str | None, tuple[str, ...]], ...]
 

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphllm.compile import drafting, expert_counts, sampling, trees
-from graphllm.compile.expert_counts import Counting
-from graphllm.compile.sampling import Stage
+from graphllm.compile.tasks import drafting, expert_counts, sampling, trees
+from graphllm.compile.tasks.expert_counts import ExpertCounter
+from graphllm.compile.tasks.sampling import Stage
 from graphllm.config import CompileConfig, ConfigError
-from graphllm.config.token_tree import GrownTree
+from graphllm.config.token_tree import DynamicTree
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec, eliminate_dead
 from graphllm.ir.model import AttentionMetadata, ForwardContext, Graph, Hidden, Model
 from graphllm.ir.weight import Weight
+from graphllm.program.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.program.states import BlockPlan, StatePlace, layer_places, own_place, plan_blocks
 from graphllm.rewrite import PassReport, Unit, results_of
-from graphllm.specs import InputSpec, OutputSpec, StateSpec
 
 # How many blocks there are is known when the artifact is loaded, and no piece depends on it. It is larger than 1, else
 # it would be mistaken for a broadcast.
@@ -267,7 +267,7 @@ class _Tracer:
             return drafting.programs(self._graph, self._c, config, hidden)
         if task != "generate":
             return {task: ((), ())}
-        grown = isinstance(config.tree, GrownTree)
+        grown = isinstance(config.tree, DynamicTree)
         resolve = sampling.beginning(layout.versions, layout.inputs[self._number].values(), grown)
         before = (resolve, drafting.KEEP_IDS) if drafted else (resolve,)
         made = sampling.programs(config, layout.versions, self.caches())
@@ -307,7 +307,7 @@ class _Tracer:
 
             self.trace(f"context.{layer_type}", extra, keep, (), layers)
 
-    def counting(self, behind: dict[int, list[str]]) -> Counting:
+    def counting(self, behind: dict[int, list[str]]) -> ExpertCounter:
         """Units that count the tokens of experts: before all layers and behind each."""
         types = self._graph.layer_types(self._c)
         units = {t: self.units[f"layer.{t}"] for t in types}

@@ -1,6 +1,6 @@
-"""The program that build processes come from, ``python -m graphllm.compile.worker``: it imports what they need, forks
-one for each socket that it is told of, and says when one has ended (`graphllm.compile.workers`). Each takes jobs from
-its socket and answers on it, until it is closed."""
+"""The program that build processes come from, ``python -m graphllm.compile.worker``: it imports what they need,
+forks one for each socket that it is told of, and says when one has ended (`graphllm.compile.tuning.workers`). Each
+takes jobs from its socket and answers on it, until it is closed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from graphllm.compile.jobs import Build, Candidate, Done, Failed, Find
-from graphllm.compile.objects import BuildError
+from graphllm.compile.codegen.jobs import Build, Candidate, Done, Failed, Find
+from graphllm.compile.codegen.objects import BuildError
 from graphllm.compile.pipeline import open_backend
-from graphllm.compile.workers import Ended, Start, receive, send
+from graphllm.compile.tuning.workers import Ended, WorkerOrders, receive, send
 from graphllm.config import ConfigError
 from graphllm.ir.registry import load_ops, load_passes
 
@@ -26,7 +26,7 @@ _NICE = 5  # the process that times kernels goes first
 class _Forks:
     """Processes forked so far, each with the number of its socket among all."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: WorkerOrders) -> None:
         self._said = os.fdopen(os.dup(1), "wb")
         self._open = [*start.builders, *start.candidates]
         self._numbers = {own: number for number, own in enumerate(self._open)}
@@ -58,13 +58,13 @@ class _Forks:
 
 def main() -> None:
     """Know the ops and Triton, then passes and the backend; fork whoever needs no more than that."""
-    start: Start = receive(sys.stdin.buffer, Start)
+    start: WorkerOrders = receive(sys.stdin.buffer, WorkerOrders)
     os.nice(_NICE)
     forks = _Forks(start)
     load_ops()
     load_passes()
     if start.candidates:
-        from graphllm.compile import offline
+        from graphllm.compile.tuning import offline
 
         offline.prepare()
         for own in start.candidates:

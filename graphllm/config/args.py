@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from graphllm.config.engine import EngineConfig
 from graphllm.config.errors import ConfigError
 from graphllm.config.setting import definitions
-from graphllm.config.vllm_names import as_settings
+from graphllm.config.vllm.names import as_settings
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -39,14 +39,14 @@ def args_class(config: type, name: str = "EngineArgs") -> type:
 
     def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
         """Give a parser options for all of these."""
-        from graphllm.config.parser import add_options
+        from graphllm.config.vllm.parser import add_options
 
         add_options(parser, defined)
         return parser
 
     def from_cli_args(cls: Any, args: Namespace) -> Any:
         """From what such a parser has read."""
-        from graphllm.config.parser import options_of
+        from graphllm.config.vllm.parser import options_of
 
         return cls(**options_of(args, defined))
 

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from graphllm.config.errors import ConfigError
 from graphllm.config.setting import definitions, not_key, parse_count, setting
-from graphllm.config.token_tree import GrownTree, TokenTree, token_tree
+from graphllm.config.token_tree import DynamicTree, TokenTree, token_tree
 
 _SHORT = (256, 512, 1024)  # tokens of steps for which a GPU has products that suit so many rows
 _LARGEST_BUCKET, _MOST_QUERIES = 2**24, 2**10
@@ -314,7 +314,7 @@ class CompileConfig:
         return max((b.query_len for b in self.buckets), default=1)
 
     @property
-    def tree(self) -> TokenTree | GrownTree | None:
+    def tree(self) -> TokenTree | DynamicTree | None:
         """The tree of drafts that steps verify, None for one run of them."""
         return None if self.speculative_token_tree is None else token_tree(self.speculative_token_tree)
 
@@ -329,7 +329,7 @@ def ranked_logprobs(max_logprobs: int) -> int:
     return 20 if max_logprobs == -1 else max_logprobs
 
 
-def _check_tree(config: CompileConfig, tree: TokenTree | GrownTree) -> None:
+def _check_tree(config: CompileConfig, tree: TokenTree | DynamicTree) -> None:
     """Raise ConfigError for what does not go with a tree of drafts."""
     drafts = tree.drafts
     if config.num_speculative_tokens != drafts:

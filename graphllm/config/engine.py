@@ -203,7 +203,7 @@ class SchedulerConfig:
     scheduler_cls: str | None = setting(
         None,
         written=str | type | None,
-        help="A subclass of `graphllm.engine.scheduler.Scheduler`, or its name as package.module:name.",
+        help="A subclass of `graphllm.engine.schedule.scheduler.Scheduler`, or its name as package.module:name.",
         key=_RUNNING,
     )
     cache_secret: str | None = setting(

@@ -10,7 +10,7 @@ class ConfigError(ValueError):
     """A setting that cannot be used. The message names the field, the value and the remedy."""
 
 
-class Place(NamedTuple):
+class ErrorPlace(NamedTuple):
     """Where one item of a request stands: its field, and its number there, None where the field has no others."""
 
     field: str

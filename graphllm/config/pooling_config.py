@@ -1,5 +1,5 @@
 """`PoolingConfig`: how a checkpoint makes vectors of its hidden states, as sentence-transformers' files say it. Plain
-data: `graphllm.entrypoints.sentence_transformers` reads it, model families and the front go by it."""
+data: `graphllm.loading.checkpoint.sentence_transformers` reads it, model families and the front go by it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from graphllm.config.engine import EngineConfig
 from graphllm.config.parameter import parameters
-from graphllm.config.sampling import SamplingParams
+from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.config.setting import Definition, definitions
 
 _HEAD = """# Settings

@@ -77,7 +77,7 @@ class TokenTree(NamedTuple):
         return len(self.inner)
 
 
-class GrownTree(NamedTuple):
+class DynamicTree(NamedTuple):
     """A tree of drafts that grows where what drafts is sure (EAGLE-2), anew in each step: only sizes are known.
 
     top_k: the likeliest tokens that are looked at behind each draft, and the likeliest drafts of each depth behind
@@ -128,7 +128,7 @@ def chain(length: int) -> TokenTree:
     return TokenTree(tuple((0,) * n for n in range(1, length + 1)))
 
 
-def token_tree(said: str) -> TokenTree | GrownTree:
+def token_tree(said: str) -> TokenTree | DynamicTree:
     """A tree as vLLM writes it: the text of a list of paths, in any order; or that of the sizes of one that grows.
     Raises ConfigError for what is none."""
     try:
@@ -156,10 +156,10 @@ def _is_path(value: Any) -> bool:
     return whole and all(type(i) is int and 0 <= i < _MOST for i in value)
 
 
-def _grown(sizes: Mapping[Any, Any], said: str) -> GrownTree:
+def _grown(sizes: Mapping[Any, Any], said: str) -> DynamicTree:
     if set(sizes) != {"top_k", "depth", "drafts"} or any(type(n) is not int or n < 1 for n in sizes.values()):
         raise ConfigError(f"speculative_token_tree is {said!r:.80}: {_FORM}")
-    tree = GrownTree(sizes["top_k"], sizes["depth"], sizes["drafts"])
+    tree = DynamicTree(sizes["top_k"], sizes["depth"], sizes["drafts"])
     if max(tree.drafts, tree.rows) > _MOST:
         raise ConfigError(
             f"speculative_token_tree has {tree.drafts} drafts, and {tree.rows} behind which others are looked at, "

@@ -1,6 +1,6 @@
 """The small models that ship inside the package: something to run, test and demonstrate with offline.
 
-Hugging Face folders in bf16, made by `python -m graphllm.embedded.train` and measured by `.evaluate`.
+Hugging Face folders in bf16, made by `python -m bench.training.train` and measured by `.evaluate`.
 """
 
 from pathlib import Path
@@ -11,11 +11,11 @@ MOE_DIR = Path(__file__).resolve().parent / "moe"
 """A Qwen3-MoE that knows the same: each token goes to 2 of 8 experts."""
 _HERE = Path(__file__).resolve().parent
 DRAFTS = {name: _HERE / name for name in ("draft_model", "eagle3", "medusa") if (_HERE / name).is_dir()}
-"""What drafts for the Llama, by method; made by `python -m graphllm.embedded.train_drafts`."""
+"""What drafts for the Llama, by method; made by `python -m bench.training.train_drafts`."""
 ADAPTERS = {folder.name: folder for folder in sorted((_HERE / "adapters").glob("*")) if folder.is_dir()}
-"""LoRA adapters of the Llama, by name; made by `python -m graphllm.embedded.train_adapters`."""
+"""LoRA adapters of the Llama, by name; made by `python -m bench.training.train_adapters`."""
 EMBEDDER_DIR = _HERE / "embedder"
 """A BERT that makes vectors of sentences, with the Llama's tokenizer; made by `python -m
-graphllm.embedded.train_embedder`."""
+bench.training.train_embedder`."""
 SHIPPED = {"embedded": MODEL_DIR, "embedded-moe": MOE_DIR, "embedded-embedder": EMBEDDER_DIR}
 """By the names that --model takes."""

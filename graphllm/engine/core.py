@@ -22,20 +22,13 @@ import numpy as np
 
 from graphllm.config import Bucket, ConfigError, SchedulerConfig, SpeculationConfig
 from graphllm.config.compilation import ranked_logprobs
-from graphllm.config.sampling import SamplingParams
-from graphllm.config.token_tree import GrownTree, TokenTree, of_parents
-from graphllm.engine.adapter_memory import AdapterMemory
-from graphllm.engine.batch import Batch, SamplingTable, history
-from graphllm.engine.constraints import ConstraintError, Constraints
-from graphllm.engine.device_states import adapter_tables, after_step, before_step, export_prefix, import_prefix
-from graphllm.engine.expert_balancer import ExpertBalancer
-from graphllm.engine.item_cache import check_items
-from graphllm.engine.kept_vectors import KeptVectors
-from graphllm.engine.options import LogitsProcessor, Row, rowwise
-from graphllm.engine.pooled_vectors import PooledVectors
-from graphllm.engine.proposers import find_proposer
-from graphllm.engine.providers import find_providers, provide
-from graphllm.engine.request import (
+from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.config.token_tree import DynamicTree, TokenTree, of_parents
+from graphllm.engine.cache.item_cache import check_items
+from graphllm.engine.drafts.proposers import find_proposer
+from graphllm.engine.experts.expert_balancer import ExpertBalancer
+from graphllm.engine.requests.options import LogitsProcessor, Row, rowwise
+from graphllm.engine.requests.request import (
     Adapter,
     BucketStats,
     CacheEntry,
@@ -45,21 +38,28 @@ from graphllm.engine.request import (
     EngineRequest,
     PositionLogprobs,
 )
-from graphllm.engine.request_table import RequestState
-from graphllm.engine.scheduler import Scheduler
-from graphllm.engine.scheduler_output import SchedulerLimits, SchedulerOutput
-from graphllm.engine.step_executor import Handle, StepExecutor
-from graphllm.imports import imported
+from graphllm.engine.requests.request_table import RequestState
+from graphllm.engine.schedule.scheduler import Scheduler
+from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
+from graphllm.engine.step.adapter_memory import AdapterMemory
+from graphllm.engine.step.batch import Batch, SamplingTable, history
+from graphllm.engine.step.constraints import ConstraintError, Constraints
+from graphllm.engine.step.device_states import adapter_tables, after_step, before_step, export_prefix, import_prefix
+from graphllm.engine.step.providers import find_providers, provide
+from graphllm.engine.step.step_executor import Handle, StepExecutor
+from graphllm.engine.vectors.pooled_vectors import PooledVectors
+from graphllm.engine.vectors.vector_cache import KeptVectors
+from graphllm.host.importing import imported
+from graphllm.runtime.memory.staging import ragged
 from graphllm.runtime.rank_calls import values
 from graphllm.runtime.rank_messages import Call
-from graphllm.runtime.staging import ragged
 
 if TYPE_CHECKING:
     import torch
 
-    from graphllm.engine.bad_words import BadWords
-    from graphllm.engine.core_waves import CoreWaves
-    from graphllm.engine.proposers import Proposer
+    from graphllm.engine.drafts.proposers import Proposer
+    from graphllm.engine.experts.lockstep import CoreWaves
+    from graphllm.engine.structured.bad_words import BadWords
     from graphllm.engine.structured.compiler import Grammar
     from graphllm.engine.structured.compilers import GrammarCompilers
     from graphllm.runtime.executor import StepResult
@@ -147,7 +147,8 @@ class EngineCore:
         policy = Scheduler if options.scheduler_cls is None else imported("scheduler_cls", options.scheduler_cls)
         if not (isinstance(policy, type) and issubclass(policy, Scheduler)):
             raise ConfigError(
-                f"scheduler_cls is {options.scheduler_cls!r}: give a subclass of graphllm.engine.scheduler.Scheduler"
+                f"scheduler_cls is {options.scheduler_cls!r}: give a subclass of "
+                "graphllm.engine.schedule.scheduler.Scheduler"
             )
         self._scheduler = policy(limits, executor.layout, caching, options.cache_secret)
         self._pool = self._scheduler.cache.pool
@@ -484,7 +485,7 @@ class EngineCore:
     def _tree_of(self, started: _InFlight, entry: int) -> TokenTree | None:
         """The tree of these drafts, None where they are one run."""
         tree = self._executor.layout.tree
-        if isinstance(tree, GrownTree):
+        if isinstance(tree, DynamicTree):
             verified = entry < started.output.verified
             return of_parents(self._device_parents[started.output.slots[entry]].tolist()) if verified else None
         return tree

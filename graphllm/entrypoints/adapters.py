@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphllm.artifact import read_manifest
 from graphllm.config import ConfigError
-from graphllm.engine.request import Adapter, CoreInfo
-from graphllm.weights.adapted import linear_from
+from graphllm.engine.requests.request import Adapter, CoreInfo
+from graphllm.program.artifact import read_manifest
+from graphllm.weights.adapters.adapted import linear_from
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class AdapterFiles:
         seen = _signature(folder)
         known = self._opened.get((name, str(folder)))
         if known is None or known[0] != seen:
-            from graphllm.weights.adapters import adapter_digest, check_adapter
+            from graphllm.weights.adapters.adapters import adapter_digest, check_adapter
 
             digest = adapter_digest(folder)
             check_adapter(folder, self._info.adapted, self._info.max_lora_rank)
@@ -82,7 +82,7 @@ def check_adapters(artifact: Path, given: Sequence[tuple[str, str]]) -> None:
     """Raise ConfigError for adapters (name, folder) that an engine with this artifact cannot serve."""
     if not given:
         return
-    from graphllm.weights.adapters import check_adapter
+    from graphllm.weights.adapters.adapters import check_adapter
 
     linears = [linear_from(plain) for plain in json.loads((artifact / "program.json").read_text())["adapted"]]
     rank = read_manifest(artifact)["factors"]["compile"]["max_lora_rank"]

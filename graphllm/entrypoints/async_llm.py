@@ -15,28 +15,28 @@ from dataclasses import replace
 from typing import Any, cast
 
 from graphllm.config import ConfigError, EngineArgs
-from graphllm.config.pooling import Vectors
-from graphllm.config.sampling import RequestOutputKind, SamplingParams
-from graphllm.engine.client import CoreClient, Health
-from graphllm.engine.group import CoreGroup, Lost
-from graphllm.engine.limited_process import MAX_WAITING
-from graphllm.engine.messages import DeathCause, EngineDeadError, Load, Ready, Rejected, Updates
-from graphllm.engine.outputs import CompletionOutput, OutputProcessor, Processed, RequestOutput
-from graphllm.engine.pooling import Pooling
-from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
-from graphllm.engine.remote import RemoteCore
-from graphllm.engine.request import Adapter, CoreInfo, CoreStats, EngineCoreOutput, QueueFullError
-from graphllm.engine.spawn import Child
-from graphllm.engine.text import Tokenizer
-from graphllm.engine.text_length import PIECE, encode_at_most
+from graphllm.config.requests.pooling_params import Vectors
+from graphllm.config.requests.sampling_params import RequestOutputKind, SamplingParams
+from graphllm.engine.process.core_client import CoreClient, Health
+from graphllm.engine.process.core_group import CoreGroup, Lost
+from graphllm.engine.process.limited_process import MAX_WAITING
+from graphllm.engine.process.messages import CoreLoad, DeathCause, EngineDeadError, Ready, Rejected, Updates
+from graphllm.engine.process.remote_core import RemoteCore
+from graphllm.engine.process.spawn import Child
+from graphllm.engine.requests.outputs import CompletionOutput, OutputProcessor, Processed, RequestOutput
+from graphllm.engine.requests.processor import GrammarChecker, ParsedRequest, Processor, Prompt
+from graphllm.engine.requests.request import Adapter, CoreInfo, CoreStats, EngineCoreOutput, QueueFullError
+from graphllm.engine.requests.text import Tokenizer
+from graphllm.engine.requests.text_length import PIECE, encode_at_most
+from graphllm.engine.vectors.pooling import Pooling
 from graphllm.entrypoints.adapters import AdapterFiles, LoRARequest
 from graphllm.entrypoints.async_pooling import PooledRequests, PoolingAsyncMixin
-from graphllm.entrypoints.core_clients import core_client
-from graphllm.entrypoints.model import ResolvedModel, grammar_maker, resolve_model
 from graphllm.entrypoints.stat_loggers import SECONDS, LoggingStatLogger, StatLogger, StatLoggerFactory, tell
 from graphllm.entrypoints.stat_loggers import stat_loggers as stat_loggers_of
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
 from graphllm.entrypoints.vllm_config import VllmConfig
+from graphllm.loading.artifact.model import ResolvedModel, grammar_maker, resolve_model
+from graphllm.loading.core.core_clients import core_client
 from graphllm.runtime.rank_calls import PROFILE_PREFIX, START_PROFILE, STOP_PROFILE, call_of
 
 _SLICE = 128  # updates detokenized before the event loop gets a turn
@@ -452,7 +452,7 @@ class AsyncLLM(PoolingAsyncMixin):
                         self._reject(news)
                     case Lost(ids, cause):
                         self._fail(EngineDeadError(cause), ids)
-                    case Load():  # for who shares the requests out
+                    case CoreLoad():  # for who shares the requests out
                         pass
         except EngineDeadError:
             pass

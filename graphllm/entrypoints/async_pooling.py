@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from graphllm.config import ConfigError
-from graphllm.config.pooling import PoolingParams
-from graphllm.engine.client import CoreClient
-from graphllm.engine.group import CoreGroup
-from graphllm.engine.messages import DeathCause, EngineDeadError
-from graphllm.engine.pooling import Pair, Pooling, PoolingRequest
-from graphllm.engine.pooling_outputs import PoolingRequestOutput, pooling_output
-from graphllm.engine.processor import Prompt
-from graphllm.engine.remote import RemoteCore
-from graphllm.engine.request import Adapter, EngineCoreOutput, EngineRequest
+from graphllm.config.requests.pooling_params import PoolingParams
+from graphllm.engine.process.core_client import CoreClient
+from graphllm.engine.process.core_group import CoreGroup
+from graphllm.engine.process.messages import DeathCause, EngineDeadError
+from graphllm.engine.process.remote_core import RemoteCore
+from graphllm.engine.requests.processor import Prompt
+from graphllm.engine.requests.request import Adapter, EngineCoreOutput, EngineRequest
+from graphllm.engine.vectors.pooling import Pair, Pooling, PoolingRequest
+from graphllm.engine.vectors.pooling_outputs import PoolingRequestOutput, pooling_output
 from graphllm.entrypoints.adapters import LoRARequest
 from graphllm.entrypoints.llm_engine import refuse
 

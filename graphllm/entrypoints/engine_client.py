@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable
 from typing import Protocol, runtime_checkable
 
-from graphllm.config.sampling import SamplingParams
-from graphllm.engine.client import Health
-from graphllm.engine.messages import EngineDeadError, Ready
-from graphllm.engine.outputs import RequestOutput
-from graphllm.engine.processor import Prompt
-from graphllm.engine.request import Adapter, CoreStats
-from graphllm.engine.text import Tokenizer
+from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.engine.process.core_client import Health
+from graphllm.engine.process.messages import EngineDeadError, Ready
+from graphllm.engine.requests.outputs import RequestOutput
+from graphllm.engine.requests.processor import Prompt
+from graphllm.engine.requests.request import Adapter, CoreStats
+from graphllm.engine.requests.text import Tokenizer
 from graphllm.entrypoints.adapters import LoRARequest
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
 
 from graphllm.config import ConfigError, EngineArgs
-from graphllm.config.errors import Place
-from graphllm.config.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
-from graphllm.engine.beam import BeamSearch, BeamSearchOutput, step_params
-from graphllm.engine.chat.conversation import check_template_kwargs, conversation, shown_tools
-from graphllm.engine.chat.template import ContentFormat
-from graphllm.engine.outputs import OutputProcessor, RequestOutput
-from graphllm.engine.processor import GrammarChecker, ParsedRequest, Prompt
-from graphllm.engine.request import Adapter, Core
-from graphllm.engine.text import Tokenizer
+from graphllm.config.errors import ErrorPlace
+from graphllm.config.requests.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from graphllm.engine.chat_template.conversation import check_template_kwargs, conversation, shown_tools
+from graphllm.engine.chat_template.template import ContentFormat
+from graphllm.engine.requests.beam import BeamSearch, BeamSearchOutput, step_params
+from graphllm.engine.requests.outputs import OutputProcessor, RequestOutput
+from graphllm.engine.requests.processor import GrammarChecker, ParsedRequest, Prompt
+from graphllm.engine.requests.request import Adapter, Core
+from graphllm.engine.requests.text import Tokenizer
 from graphllm.entrypoints.adapters import LoRARequest
 from graphllm.entrypoints.llm_engine import LLMEngine, load_engine, refuse
 from graphllm.entrypoints.metrics_reader import Metric
@@ -146,7 +146,7 @@ class LLM(PoolingOfflineMixin):
             try:
                 text = write(conversation(chat))
             except ConfigError as mistake:
-                raise mistake if one else Place("messages", i).error(mistake) from None
+                raise mistake if one else ErrorPlace("messages", i).error(mistake) from None
             # The template has written BOS where it wants one, so none is added.
             prompts.append({"prompt": text, "add_special_tokens": False})
         return self.generate(prompts, sampling_params, use_tqdm, lora_request, None, tokenization_kwargs)
@@ -230,7 +230,7 @@ class LLM(PoolingOfflineMixin):
                 made = self._processor.make(prompt, how, str(self._count), priority=first, adapter=adapter)
                 parsed.append(made)
             except ConfigError as mistake:
-                raise Place("prompts", i).error(mistake) from mistake
+                raise ErrorPlace("prompts", i).error(mistake) from mistake
             self._count += 1
         return parsed
 

@@ -8,20 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from graphllm.config import ConfigError, EngineArgs
-from graphllm.config.pooling import Vectors
-from graphllm.config.sampling import SamplingParams
-from graphllm.engine.outputs import OutputProcessor, RequestOutput
-from graphllm.engine.pooling import Pooling
-from graphllm.engine.processor import GrammarChecker, Processor, Prompt
-from graphllm.engine.request import Core
-from graphllm.engine.text import Tokenizer
+from graphllm.config.requests.pooling_params import Vectors
+from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.engine.requests.outputs import OutputProcessor, RequestOutput
+from graphllm.engine.requests.processor import GrammarChecker, Processor, Prompt
+from graphllm.engine.requests.request import Core
+from graphllm.engine.requests.text import Tokenizer
+from graphllm.engine.vectors.pooling import Pooling
 from graphllm.entrypoints.adapters import AdapterFiles, LoRARequest
 from graphllm.entrypoints.metrics_reader import Metric, MetricsReader
-from graphllm.entrypoints.model import resolve_model
-from graphllm.entrypoints.open_core import open_core
 from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, stat_loggers, tell
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
 from graphllm.entrypoints.vllm_config import VllmConfig
+from graphllm.loading.artifact.model import resolve_model
+from graphllm.loading.core.open_core import open_core
 from graphllm.runtime.rank_calls import PROFILE_PREFIX, START_PROFILE, STOP_PROFILE, call_of
 
 _VECTORS = Vectors()

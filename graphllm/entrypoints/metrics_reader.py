@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from graphllm.config.sampling import SamplingParams
-from graphllm.engine.metric_families import BY_NAME, OF_CORE, OF_REQUESTS, Family, Finished
-from graphllm.engine.outputs import RequestOutput
-from graphllm.engine.request import CoreStats, Distribution
+from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.engine.metrics.metric_families import BY_NAME, OF_CORE, OF_REQUESTS, Family, Finished
+from graphllm.engine.requests.outputs import RequestOutput
+from graphllm.engine.requests.request import CoreStats, Distribution
 
 _FIRST_TOKEN, _FINISHED = BY_NAME["time_to_first_token_seconds"], BY_NAME["requests_finished"]
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from graphllm.config import ConfigError
-from graphllm.config.pooling import NO_POOLING, PoolingParams
+from graphllm.config.requests.pooling_params import NO_POOLING, PoolingParams
 
 _T = TypeVar("_T")
 Bars = Callable[..., Any]  # makes a context manager with ``update``, as tqdm's class does

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from graphllm.config import ConfigError
-from graphllm.config.errors import Place
-from graphllm.config.pooling import PoolingParams
-from graphllm.engine.pooling import Pair, Pooling, PoolingRequest
-from graphllm.engine.pooling_outputs import (
+from graphllm.config.errors import ErrorPlace
+from graphllm.config.requests.pooling_params import PoolingParams
+from graphllm.engine.requests.processor import Prompt
+from graphllm.engine.requests.request import Core, EngineCoreOutput
+from graphllm.engine.vectors.pooling import Pair, Pooling, PoolingRequest
+from graphllm.engine.vectors.pooling_outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
@@ -23,8 +25,6 @@ from graphllm.engine.pooling_outputs import (
     ScoringRequestOutput,
     pooling_output,
 )
-from graphllm.engine.processor import Prompt
-from graphllm.engine.request import Core, EngineCoreOutput
 from graphllm.entrypoints.adapters import LoRARequest
 from graphllm.entrypoints.llm_engine import LLMEngine, refuse
 from graphllm.entrypoints.offline import Interrupts, Show, bars, each, listed
@@ -166,14 +166,14 @@ class PoolingOfflineMixin:
         field: str,
         prompt_name: str | None = None,
         lora_request: Adapters = None,
-        places: Sequence[Place] | None = None,
+        places: Sequence[ErrorPlace] | None = None,
     ) -> list[tuple[PoolingRequest, np.ndarray, EngineCoreOutput]]:
         """Run a request for each prompt. places: of these in what the caller was given, None for a list of prompts."""
         pooling = self._pooling
         meant = pooling.task(task, field)
         params = each("pooling_params", given if given is not None else PoolingParams(), PoolingParams, len(prompts))
         adapters = self.llm_engine.adapters.each(lora_request, len(prompts))
-        named = places or [Place("prompts", i) for i in range(len(prompts))]
+        named = places or [ErrorPlace("prompts", i) for i in range(len(prompts))]
 
         def requests() -> Iterator[PoolingRequest]:
             for prompt, how, adapter, place in zip(prompts, params, adapters, named, strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from graphllm.config import EngineArgs
-from graphllm.engine.request import CoreStats
+from graphllm.engine.requests.request import CoreStats
 from graphllm.entrypoints.vllm_config import VllmConfig, vllm_config
 
 SECONDS = 10.0

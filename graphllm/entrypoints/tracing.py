@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphllm.config import ConfigError
-from graphllm.config.sampling import RequestOutputKind, SamplingParams
-from graphllm.engine.outputs import RequestOutput
+from graphllm.config.requests.sampling_params import RequestOutputKind, SamplingParams
+from graphllm.engine.requests.outputs import RequestOutput
 
 # By protocol: the module of its exporter, and the extra that brings it.
 _EXPORTERS = {

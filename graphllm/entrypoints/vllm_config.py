@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from graphllm import config
-from graphllm.artifact import read_manifest
 from graphllm.config import (
     CacheConfig,
     ConfigError,
@@ -24,9 +23,10 @@ from graphllm.config import (
     Target,
     definitions,
 )
-from graphllm.entrypoints.build import POLICIES
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import find_source
+from graphllm.loading.artifact.build import POLICIES
+from graphllm.loading.artifact.resolve import compile_config
+from graphllm.loading.checkpoint.source import find_source
+from graphllm.program.artifact import read_manifest
 
 if TYPE_CHECKING:
     import torch

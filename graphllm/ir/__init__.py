@@ -17,7 +17,7 @@ from graphllm.ir.model import (
 from graphllm.ir.op import CallSite, Cost, Impl, Op, each_alone, nbytes, op
 from graphllm.ir.triton import launch_triton
 from graphllm.ir.weight import Weight
-from graphllm.specs import InputSpec, OutputSpec, StateSpec
+from graphllm.program.specs import InputSpec, OutputSpec, StateSpec
 
 __all__ = [
     "AttentionMetadata", "CKernel", "CallSite", "Cost", "Extern", "ForwardContext", "GluonKernel", "Graph", "Impl",

@@ -1,9 +1,10 @@
 """Exchange memory: by which kernels of several GPUs give each other numbers, each writing into the others' memory.
 
 Every rank has a buffer with a slot for each rank that gives it something, twice: calls take turns with the two halves.
-A slot is full of ones, in bits, where nothing has arrived; who reads a number puts the ones back. So a kernel needs
-no signal beside the numbers, waits for as long as the others are behind, and can be captured: what a call needs to
-know, which half it uses, is counted on the device. `graphllm.ops.all_reduce.triton_exchange` has the kernels' side.
+A slot is full of ones, in bits, where nothing has arrived; who reads a number puts the ones back. So a kernel needs no
+signal beside the numbers, waits for as long as the others are behind, and can be captured: what a call needs to know,
+which half it uses, is counted on the device. `graphllm.ops.collectives.all_reduce.triton_exchange` has the kernels'
+side.
 """
 
 from __future__ import annotations

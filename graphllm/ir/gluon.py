@@ -1,7 +1,7 @@
 """Kernels in Gluon, Triton's language beneath Triton: layouts, shared memory and which warps do what are written down.
 
-They are declared like those in C++ and built by `graphllm.compile.cubins`. Triton's interpreter does not know them: an
-implementation that launches one supports no site under TRITON_INTERPRET=1.
+They are declared like those in C++ and built by `graphllm.compile.codegen.cubins`. Triton's interpreter does not know
+them: an implementation that launches one supports no site under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from graphllm.config import Bucket, ConfigError
-from graphllm.expr import parse
 from graphllm.ir.op import NAMESPACE, all_ops, op_of
-from graphllm.specs import Dim
+from graphllm.program.expr import parse
+from graphllm.program.specs import Dim
 
 _PYTHON_OPERATORS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem, "add": operator.add, "sub": operator.sub, "mul": operator.mul,

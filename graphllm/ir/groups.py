@@ -1,5 +1,5 @@
 """Process groups by name: what collective ops of a graph run in. A process joins them at its start
-(`graphllm.runtime.groups`); without, every group has this process alone."""
+(`graphllm.runtime.ranks.groups`); without, every group has this process alone."""
 
 from __future__ import annotations
 

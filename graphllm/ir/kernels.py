@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from graphllm.config import ConfigError
-from graphllm.cpp import compiler_command, content
+from graphllm.host.compiler import compiler_command, content
 
 C_NAMESPACE = "graphllm_c"
 _library = torch.library.Library(C_NAMESPACE, "FRAGMENT")

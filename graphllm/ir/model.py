@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphllm.config import Bucket, ConfigError
 from graphllm.ir.weight import Weight
-from graphllm.specs import InputSpec, StateSpec
+from graphllm.program.specs import InputSpec, StateSpec
 
 _models: dict[str, Model] = {}
 _derivations: list[Callable[[str], Model | None]] = []
@@ -69,7 +69,7 @@ class Drafts(NamedTuple):
     ids: Tensor | None = None
 
 
-class ModelConfig(Protocol):
+class FamilyConfig(Protocol):
     """What every family's Config offers; the rest is the family's own."""
 
     V: int  # vocabulary

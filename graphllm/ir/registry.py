@@ -6,14 +6,14 @@ import importlib
 import pkgutil
 from importlib.metadata import entry_points
 
+from graphllm.host.machine import PLUGIN_GROUP
 from graphllm.ir.model import Model, all_models
 from graphllm.ir.op import Op, all_ops
-from graphllm.machine import PLUGIN_GROUP
 
 
 def load_ops() -> dict[str, Op]:
     """Import every op folder and every plugin; the registered ops by name, sorted."""
-    _load("graphllm.ops")
+    _load("graphllm.ops", depth=2)  # families of ops
     return dict(sorted(all_ops().items()))
 
 
@@ -28,9 +28,17 @@ def load_passes() -> None:
     _load("graphllm.passes")
 
 
-def _load(package: str) -> None:
-    root = importlib.import_module(package)
-    for module in pkgutil.iter_modules(root.__path__):
-        importlib.import_module(f"{package}.{module.name}")
+def _load(package: str, depth: int = 1) -> None:
+    _import_all(package, depth)
     for plugin in entry_points(group=PLUGIN_GROUP):
         plugin.load()
+
+
+def _import_all(package: str, depth: int) -> None:
+    """Import a package and what lies in it, ``depth`` levels deep."""
+    root = importlib.import_module(package)
+    for module in pkgutil.iter_modules(root.__path__) if depth else ():
+        if module.ispkg:
+            _import_all(f"{package}.{module.name}", depth - 1)
+        else:
+            importlib.import_module(f"{package}.{module.name}")

@@ -1,7 +1,7 @@
 """Launches of Triton kernels: run as they are, or one node of a graph under a tracer.
 
 The node says everything that the kernel is compiled from, so nothing has to read the kernel, or run it, to compile it
-(`graphllm.compile.cubins`).
+(`graphllm.compile.codegen.cubins`).
 """
 
 from __future__ import annotations

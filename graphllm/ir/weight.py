@@ -19,7 +19,7 @@ class Weight:
     transpose: the checkpoint stores the parts as [in, out]. encoding: the checkpoint stores every source in this
     registered encoding. tie: take the finished parameter of this name instead ("embed.tokens"); nothing is read. value:
     the parameter is computed, a flat tuple of numbers in row-major order. expr: an expression of
-    `graphllm.weights.expr` that makes it, for what the shorter forms do not say.
+    `graphllm.weights.plan.expr` that makes it, for what the shorter forms do not say.
 
     shard: how tensor parallelism divides it: "output" makes a part of the outputs on each rank (dimension 0, each
     segment by itself), "input" takes a part of the inputs (the last dimension), "vocab" holds a part of the vocabulary

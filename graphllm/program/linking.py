@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from graphllm.expr import value
+from graphllm.program.expr import value
 from graphllm.program.states import ITEMSIZE
 
 _ALIGN = 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from graphllm.config.token_tree import GrownTree, TokenTree
+from graphllm.config.token_tree import DynamicTree, TokenTree
 
 NEUTRAL = ".neutral"  # behind a program's name: the one for steps in which optional inputs are neutral throughout
 
@@ -78,7 +78,7 @@ class CacheLayout(NamedTuple):
     history: int = 0
     lookahead: int = 0
     next_seen: bool = False
-    tree: TokenTree | GrownTree | None = None
+    tree: TokenTree | DynamicTree | None = None
 
     @property
     def stateless(self) -> bool:

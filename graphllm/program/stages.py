@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphllm.config import Bucket, ConfigError
-from graphllm.expr import value
+from graphllm.program.expr import value
 from graphllm.program.linking import Call, LinkedProgram
 from graphllm.program.states import ITEMSIZE, place_from
 

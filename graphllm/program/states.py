@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError
 from graphllm.program.schema import CacheGroup
-from graphllm.specs import BLOCK_TOKENS, StateSpec
+from graphllm.program.specs import BLOCK_TOKENS, StateSpec
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int64": 8,
             "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}  # fmt: skip

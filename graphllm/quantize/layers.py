@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from graphllm.config import ConfigError
-from graphllm.weights.checkpoint import Checkpoint, WeightError
+from graphllm.weights.checkpoint.checkpoint import Checkpoint, WeightError
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 """A matrix of an expert: transformers' layers hold those of all experts stacked."""

@@ -13,10 +13,10 @@ from torch import Tensor
 from graphllm.config import ConfigError
 from graphllm.config.fields import read_json
 from graphllm.quantize.output import Output
-from graphllm.weights.adapter_files import Adapter, Pair, open_adapter, read_tensor
-from graphllm.weights.checkpoint import Checkpoint
+from graphllm.weights.adapters.adapter_files import Adapter, Pair, open_adapter, read_tensor
+from graphllm.weights.checkpoint.checkpoint import Checkpoint
+from graphllm.weights.checkpoint.tensor_info import TensorInfo
 from graphllm.weights.dtypes import BY_TAG, PLAIN
-from graphllm.weights.tensor_info import TensorInfo
 
 _ENTRIES = 1 << 22  # of a matrix that are computed together
 _HEADS = ("lm_head", "embed_out")

@@ -23,7 +23,7 @@ from graphllm.quantize.layers import EXPERT, LayeredModel
 from graphllm.quantize.output import Output
 from graphllm.quantize.schemes import Scheme, grid_of, quantization_config, scheme_of, stored
 from graphllm.quantize.text import read_text
-from graphllm.weights.checkpoint import Checkpoint
+from graphllm.weights.checkpoint.checkpoint import Checkpoint
 
 METHODS = ("rtn", "gptq", "awq")
 _ROWS = 4096  # of inputs that are multiplied together

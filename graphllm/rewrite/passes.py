@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 from graphllm.config import CompileConfig
 from graphllm.ir.graph import eliminate_dead, verify
+from graphllm.program.specs import InputSpec, StateSpec
 from graphllm.rewrite.unit import Unit
-from graphllm.specs import InputSpec, StateSpec
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 Numerics = Literal["bitwise", "reorders", "changes"]
 

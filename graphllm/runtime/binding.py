@@ -6,11 +6,11 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from graphllm.expr import value
+from graphllm.program.expr import value
 from graphllm.program.linking import LinkedProgram, MemoryPlan, Place
 from graphllm.program.states import ITEMSIZE
 from graphllm.runtime.kernels import Kernels, Launch
-from graphllm.runtime.memory import Array, Memory
+from graphllm.runtime.memory.memory import Array, Memory
 
 
 class Bound(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from graphllm.cuda_driver import CudaDriver, CudaError
+from graphllm.host.cuda_driver import CudaDriver, CudaError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _DEFAULT_SHARED = 48 * 1024  # bytes that a program may have without asking

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graphllm.config.token_tree import GrownTree, TokenTree
+from graphllm.config.token_tree import DynamicTree, TokenTree
 from graphllm.runtime.graphs import GraphPrograms
-from graphllm.runtime.staging import StepInput
+from graphllm.runtime.memory.staging import StepInput
 from graphllm.runtime.stream import Job
 
 
@@ -34,14 +34,14 @@ class DraftShape(NamedTuple):
 
     one_row_more: bool
     at_once: int
-    tree: TokenTree | GrownTree | None
+    tree: TokenTree | DynamicTree | None
     block: int
 
 
-def _inner_nodes(tree: TokenTree | GrownTree, sequences: int, kept: Mapping[str, np.ndarray]) -> StepInput:
+def _inner_nodes(tree: TokenTree | DynamicTree, sequences: int, kept: Mapping[str, np.ndarray]) -> StepInput:
     """Rows of each sequence for the nodes of a tree that have others behind them. Of one that grows the device knows
     which they are."""
-    if isinstance(tree, GrownTree):
+    if isinstance(tree, DynamicTree):
         return _alike(sequences, max(tree.rows, 1), kept)
     inner, count = tree.inner, len(tree.inner)
     bits = [sum(1 << i for i, other in enumerate(inner) if tree.ancestors[node] >> other & 1) for node in inner]

@@ -20,22 +20,22 @@ from graphllm.config import Bucket, ConfigError
 from graphllm.config.token_tree import token_tree
 from graphllm.program.linking import EXCHANGE, ZEROED
 from graphllm.program.schema import CacheLayout, ExpertLayout, ExpertMoves, expert_layout
+from graphllm.program.specs import InputSpec
 from graphllm.program.stages import BEHIND, Stage, message_bytes, stage_reads
-from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.runtime.cuda_functions import CudaFunctions
 from graphllm.runtime.drafting import DraftRuns, DraftShape, prepare_drafts
 from graphllm.runtime.graphs import BoundProgram, GraphPrograms
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels
-from graphllm.runtime.memory import Array, HostMemory, Memory
-from graphllm.runtime.padding import Size
+from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
+from graphllm.runtime.memory.memory import Array, HostMemory, Memory
+from graphllm.runtime.memory.padding import Size
+from graphllm.runtime.memory.staging import StepInput, ragged
+from graphllm.runtime.memory.states import States
 from graphllm.runtime.profiling import PROFILE, drop_profile, named
 from graphllm.runtime.rank_calls import Worker, answer
 from graphllm.runtime.rank_messages import Answered, Call
-from graphllm.runtime.staging import StepInput, ragged
-from graphllm.runtime.states import States
 from graphllm.runtime.stream import CpuStream, CudaStream, Job, Stream, nothing
-from graphllm.specs import InputSpec
-from graphllm.weights.adapted import linear_from
+from graphllm.weights.adapters.adapted import linear_from
 
 if TYPE_CHECKING:
     import torch
@@ -562,7 +562,7 @@ class Executor:
 def _torch_memory(device: str) -> Memory:
     import torch  # here, because on a CPU there may be no need of it
 
-    from graphllm.runtime.torch_memory import TorchMemory
+    from graphllm.runtime.memory.torch_memory import TorchMemory
 
     return TorchMemory(torch.device(device))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphllm.ir.groups import TENSOR, group_of
 from graphllm.program.schema import ExpertLayout, ExpertMoves
-from graphllm.weights.expert_slots import ROUTING_TABLES, routing_tables
+from graphllm.weights.plan.expert_slots import ROUTING_TABLES, routing_tables
 
 _MOST_AT_ONCE = 2  # experts of a group of moves: two that change places
 

@@ -11,15 +11,15 @@ from typing import Any
 from graphllm.config import Bucket, ConfigError
 from graphllm.program.linking import Call, LinkedProgram, MemoryPlan
 from graphllm.program.schema import NEUTRAL
+from graphllm.program.specs import input_from
 from graphllm.program.stages import Stage, stage_calls, stage_parts
-from graphllm.runtime import padding
 from graphllm.runtime.binding import Bound, bind
 from graphllm.runtime.kernels import Kernels, Launch
-from graphllm.runtime.memory import Array, Memory
-from graphllm.runtime.padding import Size
-from graphllm.runtime.staging import Staging, StepInput
+from graphllm.runtime.memory import padding
+from graphllm.runtime.memory.memory import Array, Memory
+from graphllm.runtime.memory.padding import Size
+from graphllm.runtime.memory.staging import Staging, StepInput
 from graphllm.runtime.stream import Job
-from graphllm.specs import input_from
 
 _BOUND_KEPT = 128
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
-from graphllm.cpp import open_library
-from graphllm.cuda_driver import CudaDriver
-from graphllm.expr import value
+from graphllm.host.compiler import open_library
+from graphllm.host.cuda_driver import CudaDriver
+from graphllm.program.expr import value
 from graphllm.runtime.cuda_functions import CudaFunctions
 
 _C_TYPES = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "i32": ctypes.c_int32, "f64": ctypes.c_double,
@@ -69,8 +69,8 @@ class CpuLaunch:
 
 
 class CpuKernels:
-    """The artifact's shared library; None when every piece is interpreted. `graphllm.compile.calls` is its side of the
-    calls."""
+    """The artifact's shared library; None when every piece is interpreted. `graphllm.compile.codegen.calls` is its side
+    of the calls."""
 
     def __init__(self, library: Path | None) -> None:
         self._library = open_library(library) if library else None
@@ -177,7 +177,7 @@ class CudaKernels:
 
     def _scratch_memory(self, size: int) -> int | None:
         """Address of so many bytes, others than the last launch with some has: a kernel may write there while that one
-        still runs. It lets no third one begin before, see `ops/fused_linear/gluon_product.py`."""
+        still runs. It lets no third one begin before, see `ops/gemm/fused_linear/gluon_product.py`."""
         if not size:
             return None
         self._turn = 1 - self._turn

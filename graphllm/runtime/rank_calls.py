@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from graphllm.config import ConfigError
-from graphllm.imports import imported, name_of
+from graphllm.host.importing import imported, name_of
 from graphllm.runtime.rank_messages import Answered, Call
 
 if TYPE_CHECKING:
     import torch
 
-    from graphllm.weights.host_array import HostArray
+    from graphllm.weights.loading.host_array import HostArray
 
 
 START_PROFILE, STOP_PROFILE = (f"graphllm.runtime.profiling:{name}_profile" for name in ("start", "stop"))

@@ -14,7 +14,7 @@ from graphllm.program.schema import ExpertMoves
 if TYPE_CHECKING:
     import torch
 
-    from graphllm.runtime.staging import StepInput
+    from graphllm.runtime.memory.staging import StepInput
 
 
 class Array(msgspec.Struct, array_like=True):
@@ -70,7 +70,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
         )  # fmt: skip
 
     def step(self) -> StepInput:
-        from graphllm.runtime.staging import StepInput  # imports torch
+        from graphllm.runtime.memory.staging import StepInput  # imports torch
 
         arrays = unpacked(self.arrays)
         return StepInput(

@@ -14,23 +14,23 @@ from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from graphllm.server.access import Access
-from graphllm.server.anthropic.routes import anthropic_routes
+from graphllm.server.apis.admin import admin_routes
+from graphllm.server.apis.anthropic.routes import anthropic_routes
+from graphllm.server.apis.openai.adapters import adapter_routes
+from graphllm.server.apis.openai.models import model_routes
+from graphllm.server.apis.openai.routes import openai_routes
+from graphllm.server.apis.page import page_routes
+from graphllm.server.apis.pooling.routes import pooling_routes
+from graphllm.server.apis.probes import probe_routes
+from graphllm.server.apis.responses.routes import responses_routes
+from graphllm.server.http.access import Access
 from graphllm.server.http.errors import KNOWN, describe, error_response
 from graphllm.server.http.unserved import UNSERVED
 from graphllm.server.http.wire import App, GoneError, record_of
-from graphllm.server.openai.adapters import adapter_routes
-from graphllm.server.openai.models import model_routes
-from graphllm.server.openai.routes import openai_routes
-from graphllm.server.operations.admin import admin_routes
-from graphllm.server.operations.metrics import Metrics
-from graphllm.server.operations.middleware import Middleware
-from graphllm.server.operations.probes import probe_routes
-from graphllm.server.page.routes import page_routes
-from graphllm.server.pooling.routes import pooling_routes
-from graphllm.server.responses.routes import responses_routes
-from graphllm.server.service import Service
-from graphllm.server.several import ByModel
+from graphllm.server.middleware import Middleware
+from graphllm.server.multi_model import ByModel
+from graphllm.server.service.service import Service
+from graphllm.server.supervision.metrics import Metrics
 from graphllm.version import __version__
 
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 
 from pydantic import BaseModel
 
-from graphllm.config.vllm_names import SAMPLING_NAMES, ForeignName
-from graphllm.engine.metric_families import FAMILIES, NOT_MEASURED
-from graphllm.server.anthropic import requests as anthropic
-from graphllm.server.anthropic.requests import MessagesRequest
-from graphllm.server.chat.fields import GUIDED, IGNORED, REFUSED
+from graphllm.chat.fields import GUIDED, IGNORED, REFUSED
+from graphllm.config.vllm.names import SAMPLING_NAMES, ForeignName
+from graphllm.engine.metrics.metric_families import FAMILIES, NOT_MEASURED
+from graphllm.server.apis.anthropic import requests as anthropic
+from graphllm.server.apis.anthropic.requests import MessagesRequest
+from graphllm.server.apis.openai.protocol import ChatBody, CompletionBody
+from graphllm.server.apis.responses.requests import ResponsesRequest
 from graphllm.server.frontend_names import FRONTEND_NAMES
 from graphllm.server.http.unserved import UNSERVED
-from graphllm.server.openai.protocol import ChatBody, CompletionBody
-from graphllm.server.responses.requests import ResponsesRequest
 
 APIS: Mapping[str, type[BaseModel]] = {
     "chat": ChatBody,

@@ -1,11 +1,11 @@
-"""vLLM's flags for its server that are no options of `graphllm serve`, as data; see `graphllm.config.vllm_names`. A
+"""vLLM's flags for its server that are no options of `graphllm serve`, as data; see `graphllm.config.vllm.names`. A
 flag that becomes an option leaves this table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from graphllm.config.vllm_names import ForeignName, fixed, hints
+from graphllm.config.vllm.names import ForeignName, fixed, hints
 
 _TEXT = "models here read text only; leave it out"
 _OWN_HTTP = "the limits of HTTP are fixed: 64 KiB and 256 headers (docs/serving.md); leave it out"

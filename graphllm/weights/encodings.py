@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphllm.config import ConfigError
-from graphllm.machine import PLUGIN_GROUP
+from graphllm.host.machine import PLUGIN_GROUP
 from graphllm.weights.dtypes import DTYPES
 
 if TYPE_CHECKING:

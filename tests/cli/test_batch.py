@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import byte_tokenizer
 import numpy as np
 import pytest
-from stub_core import StubCore, info
 
-from graphllm.cli.batch import BatchItem, Inputs, Item, Items, PlainItem
-from graphllm.cli.results import JsonlSink
-from graphllm.cli.run import Engine, Result, Summary, generate, read_schema
+from graphllm.cli.run.batch import BatchItem, Inputs, Item, Items, PlainItem
+from graphllm.cli.run.results import JsonlSink
+from graphllm.cli.run.run import Engine, Result, Summary, generate, read_schema
 from graphllm.config import ConfigError, SchedulerConfig
-from graphllm.config.sampling import SamplingParams
-from graphllm.engine.outputs import OutputProcessor
-from graphllm.engine.processor import Processor
-from graphllm.engine.text import Tokenizer
+from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.engine.requests.outputs import OutputProcessor
+from graphllm.engine.requests.processor import Processor
+from graphllm.engine.requests.text import Tokenizer
+from tests.engine import byte_tokenizer
+from tests.engine.stub_core import StubCore, info
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)

@@ -20,12 +20,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
-
-from fake_server import CARD, Reply, State, answer, chunk, error, serving, usage
-
 from graphllm.cli.chat import chat
 from graphllm.config import ConfigError
+from tests.server.fake_server import CARD, Reply, State, answer, chunk, error, serving, usage
 from tests.waiting import PATIENCE, until
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from graphllm import __version__, artifact
+from graphllm import __version__
+from graphllm.program import artifact
 from tests.waiting import PATIENCE
 
 SMALL = ("--backend", "eager", "--target", "cpu", "--max-num-seqs", 2, "--max-num-batched-tokens", 16)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from graphllm import artifact
+from graphllm.program import artifact
 
 
 def test_costs_are_those_of_the_weights(checkpoint: Path, compiled_artifact: Path) -> None:

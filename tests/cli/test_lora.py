@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from graphllm.weights.checkpoint import read_header
+from graphllm.weights.checkpoint.checkpoint import read_header
 
 SMALL = ("--backend", "eager", "--max-model-len", 96, "--max-num-seqs", 4, "--max-num-batched-tokens", 64)
 GREEDY = ("--temperature", 0, "--max-tokens", 6, "--ignore-eos", "-q")

@@ -109,7 +109,7 @@ def test_stdin(form: str, run: Run, answers: dict[str, str], tmp_path: Path) -> 
 
 def test_template_system_and_raw(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     """A prompt is put into the chat template, with the system message before it, unless it is raw."""
-    from graphllm.engine.text import Tokenizer
+    from graphllm.engine.requests.text import Tokenizer
 
     tokenizer = Tokenizer.from_folder(checkpoint)
     for flags, text in (
@@ -204,7 +204,7 @@ def test_resume(run: Run, tmp_path: Path) -> None:
 def test_all_finished_loads_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out.jsonl"
     assert run("--prompt", "x", "--output", out).code == 0
-    monkeypatch.delattr("graphllm.cli.run.resolve_model")
+    monkeypatch.delattr("graphllm.cli.run.run.resolve_model")
     assert run("--prompt", "x", "--output", out).code == 0
 
 
@@ -293,7 +293,7 @@ def test_input_that_changes_while_it_is_read(
     lines: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No result is filed under a line that it was not made of."""
-    from graphllm.cli import run as module
+    from graphllm.cli.run.run import run as module
 
     file, out, resolve = tmp_path / "in.txt", tmp_path / "out.jsonl", module.resolve_model
     file.write_text("one\ntwo\nthree\n")

@@ -16,11 +16,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("triton")
 
-from graphllm.compile import inductor
-from graphllm.compile.translate import Bundle, translate
+from graphllm.compile.codegen import inductor
+from graphllm.compile.codegen.translate import Bundle, translate
 from graphllm.config import Bucket
 from graphllm.ir.graph import Shapes, TensorSpec
-from graphllm.ops.paged_attention.gluon_flash import hopper_flash
+from graphllm.ops.attention.paged_attention.gluon_flash import hopper_flash
 from tests.waiting import PATIENCE
 
 H, K, E, P, S = 4, 2, 64, 16, 3
@@ -73,9 +73,9 @@ def test_a_launch_is_one_instruction_between_what_is_compiled(bundle: Bundle) ->
 
 PROGRAM = """
 import json, sys
-import graphllm.ops.fused_moe, graphllm.ops.paged_attention
+import graphllm.ops.moe.fused_moe, graphllm.ops.attention.paged_attention
 import triton
-from graphllm.compile.cubins import TargetOnly, described_gluon
+from graphllm.compile.codegen.cubins import TargetOnly, described_gluon
 from graphllm.config import Target
 
 target = Target("cuda", ("sm_90", "sms_132"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphllm.compile.lower import lower
+from graphllm.compile.codegen.lower import lower
 from graphllm.compile.pieces import require_implementations
 from graphllm.compile.trace import trace_unit
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target

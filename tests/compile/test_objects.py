@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from graphllm.compile.objects import BuildError, Objects
+from graphllm.compile.codegen.objects import BuildError, Objects
 
 HEADER = "#define FIVE 5"
 
@@ -114,6 +114,6 @@ def test_what_a_killed_compile_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_the_first_compilers_need_no_torch() -> None:
-    script = "import sys, graphllm.compile.objects; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    script = "import sys, graphllm.compile.codegen.objects; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

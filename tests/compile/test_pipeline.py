@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from graphllm import artifact
 from graphllm.compile.link import Linked, link
 from graphllm.compile.passes import PIPELINE
 from graphllm.compile.pipeline import compile_model, find_model, run_passes
 from graphllm.compile.trace import plan_layout, trace_model
 from graphllm.config import Bucket, CompileConfig, Target
-from graphllm.entrypoints.source import open_source
 from graphllm.ir.registry import load_ops, load_passes
+from graphllm.loading.checkpoint.source import open_source
+from graphllm.program import artifact
 from graphllm.runtime.executor import Executor
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import WeightPlan, make_plan
+from graphllm.weights.loading.loader import load_weights
+from graphllm.weights.plan.plan import WeightPlan, make_plan
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48,
@@ -257,7 +257,7 @@ def test_inductor_is_imported_late() -> None:
     modules = ("pipeline", "tune", "workers", "building", "cuda", "cost")
     told = "print('torch._inductor.compile_fx' in sys.modules)"
     early = [f"import graphllm.compile.{module}" for module in modules]
-    late = "; ".join(["import sys", *early, told, "import graphllm.compile.backends", told])
+    late = "; ".join(["import sys", *early, told, "import graphllm.compile.codegen.backends", told])
     done = subprocess.run([sys.executable, "-c", late], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True"]
 

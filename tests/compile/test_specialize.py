@@ -17,18 +17,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphllm.compile import tune
-from graphllm.compile.example_inputs import example
-from graphllm.compile.jobs import Candidate
+from graphllm.compile.codegen.example_inputs import example
+from graphllm.compile.codegen.jobs import Candidate
+from graphllm.compile.codegen.lower import lower
+from graphllm.compile.codegen.objects import BuildError
 from graphllm.compile.link import Linked, link
-from graphllm.compile.lower import lower
-from graphllm.compile.objects import BuildError
 from graphllm.compile.passes import PIPELINE
 from graphllm.compile.pipeline import compile_model, find_model, run_passes
 from graphllm.compile.row_order import require_row_orders
 from graphllm.compile.specialize import specialize
 from graphllm.compile.trace import plan_layout, trace_model, trace_unit
-from graphllm.compile.workers import Workers
+from graphllm.compile.tuning import tune
+from graphllm.compile.tuning.workers import Workers
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target, default_buckets
 from graphllm.config.compilation import check
 from graphllm.ir import Cost, Op
@@ -36,8 +36,8 @@ from graphllm.ir.graph import GraphError, Shapes, TensorSpec, input_specs
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_ops, load_passes
 from graphllm.rewrite import ImplChoice, Unit, fake_values, site_key, site_of
-from graphllm.weights.plan import make_plan
-from graphllm.weights.shard import shard_plan
+from graphllm.weights.plan.plan import make_plan
+from graphllm.weights.plan.shard import shard_plan
 
 OPS = load_ops()
 TARGET = Target("cuda", ("sm_90",))

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphllm.compile.backends import Cpu
-from graphllm.compile.jobs import Built
-from graphllm.compile.objects import Objects
+from graphllm.compile.codegen.backends import Cpu
+from graphllm.compile.codegen.jobs import Built
+from graphllm.compile.codegen.objects import Objects
+from graphllm.compile.codegen.translate import Bundle, TranslateError, translate
 from graphllm.compile.trace import trace_unit
-from graphllm.compile.translate import Bundle, TranslateError, translate
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.exchange import exchange
 from graphllm.ir.graph import Shapes, TensorSpec, to_json
@@ -23,7 +23,7 @@ from graphllm.ir.kernels import zeroed
 from graphllm.program.linking import EXCHANGE, ZEROED, Call, LinkedProgram, plan_memory
 from graphllm.runtime.binding import bind
 from graphllm.runtime.kernels import CpuKernels
-from graphllm.runtime.torch_memory import TorchMemory
+from graphllm.runtime.memory.torch_memory import TorchMemory
 
 dense = TensorSpec.contiguous
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphllm.expr import value
-from graphllm.ops.fused_moe import fused_moe
+from graphllm.ops.moe.fused_moe import fused_moe
+from graphllm.program.expr import value
 from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.thorough

@@ -16,10 +16,10 @@ import msgspec
 import pytest
 
 import graphllm
-from graphllm.compile.jobs import Build, Built, Candidate, Done, Find, Tunable
-from graphllm.compile.objects import BuildError
-from graphllm.compile.turns import kernel_turn, turn
-from graphllm.compile.workers import Workers
+from graphllm.compile.codegen.file_locks import kernel_turn, turn
+from graphllm.compile.codegen.jobs import Build, Built, Candidate, Done, Find, Tunable
+from graphllm.compile.codegen.objects import BuildError
+from graphllm.compile.tuning.workers import Workers
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import TensorSpec
 from graphllm.rewrite import ImplChoice
@@ -33,8 +33,8 @@ from pathlib import Path
 print("once", file=sys.stderr)
 from graphllm.compile.pipeline import compile_model
 from graphllm.config import EngineArgs
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
+from graphllm.loading.artifact.resolve import compile_config
+from graphllm.loading.checkpoint.source import open_source
 
 source = open_source(sys.argv[1])
 args = EngineArgs(target="cpu", backend="eager", max_num_seqs=2, max_num_batched_tokens=16, jobs=int(sys.argv[3]))

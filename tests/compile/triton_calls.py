@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphllm.compile import inductor
-from graphllm.compile.cubins import TargetOnly, compiled, described
-from graphllm.compile.jobs import Tunable
-from graphllm.compile.translate import Bundle, translate
-from graphllm.compile.tune import build_candidate
+from graphllm.compile.codegen import inductor
+from graphllm.compile.codegen.cubins import TargetOnly, compiled, described
+from graphllm.compile.codegen.jobs import Tunable
+from graphllm.compile.codegen.translate import Bundle, translate
+from graphllm.compile.tuning.tune import build_candidate
 from graphllm.config import Bucket, Target
 from graphllm.ir import launch_triton
 from graphllm.ir.graph import Shapes, TensorSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from graphllm.engine.text import Tokenizer
+from graphllm.engine.requests.text import Tokenizer
 
 SPECIAL = ["<s>", "</s>", "<|end|>"]
 BOS, EOS, END = range(3)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from graphllm import artifact
 from graphllm.config import CacheConfig, CoreConfig, LoadConfig, ModelConfig, SchedulerConfig, SpeculationConfig
-from graphllm.config.sampling import SamplingParams
-from graphllm.engine.bad_words import BadWords, TokenTexts
+from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
-from graphllm.engine.request import EngineCoreOutput, EngineRequest, PositionLogprobs
+from graphllm.engine.requests.request import EngineCoreOutput, EngineRequest, PositionLogprobs
+from graphllm.engine.structured.bad_words import BadWords, TokenTexts
 from graphllm.engine.structured.compilers import GrammarCompilers
-from graphllm.entrypoints.core import load_core
+from graphllm.loading.core.load import load_core
+from graphllm.program import artifact
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 

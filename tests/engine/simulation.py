@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from graphllm.config.sampling import SamplingParams
-from graphllm.engine.cache_manager import Exported
-from graphllm.engine.request import Adapter, EngineRequest, Item
-from graphllm.engine.request_table import RequestState
-from graphllm.engine.results import Commit
-from graphllm.engine.scheduler import Scheduler
-from graphllm.engine.scheduler_output import SchedulerLimits, SchedulerOutput
+from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.engine.cache.cache_manager import Exported
+from graphllm.engine.requests.request import Adapter, EngineRequest, Item
+from graphllm.engine.requests.request_table import RequestState
+from graphllm.engine.schedule.results import Commit
+from graphllm.engine.schedule.scheduler import Scheduler
+from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.program.schema import CacheGroup, CacheLayout
 
 VOCAB = 4  # sampled tokens are below

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from graphllm.runtime.silence import threads_of
+from graphllm.host.silence import threads_of
 
 MOST = 40.0  # seconds
 

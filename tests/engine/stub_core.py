@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from graphllm.config import ConfigError
-from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, EngineRequest, PositionLogprobs
+from graphllm.engine.requests.request import CoreInfo, CoreStats, EngineCoreOutput, EngineRequest, PositionLogprobs
 
 
 def info(vocab: int, **changes: int) -> CoreInfo:

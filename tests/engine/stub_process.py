@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from graphllm.config import ConfigError
-from graphllm.engine.process import run_core
-from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, EngineRequest, QueueFullError
+from graphllm.engine.process.core_loop import run_core
+from graphllm.engine.requests.request import CoreInfo, CoreStats, EngineCoreOutput, EngineRequest, QueueFullError
 
 COMMAND = (sys.executable, __file__)
 VOCAB, CONTEXT = 320, 96

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 import tokenizers
-from stub_process import COMMAND, CONTEXT, VOCAB, expected
 
 from graphllm.config import ConfigError, CoreConfig, LoadConfig, ModelConfig
-from graphllm.config.sampling import RequestOutputKind, SamplingParams
-from graphllm.engine.client import CoreClient
-from graphllm.engine.messages import EngineDeadError
-from graphllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from graphllm.engine.request import CoreStats, QueueFullError
-from graphllm.engine.text import Tokenizer
+from graphllm.config.requests.sampling_params import RequestOutputKind, SamplingParams
+from graphllm.engine.process.core_client import CoreClient
+from graphllm.engine.process.messages import EngineDeadError
+from graphllm.engine.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from graphllm.engine.requests.request import CoreStats, QueueFullError
+from graphllm.engine.requests.text import Tokenizer
 from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError, merge
 from graphllm.entrypoints.engine_client import EngineClient
+from tests.engine.stub_process import COMMAND, CONTEXT, VOCAB, expected
 from tests.waiting import PATIENCE, until_async
 
 ENDLESS = 90  # tokens, which is for ever at the step times below

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from test_pooling import PROMPTS, SIZES
 
 from graphllm import AsyncLLM, EngineArgs, PoolingParams
 from graphllm.config import ConfigError
+from tests.engine.vectors.test_pooling import PROMPTS, SIZES
 
 
 def test_encode(tmp_path: Path) -> None:

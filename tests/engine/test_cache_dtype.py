@@ -11,19 +11,19 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from harness import finish, open_core, request
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from graphllm import artifact
 from graphllm.compile.pipeline import compile_model
 from graphllm.config import CacheConfig, ConfigError, EngineArgs
-from graphllm.entrypoints.memory import cache_counts
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
-from graphllm.runtime.staging import ragged
+from graphllm.loading.artifact.resolve import compile_config
+from graphllm.loading.checkpoint.source import open_source
+from graphllm.loading.memory import cache_counts
+from graphllm.program import artifact
+from graphllm.runtime.memory.staging import ragged
 from tests.artifacts import artifact_of, open_executor
+from tests.engine.harness import finish, open_core, request
 
 SCALES = {0: (0.013, 0.0021), 1: (0.4, 1.0)}  # of the layers' keys and values; some of the first are above 448
 IDS = [5, 80, 200, 17, 9, 33, 150, 61, 3, 99, 12, 7, 45, 46, 47, 48, 210, 9, 5, 80]

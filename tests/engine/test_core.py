@@ -19,17 +19,17 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from harness import GREEDY, Result, finish, open_core, request
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from graphllm.config import ConfigError
-from graphllm.config.sampling import SamplingParams
+from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
-from graphllm.engine.request import CoreStats
+from graphllm.engine.requests.request import CoreStats
 from graphllm.runtime.executor import Executor, StepHandle
-from graphllm.runtime.padding import Size, pick
-from graphllm.runtime.staging import StepInput
+from graphllm.runtime.memory.padding import Size, pick
+from graphllm.runtime.memory.staging import StepInput
 from tests.artifacts import LIMITS, ON, artifact_of
+from tests.engine.harness import GREEDY, Result, finish, open_core, request
 
 V = 311
 Open = Callable[..., EngineCore]
@@ -365,8 +365,8 @@ def test_logits_processors(opened: Open, model: LlamaForCausalLM) -> None:
 
 def test_structured_outputs(opened: Open, checkpoint: Path) -> None:
     """A model of random weights writes documents of the schema, beside requests without one, while one is aborted."""
-    from graphllm.config.sampling import StructuredOutputsParams
-    from graphllm.engine.text import Tokenizer
+    from graphllm.config.requests.sampling_params import StructuredOutputsParams
+    from graphllm.engine.requests.text import Tokenizer
 
     tokenizer = Tokenizer.from_folder(checkpoint)
     schema = {
@@ -554,7 +554,7 @@ def test_empty_step(opened: Open) -> None:
 
 def test_result_harness_is_strict() -> None:
     """News after the end would go unnoticed otherwise."""
-    from graphllm.engine.request import EngineCoreOutput
+    from graphllm.engine.requests.request import EngineCoreOutput
 
     result = Result(finish_reason="stop")
     with pytest.raises(AssertionError):

@@ -8,17 +8,17 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from harness import finish, request
-from simulation import item
 
 from graphllm.config import Bucket, ConfigError, SchedulerConfig
-from graphllm.config.sampling import SamplingParams
+from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
 from graphllm.program.schema import CacheGroup, CacheLayout
+from graphllm.program.specs import InputSpec
 from graphllm.runtime.executor import StepResult
-from graphllm.runtime.padding import Size
-from graphllm.runtime.staging import StepInput
-from graphllm.specs import InputSpec
+from graphllm.runtime.memory.padding import Size
+from graphllm.runtime.memory.staging import StepInput
+from tests.engine.harness import finish, request
+from tests.engine.simulation import item
 
 LAYOUT = CacheLayout((CacheGroup("full", 0, 4),), 40, recurrent=True, num_snapshots=4, item_tokens=8, query_lens=(3,))
 

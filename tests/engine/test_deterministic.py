@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from harness import Result, finish, open_core, request
 
 from graphllm.config import ConfigError
-from graphllm.config.sampling import SamplingParams
+from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.embedded import MODEL_DIR, MOE_DIR
 from graphllm.engine.core import EngineCore
-from graphllm.engine.request import EngineRequest
+from graphllm.engine.requests.request import EngineRequest
 from tests.artifacts import artifact_of
+from tests.engine.harness import Result, finish, open_core, request
 
 MODELS: dict[str, tuple[Path, dict[str, Any]]] = {
     "bfloat16": (MODEL_DIR, {"dtype": "bfloat16"}),

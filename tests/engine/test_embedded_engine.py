@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import finish, open_core, request
 
-from graphllm.config.sampling import SamplingParams
+from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.embedded import MODEL_DIR, MOE_DIR
-from graphllm.engine.text import Tokenizer
+from graphllm.engine.requests.text import Tokenizer
 from tests.artifacts import artifact_of
+from tests.engine.harness import finish, open_core, request
 
 pytestmark = pytest.mark.thorough
 TOKENS = 32

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_tokenizer import BOS, EOS, make
-from stub_core import StubCore, info, log_softmax
 
 import graphllm
 from graphllm.config import ConfigError
-from graphllm.config.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
-from graphllm.engine.text import Tokenizer
+from graphllm.config.requests.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from graphllm.engine.requests.text import Tokenizer
 from graphllm.entrypoints.llm import LLM
+from tests.engine.byte_tokenizer import BOS, EOS, make
+from tests.engine.stub_core import StubCore, info, log_softmax
 
 VOCAB = 320
 LOGITS = np.random.default_rng(0).normal(size=(8, VOCAB))

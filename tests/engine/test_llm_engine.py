@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_tokenizer import make
-from stub_core import StubCore, info
 
 from graphllm import EngineArgs, PoolingParams, VllmConfig
 from graphllm.config import ConfigError
-from graphllm.config.sampling import RepetitionDetectionParams, RequestOutputKind, SamplingParams
-from graphllm.engine.request import CoreStats, EngineRequest
-from graphllm.engine.scheduler import Scheduler
-from graphllm.engine.text import Tokenizer
+from graphllm.config.requests.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+from graphllm.engine.requests.request import CoreStats, EngineRequest
+from graphllm.engine.requests.text import Tokenizer
+from graphllm.engine.schedule.scheduler import Scheduler
 from graphllm.entrypoints.llm import LLM
 from graphllm.entrypoints.llm_engine import LLMEngine
 from graphllm.entrypoints.metrics_reader import Counter, Gauge, Histogram
 from graphllm.entrypoints.stat_loggers import LoggingStatLogger, stat_loggers
+from tests.engine.byte_tokenizer import make
+from tests.engine.stub_core import StubCore, info
 
 VOCAB = 320
 SCRIPT = {(5,): [11, 12, 13, 14], (6,): [21, 22, 23, 24]}
@@ -360,7 +360,7 @@ def test_a_users_scheduler(checkpoint: Path, eager_artifact: Path) -> None:
     assert sorted(begun[None][:4]) == [2, 3, 8, 9]
     assert begun[LongestFirst] == begun[f"{__name__}.LongestFirst"] == [9, 8, 7, 6, 5, 4, 3, 2]
     for wrong, message in (
-        (dict, "scheduler_cls is 'builtins:dict': give a subclass of graphllm.engine.scheduler.Scheduler"),
+        (dict, "scheduler_cls is 'builtins:dict': give a subclass of graphllm.engine.schedule.scheduler.Scheduler"),
         ("no.such.Thing", r"scheduler_cls: 'no.such.Thing' cannot be imported \(.*\); give package.module:name"),
         (type("Local", (), {"__qualname__": "f.<locals>.Local"}), "Local: put it at the top of a module"),
     ):

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from graphllm import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from graphllm.config import ConfigError
-from graphllm.engine.request import CoreStats
+from graphllm.engine.requests.request import CoreStats
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 

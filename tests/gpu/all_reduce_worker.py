@@ -14,12 +14,12 @@ from torch import Tensor
 
 from graphllm.ir.exchange import exchange_bytes
 from graphllm.ir.groups import TENSOR, group_of
-from graphllm.ops.all_gather import all_gather
-from graphllm.ops.all_reduce import all_reduce
-from graphllm.ops.sample import sample
-from graphllm.ops.sample_shares import sample_shares
-from graphllm.runtime.groups import Meeting, joined
-from graphllm.runtime.symmetric_memory import SymmetricGroup, method_for
+from graphllm.ops.collectives.all_gather import all_gather
+from graphllm.ops.collectives.all_reduce import all_reduce
+from graphllm.ops.sampling.sample import sample
+from graphllm.ops.sampling.sample_shares import sample_shares
+from graphllm.runtime.ranks.groups import Meeting, joined
+from graphllm.runtime.ranks.symmetric_memory import SymmetricGroup, method_for
 
 WIDTH, REPLAYS = 4096, 12
 ROWS = (1, 2, 3, 17, 64, 256, 1024, 8192)

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-import test_parity as parity
+sys.path.append(str(Path(__file__).parents[2]))
+from tests.models import test_parity as parity
 
 if __name__ == "__main__":
     name, ranks, apart, folder = sys.argv[1], int(sys.argv[2]), bool(sys.argv[3]), Path(sys.argv[4])

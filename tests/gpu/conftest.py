@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from several_gpus import Compiled
-
+from tests.gpu.several_gpus import Compiled
 from tests.tiers import ON_GPU
 
 collect_ignore_glob = [] if ON_GPU else ["test_*.py"]  # test_suite.py imports them

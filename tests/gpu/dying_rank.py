@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 from graphllm import LLM, SamplingParams
-from graphllm.runtime.rank_failure import RankError
+from graphllm.runtime.ranks.rank_failure import RankError
 
-sys.path.append(str(Path(__file__).parents[1] / "engine"))
-from test_ranks import pids_of
+sys.path.append(str(Path(__file__).parents[2]))
+from tests.engine.ranks.test_ranks import pids_of
 
 
 def main() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from several_gpus import end_with_parent
+
+from tests.gpu.several_gpus import end_with_parent
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ import torch
 
 from graphllm import LLM, AsyncLLM, SamplingParams
 from graphllm.config import EngineArgs
-from graphllm.engine.messages import EngineDeadError
+from graphllm.engine.process.messages import EngineDeadError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

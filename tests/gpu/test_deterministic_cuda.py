@@ -4,7 +4,6 @@ serves it, and random batches of requests through the engine, on a model of real
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,13 @@ import pytest
 import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-from harness import open_core  # noqa: E402
-from test_deterministic import Cores, check  # noqa: E402
-
 from graphllm.config import Bucket, EngineArgs  # noqa: E402
+from graphllm.host.machine import detect_target  # noqa: E402
 from graphllm.ir.op import CallSite, Op  # noqa: E402
 from graphllm.ir.registry import load_ops  # noqa: E402
 from graphllm.ir.testing.check import relative_error  # noqa: E402
-from graphllm.machine import detect_target  # noqa: E402
+from tests.engine.harness import open_core  # noqa: E402
+from tests.engine.test_deterministic import Cores, check  # noqa: E402
 
 OPS = load_ops()
 # Rows of a step, and the bucket that serves it.
@@ -255,8 +252,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=[False, True], ids=["", "tuned"])
 def cores(request: pytest.FixtureRequest, wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cores]:
     from graphllm.compile.pipeline import compile_model
-    from graphllm.entrypoints.resolve import compile_config
-    from graphllm.entrypoints.source import open_source
+    from graphllm.loading.artifact.resolve import compile_config
+    from graphllm.loading.checkpoint.source import open_source
 
     source = open_source(wide)
     wanted = EngineArgs(

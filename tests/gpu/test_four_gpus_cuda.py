@@ -17,13 +17,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from several_gpus import OPTIONS, end_with_parent
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-import test_moving_experts as here
-from test_eight_ranks import check_dense, dense, experts  # noqa: F401
 
 from graphllm import LLM
+from tests.engine.experts import test_moving_experts as here
+from tests.engine.ranks.test_eight_ranks import check_dense, dense, experts  # noqa: F401
+from tests.gpu.several_gpus import OPTIONS, end_with_parent
 
 COUNT = 8 if torch.cuda.device_count() >= 8 else 4
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four NVIDIA GPUs")]
@@ -50,7 +48,7 @@ OF_EXPERTS: dict[str, dict[str, Any]] = {
 COMPILE = """
 import json, sys
 from graphllm.config import EngineArgs
-from graphllm.entrypoints.model import resolve_model
+from graphllm.loading.artifact.model import resolve_model
 resolve_model(EngineArgs(sys.argv[1], jobs=4, **json.loads(sys.argv[2])))
 """
 

@@ -6,7 +6,6 @@ Our log-probabilities must be as close to PEFT's float32 ones as PEFT's bfloat16
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-import test_lora  # noqa: E402
-import test_moe_lora  # noqa: E402
-from test_lora import ADAPTERS, FAMILIES, GREEDY, _ids, _prompts  # noqa: E402
-
 from graphllm import LLM  # noqa: E402
+from tests.engine.adapters import test_lora, test_moe_lora  # noqa: E402
+from tests.engine.adapters.test_lora import ADAPTERS, FAMILIES, GREEDY, _ids, _prompts  # noqa: E402
 
 NATIVE: dict[str, Any] = {"backend": "inductor", "target": "cuda", "block_size": 16, "tune": False,
                           "kv_cache_memory_bytes": 1 << 28}  # fmt: skip

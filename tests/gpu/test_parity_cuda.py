@@ -3,11 +3,9 @@ tests of models/test_parity.py run there."""
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -17,17 +15,8 @@ from graphllm.embedded import SHIPPED
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "models" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+from tests.models import test_parity as parity  # noqa: E402
 
-
-parity = _load("test_parity")
 ARCHS = [a for a in parity.ARCHS if a.name in parity.EACH]
 
 

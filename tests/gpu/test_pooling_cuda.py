@@ -3,11 +3,8 @@ tokens in float32 and bfloat16, scores of cross-encoders and of late interaction
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,17 +18,8 @@ from graphllm.embedded import EMBEDDER_DIR
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "models" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[f"models_{name}"] = sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+from tests.models import test_encoders as encoders  # noqa: E402
 
-
-encoders = _load("test_encoders")
 BY_NAME = {arch.name: arch for arch in encoders.ARCHS}
 PROMPTS = encoders.prompts_of()
 # Few compiles: each way of pooling once, and each family; no tuning.

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from graphllm.config import Bucket
+from graphllm.host.machine import detect_target
 from graphllm.ir.op import CallSite
 from graphllm.ir.registry import load_ops
 from graphllm.ir.testing.check import relative_error
-from graphllm.machine import detect_target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from several_gpus import OPTIONS, Compiled, check_dying
+
+from tests.gpu.several_gpus import OPTIONS, Compiled, check_dying
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")]
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-import test_ranks  # noqa: E402
-from test_ranks import PROMPTS  # noqa: E402
-
 from graphllm import LLM, SamplingParams  # noqa: E402
+from tests.engine.ranks import test_ranks  # noqa: E402
+from tests.engine.ranks.test_ranks import PROMPTS  # noqa: E402
 
 LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 

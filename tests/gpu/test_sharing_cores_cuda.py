@@ -6,20 +6,18 @@ log-probabilities, also where one core has no requests. One command, in two minu
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from several_gpus import OPTIONS
+
+from tests.gpu.several_gpus import OPTIONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")]
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-import test_moving_experts as here  # noqa: E402
-from test_moving_experts import checkpoint, model  # noqa: E402, F401
-
 from graphllm import LLM  # noqa: E402
+from tests.engine.experts import test_moving_experts as here  # noqa: E402
+from tests.engine.experts.test_moving_experts import checkpoint, model  # noqa: E402, F401
 
 CLOSE = {"tolerance": 5e-3, "ties": 1e-2}  # products of float32 on GPUs may round to 19 bits
 SETTINGS: dict[str, Any] = {

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from several_gpus import check_dying
 
 from graphllm import LLM, SamplingParams
+from tests.gpu.several_gpus import check_dying
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")]
 HERE = Path(__file__).parent

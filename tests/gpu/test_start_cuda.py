@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from graphllm.config import EngineArgs, Env
-from graphllm.entrypoints.build import find_or_build
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
-from graphllm.weights.checkpoint import Checkpoint
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import WeightPlan
+from graphllm.loading.artifact.build import find_or_build
+from graphllm.loading.artifact.resolve import compile_config
+from graphllm.loading.checkpoint.source import open_source
+from graphllm.weights.checkpoint.checkpoint import Checkpoint
+from graphllm.weights.loading.loader import load_weights
+from graphllm.weights.plan.plan import WeightPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 ROOT = Path(__file__).parents[2]
@@ -28,10 +28,10 @@ PROMPT = [5, 9, 77, 31]
 SCRIPT = f"""
 import gc, json, sys
 from pathlib import Path
-sys.path.insert(0, {str(ROOT / "tests" / "engine")!r})
-from harness import finish, open_core, request
+sys.path.insert(0, {str(ROOT)!r})
+from tests.engine.harness import finish, open_core, request
 assert "torch" not in sys.modules
-from graphllm.weights import early
+from graphllm.weights.loading import early_reading as early
 given_back = []
 class Watched(early.Block):
     def __del__(self):

@@ -8,7 +8,6 @@ runs what GPUs do together, in two minutes on two:
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,14 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from several_gpus import FAMILIES, Compiled, Family
+
+from tests.gpu.several_gpus import FAMILIES, Compiled, Family
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")]
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("models", "runtime")]
-import test_parity as parity  # noqa: E402
-from artifact_ranks import Ranks  # noqa: E402
-
-from graphllm.runtime.staging import StepInput  # noqa: E402
+from graphllm.runtime.memory.staging import StepInput  # noqa: E402
+from tests.models import test_parity as parity  # noqa: E402
+from tests.runtime.artifact_ranks import Ranks  # noqa: E402
 
 N_TOKENS, LENGTHS = 8, (1, 7, 90)
 

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 import torch
 
+from bench.training.tasks import draw
 from graphllm import LLM, SamplingParams
-from graphllm.embedded.tasks import draw
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 TREE = str([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)])

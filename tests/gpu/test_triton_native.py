@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from graphllm.host.machine import detect_target
 from graphllm.ir.op import CallSite, Op
 from graphllm.ir.registry import load_ops
 from graphllm.ir.testing import Case, Maker
 from graphllm.ir.testing.check import cases_of, check_impl, relative_error
-from graphllm.machine import detect_target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from graphllm.config import Bucket
-from graphllm.entrypoints.source import open_source
-from graphllm.runtime.staging import ragged, stack_tables
-from graphllm.weights.checkpoint import Checkpoint
+from graphllm.loading.checkpoint.source import open_source
+from graphllm.runtime.memory.staging import ragged, stack_tables
+from graphllm.weights.checkpoint.checkpoint import Checkpoint
 from tests.artifacts import artifact_of, open_executor
 
 BLOCK = 16

@@ -12,13 +12,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from graphllm import artifact
 from graphllm.ir.groups import TENSOR, set_group
+from graphllm.program import artifact
 from graphllm.runtime.executor import Executor, StepResult
-from graphllm.runtime.staging import StepInput
-from graphllm.weights.checkpoint import Checkpoint
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import WeightPlan
+from graphllm.runtime.memory.staging import StepInput
+from graphllm.weights.checkpoint.checkpoint import Checkpoint
+from graphllm.weights.loading.loader import load_weights
+from graphllm.weights.plan.plan import WeightPlan
 from tests.waiting import PATIENCE
 
 

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from graphllm.config import ConfigError, key_fields
 from graphllm.config.fields import MAX_MODEL_LEN
 from graphllm.ir.registry import load_models
-from graphllm.ops.rope_table import Rope
+from graphllm.ops.attention.rope_table import Rope
 
 MODELS = load_models()
 

@@ -4,7 +4,6 @@ in float32. The eager backend runs all of them, the compiled one a few."""
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,20 +16,18 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.artifacts import artifact_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-from sharded import Sharded
-
-from graphllm import LLM, artifact
+from graphllm import LLM
 from graphllm.compile.pipeline import find_model
 from graphllm.config import ConfigError
-from graphllm.entrypoints.source import open_source
+from graphllm.loading.checkpoint.source import open_source
+from graphllm.program import artifact
 from graphllm.runtime.executor import Executor
-from graphllm.runtime.staging import ragged
-from graphllm.weights.checkpoint import Checkpoint
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import WeightPlan
+from graphllm.runtime.memory.staging import ragged
+from graphllm.weights.checkpoint.checkpoint import Checkpoint
+from graphllm.weights.loading.loader import load_weights
+from graphllm.weights.plan.plan import WeightPlan
+from tests.artifacts import artifact_of
+from tests.models.sharded import Sharded
 from tests.tiers import thorough
 
 V, D, LENGTHS = 131, 64, (1, 7, 40, 512, 130, 2, 64)

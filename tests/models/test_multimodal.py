@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from safetensors.torch import save_file
 
 from graphllm.compile.pipeline import find_model
 from graphllm.config import ConfigError
-from graphllm.entrypoints.source import open_source
+from graphllm.loading.checkpoint.source import open_source
 from tests.tiers import thorough
 
 _TEXT = {
@@ -61,11 +60,8 @@ def test_the_text_model_runs(name: str, names: str, tmp_path: Path, caplog: pyte
     for file in tmp_path.glob("model*"):
         file.unlink()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    spec = importlib.util.spec_from_file_location("driver", Path(__file__).with_name("driver.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    driver = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(driver)
+    from tests.models import driver
+
     prompt = torch.randint(3, 90, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     logits, _ = driver.Driver(tmp_path, "eager", settings={"max_model_len": 64}).generate([prompt], 1)
     with torch.no_grad():

@@ -5,7 +5,6 @@ The eager backend runs all of them; compiled, a few run here and the rest under 
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.models import driver
 from tests.tiers import ON_GPU, draws
-
-_spec = importlib.util.spec_from_file_location("driver", Path(__file__).with_name("driver.py"))
-assert _spec is not None
-assert _spec.loader is not None
-driver = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(driver)
 
 V, N_TOKENS, LENGTHS = 131, draws(12, 64), (1, 7, 64, 300)
 # Weights are drawn widely so that logits are well apart: the two best differ by at least 2e-4, errors are below 1e-5.

@@ -6,18 +6,15 @@ join a group are in tests/runtime.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-import test_parity as parity
-from sharded import Sharded
-
-from graphllm import artifact
+from graphllm.program import artifact
+from tests.models import test_parity as parity
+from tests.models.sharded import Sharded
 
 N_TOKENS, LENGTHS = 8, (1, 7, 90)
 # What of the tiny models cannot be divided by four: three query heads for each of two heads of keys would be cut.

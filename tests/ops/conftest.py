@@ -1,12 +1,10 @@
-"""Fixtures for tests of C++ kernels: compiled for another instruction level, and run by some threads. Lets the tests
-here import sampling_statistics and rounding, which lie beside them."""
+"""Fixtures for tests of C++ kernels: compiled for another instruction level, and run by some threads."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,10 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphllm.cpp import compiler_command
+from graphllm.host.compiler import compiler_command
 from graphllm.ir.kernels import CKernel, bind_symbol
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="module")

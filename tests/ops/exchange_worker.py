@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphllm.ir.groups import TENSOR, set_group
-from graphllm.ops.all_reduce import all_reduce
-from graphllm.ops.all_reduce.triton_exchange import one_trip
-from graphllm.ops.linear_add_norm import linear_add_norm
-from graphllm.ops.sample import sample
-from graphllm.ops.sample_shares import sample_shares
-from graphllm.runtime.collectives import LibraryGroup
-from graphllm.runtime.host_exchange import HostExchange
+from graphllm.ops.collectives.all_reduce import all_reduce
+from graphllm.ops.collectives.all_reduce.triton_exchange import one_trip
+from graphllm.ops.gemm.linear_add_norm import linear_add_norm
+from graphllm.ops.sampling.sample import sample
+from graphllm.ops.sampling.sample_shares import sample_shares
+from graphllm.runtime.ranks.collectives import LibraryGroup
+from graphllm.runtime.ranks.host_exchange import HostExchange
 
 ROWS, WIDTH, INNER = (1, 3, 2), 40, 64
 WIDE = 4096  # of the calls whose numbers take two trips

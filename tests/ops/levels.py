@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from typing import Any
 
-from graphllm.machine import detect_target
+from graphllm.host.machine import detect_target
 from tests.tiers import thorough
 
 X86 = platform.machine() == "x86_64"

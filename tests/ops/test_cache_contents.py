@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphllm.ops.paged_attention import paged_attention
-from graphllm.ops.paged_attention.triton_prefill import triton_prefill
+from graphllm.ops.attention.paged_attention import paged_attention
+from graphllm.ops.attention.paged_attention.triton_prefill import triton_prefill
 
 P, K, H, E, WINDOW = 16, 1, 2, 32, 20
 NAN = float("nan")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from levels import X86
 
-from graphllm.cpp import OPS, compiler_command
+from graphllm.host.compiler import OPS, compiler_command
+from tests.ops.levels import X86
 
 SOURCE = """
-#include "cpu_elementary.cpp"
+#include "cpu/elementary.cpp"
 #ifdef __AVX512F__
 extern "C" void wide(int which, const float* x, float* y, long count) {
   for (long i = 0; i < count; i += 16) {

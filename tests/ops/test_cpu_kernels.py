@@ -17,34 +17,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from levels import LEVELS, PARAMS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphllm.config import Bucket, Target
-from graphllm.cpp import compiler_command
+from graphllm.host.compiler import compiler_command
 from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.ir.op import CallSite
-from graphllm.ops.encoder_attention import encoder_attention
-from graphllm.ops.encoder_attention.cpu import cpu_encoder_attention
-from graphllm.ops.fused_linear import fused_linear
-from graphllm.ops.fused_linear.cpu import gated_linear
-from graphllm.ops.fused_moe import fused_moe
-from graphllm.ops.fused_moe.cpu import experts_in_turn
-from graphllm.ops.fused_moe.op import LORA_TABLES
-from graphllm.ops.linear import linear
-from graphllm.ops.linear.cpu import float_linear, streaming_linear
-from graphllm.ops.paged_attention import paged_attention
-from graphllm.ops.paged_attention.cpu import cpu_paged_attention
-from graphllm.ops.process_logits import process_logits
-from graphllm.ops.process_logits.cpu import cpu_process_logits
-from graphllm.ops.record_tokens.cpu import cpu_record_tokens
-from graphllm.ops.sample import sample
-from graphllm.ops.sample.cpu import cpu_sample
-from graphllm.ops.sample.op import uniform_bits
-from graphllm.ops.token_logprobs import token_logprobs
-from graphllm.ops.token_logprobs.cpu import cpu_token_logprobs
+from graphllm.ops.attention.encoder_attention import encoder_attention
+from graphllm.ops.attention.encoder_attention.cpu import cpu_encoder_attention
+from graphllm.ops.attention.paged_attention import paged_attention
+from graphllm.ops.attention.paged_attention.cpu import cpu_paged_attention
+from graphllm.ops.gemm.fused_linear import fused_linear
+from graphllm.ops.gemm.fused_linear.cpu import gated_linear
+from graphllm.ops.gemm.linear import linear
+from graphllm.ops.gemm.linear.cpu import float_linear, streaming_linear
+from graphllm.ops.moe.fused_moe import fused_moe
+from graphllm.ops.moe.fused_moe.cpu import experts_in_turn
+from graphllm.ops.moe.fused_moe.op import LORA_TABLES
+from graphllm.ops.sampling.process_logits import process_logits
+from graphllm.ops.sampling.process_logits.cpu import cpu_process_logits
+from graphllm.ops.sampling.record_tokens.cpu import cpu_record_tokens
+from graphllm.ops.sampling.sample import sample
+from graphllm.ops.sampling.sample.cpu import cpu_sample
+from graphllm.ops.sampling.sample.op import uniform_bits
+from graphllm.ops.sampling.token_logprobs import token_logprobs
+from graphllm.ops.sampling.token_logprobs.cpu import cpu_token_logprobs
+from tests.ops.levels import LEVELS, PARAMS
 
 CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
 TYPED = ("fused_moe", "paged_attention", "encoder_attention", "sample", "process_logits", "token_logprobs")

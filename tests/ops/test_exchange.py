@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from graphllm.ir.exchange import _alone
 from graphllm.ir.groups import TENSOR, set_group
-from graphllm.ops.all_reduce import all_reduce
-from graphllm.ops.sample import sample
-from graphllm.ops.sample_shares import sample_shares
-from graphllm.runtime.collectives import LibraryGroup
-from graphllm.runtime.host_exchange import HostExchange
+from graphllm.ops.collectives.all_reduce import all_reduce
+from graphllm.ops.sampling.sample import sample
+from graphllm.ops.sampling.sample_shares import sample_shares
+from graphllm.runtime.ranks.collectives import LibraryGroup
+from graphllm.runtime.ranks.host_exchange import HostExchange
 from tests.tiers import draws, thorough
 from tests.waiting import PATIENCE
 

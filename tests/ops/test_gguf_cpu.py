@@ -13,21 +13,21 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from levels import AMX, LEVELS, PARAMS
-from rounding import MANY, TOLERANCE, gated, rounded_x
 
 from graphllm.ir.kernels import CKernel, c_kernel
-from graphllm.ops.gguf_blocks import TILED, tiles, untiled
-from graphllm.ops.gguf_embedding.cpu import decoding_gguf_embedding
-from graphllm.ops.gguf_linear.cpu import streaming_gguf_linear
-from graphllm.weights.checkpoint import Checkpoint
+from graphllm.ops.embeddings.gguf_embedding.cpu import decoding_gguf_embedding
+from graphllm.ops.encodings.gguf_blocks import TILED, tiles, untiled
+from graphllm.ops.gemm.gguf_linear.cpu import streaming_gguf_linear
+from graphllm.weights.checkpoint.checkpoint import Checkpoint
+from graphllm.weights.checkpoint.tensor_info import TensorInfo, WeightError
 from graphllm.weights.encodings import encoding_of
-from graphllm.weights.expr import Concat, Decode, Encode, Expr, Read, Tie, Values
 from graphllm.weights.formats.gguf import fast_tiles
-from graphllm.weights.host_loader import host_loader
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import Entry, WeightPlan
-from graphllm.weights.tensor_info import TensorInfo, WeightError
+from graphllm.weights.loading.host_loader import host_loader
+from graphllm.weights.loading.loader import load_weights
+from graphllm.weights.plan.expr import Concat, Decode, Encode, Expr, Read, Tie, Values
+from graphllm.weights.plan.plan import Entry, WeightPlan
+from tests.ops.levels import AMX, LEVELS, PARAMS
+from tests.ops.rounding import MANY, TOLERANCE, gated, rounded_x
 
 CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
 GROUP = {"q6_k": 16}  # inner entries that share a scale, where not 32

@@ -12,10 +12,10 @@ pytest.importorskip("triton")
 
 import triton
 
-from graphllm.ops.encoded_weights import decoded
-from graphllm.ops.fused_linear import gluon_int4
-from graphllm.ops.fused_moe import gluon_experts
-from graphllm.ops.fused_moe.gluon_tokens import place_rows_kernel
+from graphllm.ops.encodings.encoded_weights import decoded
+from graphllm.ops.gemm.fused_linear import gluon_int4
+from graphllm.ops.moe.fused_moe import gluon_experts
+from graphllm.ops.moe.fused_moe.gluon_tokens import place_rows_kernel
 
 MASK = (1 << 32) - 1
 

@@ -77,7 +77,7 @@ def test_something_is_tried_everywhere(rows: int, weights: int, inner: int) -> N
 def test_tiles_of_int4_fit(rows: int, weights: int, inner: int) -> None:
     """At least two stages fit into shared memory with what a tile's output takes, programs have a tile each, and parts
     of sums are whole spans."""
-    from graphllm.ops.fused_linear.gluon_int4_tile import int4_tile_configs
+    from graphllm.ops.gemm.fused_linear.gluon_int4_tile import int4_tile_configs
 
     tiles = int4_tile_configs(_site("linear_add_norm", rows, weights, inner, "int4"), splits=True)
     assert tiles

@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from graphllm.ops.fused_moe import fused_moe
-from graphllm.ops.moe_route import moe_route
+from graphllm.ops.moe.fused_moe import fused_moe
+from graphllm.ops.moe.moe_route import moe_route
 
 D, N, K = 64, 16, 4
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from graphllm.ops.ngram_drafts import ngram_drafts
+from graphllm.ops.speculation.ngram_drafts import ngram_drafts
 
 
 def _expected(text: list[int], count: int, smallest: int, largest: int, window: int) -> tuple[list[int], int]:

@@ -11,15 +11,15 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from levels import AMX, LEVELS, PARAMS
-from rounding import MANY, TOLERANCE, gated, rounded_x
 
 from graphllm.ir.kernels import CKernel, c_kernel
-from graphllm.ops.quant_linear.cpu import streaming_quant_linear
-from graphllm.ops.quant_linear.op import dequantize
-from graphllm.ops.quant_moe import quant_moe
-from graphllm.ops.quant_moe.cpu import experts_in_turn
+from graphllm.ops.gemm.quant_linear.cpu import streaming_quant_linear
+from graphllm.ops.gemm.quant_linear.op import dequantize
+from graphllm.ops.moe.quant_moe import quant_moe
+from graphllm.ops.moe.quant_moe.cpu import experts_in_turn
 from graphllm.weights.formats.integers import INTEGERS, pack, routines
+from tests.ops.levels import AMX, LEVELS, PARAMS
+from tests.ops.rounding import MANY, TOLERANCE, gated, rounded_x
 
 CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
 KERNELS = [

@@ -9,7 +9,17 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from sampling_statistics import (
+
+from graphllm.ops.sampling.process_logits import process_logits
+from graphllm.ops.sampling.process_logits.cpu import cpu_process_logits
+from graphllm.ops.sampling.process_logits.triton_process_logits import triton_process_logits
+from graphllm.ops.sampling.sample import sample
+from graphllm.ops.sampling.sample.cpu import cpu_sample
+from graphllm.ops.speculation.accept_drafts import accept_drafts
+from graphllm.ops.speculation.rejection_sample import draft_seed, rejection_sample
+from graphllm.ops.speculation.rejection_sample.cpu import cpu_rejection_sample
+from graphllm.ops.speculation.rejection_sample.triton_rejection_sample import triton_rejection_sample
+from tests.ops.sampling_statistics import (
     COMBINATIONS,
     DRAWS,
     LEAST_P,
@@ -21,16 +31,6 @@ from sampling_statistics import (
     on_gpu,
     p_value,
 )
-
-from graphllm.ops.accept_drafts import accept_drafts
-from graphllm.ops.process_logits import process_logits
-from graphllm.ops.process_logits.cpu import cpu_process_logits
-from graphllm.ops.process_logits.triton_process_logits import triton_process_logits
-from graphllm.ops.rejection_sample import draft_seed, rejection_sample
-from graphllm.ops.rejection_sample.cpu import cpu_rejection_sample
-from graphllm.ops.rejection_sample.triton_rejection_sample import triton_rejection_sample
-from graphllm.ops.sample import sample
-from graphllm.ops.sample.cpu import cpu_sample
 
 Sampler = Callable[..., torch.Tensor]
 SAMPLERS: dict[str, Sampler] = {"reference": rejection_sample.reference, "cpu": cpu_rejection_sample}

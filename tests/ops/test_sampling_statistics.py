@@ -11,7 +11,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from sampling_statistics import (
+
+from graphllm.ops.sampling.sample import sample
+from graphllm.ops.sampling.sample.cpu import cpu_sample
+from graphllm.ops.sampling.sample.triton_sample import triton_sample
+from tests.ops.sampling_statistics import (
     COMBINATIONS,
     DRAWS,
     LEAST_P,
@@ -22,10 +26,6 @@ from sampling_statistics import (
     on_gpu,
     p_value,
 )
-
-from graphllm.ops.sample import sample
-from graphllm.ops.sample.cpu import cpu_sample
-from graphllm.ops.sample.triton_sample import triton_sample
 
 Sampler = Callable[..., torch.Tensor]
 SAMPLERS: dict[str, Sampler] = {"reference": sample.reference, "cpu": cpu_sample}

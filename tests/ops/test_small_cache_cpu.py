@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from levels import LEVELS
 
 from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.ir.testing.check import cases_of, check_impl
-from graphllm.ops.paged_attention import paged_attention
-from graphllm.ops.paged_attention.cpu import cpu_paged_attention
+from graphllm.ops.attention.paged_attention import paged_attention
+from graphllm.ops.attention.paged_attention.cpu import cpu_paged_attention
+from tests.ops.levels import LEVELS
 
 KERNELS = [c_kernel(f"graphllm_paged_attention_{t}_{c}") for t in ("f32", "bf16") for c in ("e4m3", "int8")]
 CASES = [c for c in cases_of(paged_attention) if ("fp8" in c.name or "int8" in c.name) and c.size == "small"]

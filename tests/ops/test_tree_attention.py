@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from graphllm.config.token_tree import token_tree
-from graphllm.ops.keep_path import keep_path
-from graphllm.ops.keep_path.cpu import cpu_keep_path
-from graphllm.ops.paged_attention import paged_attention
-from graphllm.ops.paged_attention.cpu import cpu_paged_attention
+from graphllm.ops.attention.paged_attention import paged_attention
+from graphllm.ops.attention.paged_attention.cpu import cpu_paged_attention
+from graphllm.ops.speculation.keep_path import keep_path
+from graphllm.ops.speculation.keep_path.cpu import cpu_keep_path
 
 H, K, E, P, START = 4, 2, 32, 8, 21
 TREE = token_tree("[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (0, 1, 2)]")

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphllm.compile.cubins import TargetOnly, compiled, compiled_gluon
+from graphllm.compile.codegen.cubins import TargetOnly, compiled, compiled_gluon
 from graphllm.config import Target
 from graphllm.ir.gluon import GLUON_NAMESPACE, gluon_kernel
 from graphllm.ir.op import CallSite, Impl, Op

@@ -18,7 +18,7 @@ from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_ops, load_passes
 from graphllm.program.schema import NEUTRAL
-from graphllm.weights.plan import make_plan
+from graphllm.weights.plan.plan import make_plan
 from tests.tiers import thorough
 
 GPU = Target("cuda", ("sm_90", "sms_132"), "H200")

@@ -15,7 +15,7 @@ from graphllm.ir.graph import Shapes, TensorSpec, digest, target_name, to_json, 
 from graphllm.ir.registry import load_ops
 from graphllm.passes.canonicalize import canonicalize
 from graphllm.rewrite import PassReport, Unit
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 dense = TensorSpec.contiguous
 OPS = load_ops()

@@ -16,7 +16,7 @@ from graphllm.ir.graph import Shapes, TensorSpec, target_name, verify
 from graphllm.ir.registry import load_ops
 from graphllm.passes.fuse_attention import fuse_attention
 from graphllm.rewrite import PassReport, Unit
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 OPS = load_ops()
 BUCKETS = (Bucket("decode", 1, 1), Bucket("decode", 2, 16), Bucket("mixed", 2, 64))

@@ -13,10 +13,10 @@ from graphllm.compile.trace import trace_unit
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, target_name
 from graphllm.ir.registry import load_ops
-from graphllm.ops.gguf_blocks import TILED
+from graphllm.ops.encodings.gguf_blocks import TILED
 from graphllm.passes.fuse_gate import fuse_gate
 from graphllm.weights.encodings import encoding_of
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 OPS = load_ops()
 CPU, ONE, MANY = CompileConfig(Target("cpu", ())), Bucket("decode", 1, 1), Bucket("mixed", 2, 512)

@@ -17,7 +17,7 @@ from graphllm.ir.groups import Alone, set_group
 from graphllm.ir.registry import load_ops
 from graphllm.passes.fuse_linear import fuse_linear
 from graphllm.rewrite import PassReport, Unit
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 OPS = load_ops()
 GPU = CompileConfig(Target("cuda", ("sm_90",)))

@@ -14,7 +14,7 @@ from graphllm.ir.graph import Shapes, TensorSpec, eliminate_dead, target_name, v
 from graphllm.ir.registry import load_ops
 from graphllm.passes.fuse_linear import fuse_linear
 from graphllm.passes.fuse_moe import fuse_moe
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 OPS = load_ops()
 GPU, CPU = CompileConfig(Target("cuda", ("sm_90", "sms_132"))), CompileConfig(Target("cpu", ("x86_64",)))

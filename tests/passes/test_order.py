@@ -14,8 +14,8 @@ from graphllm.config import CompileConfig, ConfigError, Target
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec
 from graphllm.ir.registry import load_passes
 from graphllm.rewrite import Pass, PassReport, Unit, register_pass, registered_passes
-from graphllm.weights.expr import Values
-from graphllm.weights.plan import Entry, WeightPlan
+from graphllm.weights.plan.expr import Values
+from graphllm.weights.plan.plan import Entry, WeightPlan
 
 CONFIG = CompileConfig(Target("cpu", ()))
 

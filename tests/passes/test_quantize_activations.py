@@ -16,7 +16,7 @@ from graphllm.passes.fuse_linear import fuse_linear
 from graphllm.passes.quantize_activations import quantize_activations
 from graphllm.rewrite import Unit
 from graphllm.weights.encodings import encoding_of
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 OPS = load_ops()
 GPU = CompileConfig(Target("cuda", ("sm_90",)))

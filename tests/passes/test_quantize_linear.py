@@ -17,13 +17,13 @@ from graphllm.config import CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, target_name, verify
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_ops
-from graphllm.ops.gguf_blocks import tiles
+from graphllm.ops.encodings.gguf_blocks import tiles
 from graphllm.passes.quantize_linear import quantize_linear
 from graphllm.rewrite import PassReport, Unit
 from graphllm.weights.encodings import encoding_of
-from graphllm.weights.expr import Concat, Decode, Encode, Expr, Read, Tie, Values
 from graphllm.weights.formats.integers import INTEGERS, pack
-from graphllm.weights.plan import Entry, WeightPlan, decoded
+from graphllm.weights.plan.expr import Concat, Decode, Encode, Expr, Read, Tie, Values
+from graphllm.weights.plan.plan import Entry, WeightPlan, decoded
 
 OPS = load_ops()
 dense = TensorSpec.contiguous

@@ -16,7 +16,7 @@ from graphllm.ir.model import select_rows
 from graphllm.ir.registry import load_ops
 from graphllm.passes.select_early import select_early
 from graphllm.rewrite import PassReport, Unit
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.plan import WeightPlan
 
 OPS = load_ops()
 CONFIG = CompileConfig(Target("cpu", ()))

@@ -17,8 +17,8 @@ from graphllm.ir.registry import load_ops
 from graphllm.ir.weight import Weight
 from graphllm.passes.shard import shard
 from graphllm.rewrite import PassReport, Unit
-from graphllm.weights.plan import make_plan
-from graphllm.weights.shard import shard_plan
+from graphllm.weights.plan.plan import make_plan
+from graphllm.weights.plan.shard import shard_plan
 
 OPS = load_ops()
 linear = OPS["linear"]

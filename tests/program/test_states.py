@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from graphllm.config import ConfigError
 from graphllm.program.schema import CacheGroup, CacheLayout
+from graphllm.program.specs import StateSpec
 from graphllm.program.states import ITEMSIZE, layer_places, plan_blocks, slot_shape
-from graphllm.specs import StateSpec
 
 
 def _kv(window: int = 0, K: int = 2, dtype: str = "float32") -> StateSpec:

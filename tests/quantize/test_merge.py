@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from graphllm.config import ConfigError
 from graphllm.quantize import output as output_files
 from graphllm.quantize.merge import merge
-from graphllm.weights.checkpoint import Checkpoint
+from graphllm.weights.checkpoint.checkpoint import Checkpoint
 from tests.waiting import PATIENCE
 
 _SIZES = {
@@ -204,7 +204,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
               adapter / "adapter_model.safetensors")  # fmt: skip
     script = (
         "import resource, sys, torch\nfrom pathlib import Path\nfrom graphllm.quantize.merge import merge\n"
-        "from graphllm.weights.checkpoint import Checkpoint\nbase, adapter, out = map(Path, sys.argv[1:])\n"
+        "from graphllm.weights.checkpoint.checkpoint import Checkpoint\nbase, adapter, out = map(Path, sys.argv[1:])\n"
         "most = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\nbefore = most()\n"
         "merge(base, Checkpoint.open(base), [(adapter, 1.0)], out)\nprint(1024 * (most() - before))"
     )

@@ -3,7 +3,6 @@ same numbers in them, calibration pays, and what cannot be done is refused witho
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -20,15 +19,15 @@ from graphllm.cli.app import app
 from graphllm.compile.pipeline import find_model
 from graphllm.config import ConfigError
 from graphllm.embedded import MODEL_DIR, MOE_DIR
-from graphllm.entrypoints.source import open_source
+from graphllm.loading.checkpoint.source import open_source
 from graphllm.quantize.awq import Fold, channels_of, fold, folds_of
 from graphllm.quantize.gptq import gptq
 from graphllm.quantize.run import Made, Request, quantize
 from graphllm.quantize.schemes import SCHEMES, grid_of, scheme_of
-from graphllm.weights.checkpoint import Checkpoint
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import make_plan
-from graphllm.weights.schemes import as_quantized
+from graphllm.weights.checkpoint.checkpoint import Checkpoint
+from graphllm.weights.loading.loader import load_weights
+from graphllm.weights.plan.plan import make_plan
+from graphllm.weights.plan.schemes import as_quantized
 
 # The least relative error that normal numbers can have, and some: uniform levels cost step / sqrt(12).
 ERRORS = {
@@ -110,11 +109,8 @@ def test_transformers_and_the_engine_read_the_same_numbers(scheme: str, llama: P
 def test_logits(llama: Path, text: Path, tmp_path: Path) -> None:
     """Of a model whose every step has changed something: norms folded, queries sharing keys, groups of integers."""
     _quantized(llama, tmp_path / "new", "int4-zeros", method="awq", calibration=text)
-    spec = importlib.util.spec_from_file_location("driver", Path(__file__).parents[1] / "models" / "driver.py")
-    assert spec is not None
-    assert spec.loader is not None
-    driver = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(driver)
+    from tests.models import driver
+
     runner = driver.Driver(tmp_path / "new", "eager")
     prompt = torch.randint(0, 4096, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     logits, _ = runner.generate([prompt], 1)

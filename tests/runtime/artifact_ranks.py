@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from graphllm.config import ConfigError
+from graphllm.runtime.memory.staging import StepInput
 from graphllm.runtime.rank_messages import Array, packed, unpacked
-from graphllm.runtime.staging import StepInput
 
 
 class Step(msgspec.Struct):
@@ -127,12 +127,12 @@ def _serve(args: argparse.Namespace, answers: IO[bytes]) -> None:
     """A rank's life: load its share, then a step for each message."""
     import torch
 
-    from graphllm import artifact
+    from graphllm.program import artifact
     from graphllm.runtime.executor import Executor
-    from graphllm.runtime.groups import Meeting, joined
-    from graphllm.weights.checkpoint import Checkpoint
-    from graphllm.weights.loader import load_weights
-    from graphllm.weights.plan import WeightPlan
+    from graphllm.runtime.ranks.groups import Meeting, joined
+    from graphllm.weights.checkpoint.checkpoint import Checkpoint
+    from graphllm.weights.loading.loader import load_weights
+    from graphllm.weights.plan.plan import WeightPlan
 
     def answer(arrays: Mapping[str, np.ndarray]) -> None:
         _send(answers, msgspec.msgpack.encode(Answer(packed(arrays))))

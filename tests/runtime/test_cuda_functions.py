@@ -12,7 +12,7 @@ from tests.stub_driver import run_with_driver
 SCRIPT = """
 import sys, threading
 from pathlib import Path
-from graphllm.cuda_driver import CudaError
+from graphllm.host.cuda_driver import CudaError
 from graphllm.runtime.cuda_functions import CudaFunctions
 functions = CudaFunctions(Path(sys.argv[1]))
 functions.begin()

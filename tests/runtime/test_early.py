@@ -14,7 +14,7 @@ SCRIPT = """
 import dataclasses, json, sys
 from pathlib import Path
 from graphllm.config import CoreConfig, LoadConfig, ModelConfig, ParallelConfig, Peers
-from graphllm.entrypoints.early import begin_early
+from graphllm.loading.core.early_start import begin_early
 folder, artifact, device, ranks, stages, peers = sys.argv[1:]
 parallel = ParallelConfig(pipeline_parallel_size=int(stages))
 config = CoreConfig(ModelConfig(folder), LoadConfig(artifact), parallel=parallel)

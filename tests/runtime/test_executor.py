@@ -14,21 +14,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphllm import artifact
 from graphllm.config import Bucket, CompileConfig, ConfigError, SchedulerConfig, Target
-from graphllm.config.sampling import SamplingParams
+from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
-from graphllm.engine.request import EngineRequest
-from graphllm.entrypoints.core import warm_up_host
-from graphllm.entrypoints.source import open_source
+from graphllm.engine.requests.request import EngineRequest
+from graphllm.loading.checkpoint.source import open_source
+from graphllm.loading.core.load import warm_up_host
+from graphllm.program import artifact
 from graphllm.program.schema import CacheGroup
+from graphllm.program.specs import InputSpec
 from graphllm.runtime.executor import Executor
-from graphllm.runtime.padding import Size
-from graphllm.runtime.staging import Staging, StepInput, ragged, stack_tables
-from graphllm.runtime.torch_memory import TorchMemory
-from graphllm.specs import InputSpec
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import WeightPlan
+from graphllm.runtime.memory.padding import Size
+from graphllm.runtime.memory.staging import Staging, StepInput, ragged, stack_tables
+from graphllm.runtime.memory.torch_memory import TorchMemory
+from graphllm.weights.loading.loader import load_weights
+from graphllm.weights.plan.plan import WeightPlan
 from tests.tiers import draws
 
 BLOCKS = 64
@@ -232,7 +232,7 @@ def test_cache_that_does_not_fit(eager_artifact: Path, checkpoint: Path) -> None
 def test_staging_round_trip(longest: int, data: st.DataObject) -> None:
     """What was filled in is what the device views hold; padding rows are zero and own no tokens. Small block tables are
     copied whole, large ones as far as they are used."""
-    from graphllm.compile import sampling
+    from graphllm.compile.tasks import sampling
     from graphllm.compile.trace import base_inputs
 
     config = CompileConfig(

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = f"""
 import gc, json, sys, weakref
 from pathlib import Path
-sys.path.insert(0, {str(ROOT / "tests" / "engine")!r})
-from harness import finish, open_core, request
+sys.path.insert(0, {str(ROOT)!r})
+from tests.engine.harness import finish, open_core, request
 assert "torch" not in sys.modules
 core = open_core(*map(Path, sys.argv[1:]))
 tokens = finish(core, [request("r", [5, 9, 77, 31])])["r"].tokens

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from graphllm.compile.calls import call_source
-from graphllm.cpp import compiler_command
+from graphllm.compile.codegen.calls import call_source
+from graphllm.host.compiler import compiler_command
 from graphllm.runtime.kernels import CpuKernels, Launch
 
 # Each appends the digits of its arguments to a number in memory, so order and values can be read from it.

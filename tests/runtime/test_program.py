@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from graphllm.expr import value
+from graphllm.program.expr import value
 from graphllm.program.linking import Call, LinkedProgram, plan_memory
 from graphllm.runtime.binding import bind
-from graphllm.runtime.torch_memory import TorchMemory
+from graphllm.runtime.memory.torch_memory import TorchMemory
 from tests.tiers import draws
 
 MEMORY = TorchMemory(torch.device("cpu"))

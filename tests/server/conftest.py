@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.artifacts import artifact_of
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
-
-from live import Served  # noqa: E402
+from tests.server.live import Served
 
 
 @pytest.fixture(scope="session")

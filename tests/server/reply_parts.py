@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 from hypothesis import strategies as st
 
-from graphllm.server.chat.replies import CallArguments, CallStart, Ending, Part, Reasoning, Text, Usage
+from graphllm.chat.replies import CallArguments, CallStart, Ending, Part, Reasoning, Text, Usage
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
 VALUES = st.recursive(

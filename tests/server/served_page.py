@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from browser import ChatPage, Chromium
-from fake_server import State
-
-from graphllm.server.page.routes import chat_page, page_files
+from graphllm.server.apis.page import chat_page, page_files
+from tests.server.browser import ChatPage, Chromium
+from tests.server.fake_server import State
 
 
 def _policy(page: str) -> str:

@@ -15,9 +15,9 @@ import peft
 import pytest
 import torch
 import transformers
-from live import Served
 
 from tests.artifacts import LIMITS, artifact_of, flags
+from tests.server.live import Served
 from tests.waiting import PATIENCE
 
 PROMPTS = ["hello world", "the cat sat on", "what is the answer"]

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from graphllm.chat.call import CHAT, COMPLETIONS, Call, Rules, parse_call
 from graphllm.cli.app import command_line
 from graphllm.config import ConfigError
-from graphllm.config.sampling import SamplingParams
-from graphllm.config.vllm_names import VLLM_NAMES, as_settings
-from graphllm.engine.metric_families import FAMILIES, NOT_MEASURED
-from graphllm.server.anthropic import requests as anthropic
-from graphllm.server.chat.call import CHAT, COMPLETIONS, Call, Rules, parse_call
+from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.config.vllm.names import VLLM_NAMES, as_settings
+from graphllm.engine.metrics.metric_families import FAMILIES, NOT_MEASURED
+from graphllm.server.apis.anthropic import requests as anthropic
+from graphllm.server.apis.responses import requests as responses
 from graphllm.server.compatibility import APIS, state_of
 from graphllm.server.frontend_names import FRONTEND_NAMES
-from graphllm.server.responses import requests as responses
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 HELLO = [{"role": "user", "content": "hello"}]

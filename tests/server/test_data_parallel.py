@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Served
 
+from tests.server.live import Served
 from tests.waiting import gone, until
 
 TWO = ("--data-parallel-size", 2)

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
-from live import Served
 
 from graphllm.cli.app import command_line
 from graphllm.version import __version__
+from tests.server.live import Served
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Served
 
+from tests.server.live import Served
 from tests.waiting import PATIENCE, gone, until
 
 EAGER: dict[str, Any] = {"target": "cpu", "backend": "eager", "dtype": "float32", "max_model_len": 512,

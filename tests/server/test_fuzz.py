@@ -17,10 +17,8 @@ import httpx
 import jsonschema
 import pytest
 import schemathesis
-from hostile import HARD, MESSAGES, POSTS, VALID, mutated, shorten
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from live import Served
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation.hypothesis.builder import HypothesisTestConfig, HypothesisTestMode, create_test
 from schemathesis.specs.openapi.checks import (
@@ -34,6 +32,8 @@ from schemathesis.specs.openapi.checks import (
 )
 from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
+from tests.server.hostile import HARD, MESSAGES, POSTS, VALID, mutated, shorten
+from tests.server.live import Served
 from tests.tiers import draws
 from tests.waiting import PATIENCE
 

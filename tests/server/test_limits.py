@@ -17,9 +17,9 @@ from typing import Any
 
 import httpx
 import pytest
-from hostile import large_bodies
-from live import Served
 
+from tests.server.hostile import large_bodies
+from tests.server.live import Served
 from tests.waiting import PATIENCE, until
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"

@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from live import Served
-from test_many_adapters import COUNT, Model, V
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from tests.engine.adapters.test_many_adapters import COUNT, Model, V
+from tests.server.live import Served
 from tests.waiting import PATIENCE, until_async
 
 pytestmark = pytest.mark.slow

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from graphllm.config import EngineArgs, Env
-from graphllm.entrypoints.build import artifact_folder
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
-from graphllm.machine import detect_target
+from graphllm.host.machine import detect_target
+from graphllm.loading.artifact.build import artifact_folder
+from graphllm.loading.artifact.resolve import compile_config
+from graphllm.loading.checkpoint.source import open_source
 
 README = Path(__file__).parents[2] / "README.md"
 

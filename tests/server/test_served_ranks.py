@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Served
 
 from graphllm import LLM, SamplingParams
 from tests.artifacts import LIMITS
+from tests.server.live import Served
 from tests.waiting import PATIENCE, gone, until
 
 EAGER: dict[str, Any] = {"target": "cpu", "backend": "eager", "dtype": "float32", **LIMITS}

@@ -18,10 +18,10 @@ import openai
 import pytest
 import torch
 import transformers
-from live import Served
 
 from graphllm.embedded import ADAPTERS, EMBEDDER_DIR
 from tests.artifacts import artifact_of
+from tests.server.live import Served
 from tests.waiting import PATIENCE
 
 EMBEDDER = json.dumps({"model": "embedded-embedder", "served_model_name": "small", "backend": "eager"})

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Served
 
-from graphllm.server.operations.engine_view import SupervisorOptions
+from graphllm.server.supervision.engine_view import SupervisorOptions
+from tests.server.live import Served
 from tests.waiting import PATIENCE, gone, until
 
 CHAT = "/v1/chat/completions"

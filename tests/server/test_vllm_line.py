@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from live import Served
 
 from graphllm.embedded import MODEL_DIR
+from tests.server.live import Served
 
 LINE = """--host 127.0.0.1 --tensor-parallel-size 1 -pp 1 --pipeline_parallel_size=1 --dtype auto --max-model-len 1k
 --gpu-memory-utilization 0.9 --swap-space 4 --cpu-offload-gb 0 --tokenizer-mode auto --kv-cache-dtype auto

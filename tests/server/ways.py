@@ -10,25 +10,25 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-from stub_core import StubCore, info
 
-from graphllm.cli.batch import BatchItem, PlainItem
+from graphllm.chat.call import CHAT, CHAT_BATCH, Call, Style, write_out
+from graphllm.cli.run.batch import BatchItem, PlainItem
 from graphllm.config import ConfigError, SchedulerConfig
-from graphllm.config.sampling import SamplingParams
-from graphllm.engine.messages import Ready
-from graphllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from graphllm.engine.text import Tokenizer
+from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.engine.process.messages import Ready
+from graphllm.engine.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from graphllm.engine.requests.text import Tokenizer
 from graphllm.entrypoints.llm import LLM
-from graphllm.entrypoints.model import ResolvedModel
-from graphllm.server.access import Access
-from graphllm.server.alone import OwnOverview, in_memory
+from graphllm.loading.artifact.model import ResolvedModel
 from graphllm.server.app import create_app
-from graphllm.server.chat.call import CHAT, CHAT_BATCH, Call, Style, write_out
-from graphllm.server.generation import Running
-from graphllm.server.operations.engine_view import EngineView
-from graphllm.server.operations.metrics import Metrics
-from graphllm.server.responses.store import ResponseStore
-from graphllm.server.service import Service
+from graphllm.server.http.access import Access
+from graphllm.server.process.single_process import OwnOverview, in_memory
+from graphllm.server.service.generation import Running
+from graphllm.server.service.service import Service
+from graphllm.server.service.stored_responses import ResponseStore
+from graphllm.server.supervision.engine_view import EngineView
+from graphllm.server.supervision.metrics import Metrics
+from tests.engine.stub_core import StubCore, info
 
 Chat = list[dict[str, Any]]
 OPEN = SamplingParams(max_tokens=None)

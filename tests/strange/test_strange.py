@@ -8,7 +8,6 @@ import itertools
 import json
 import random
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,14 @@ from safetensors.torch import save_file
 
 from graphllm.config import Bucket, ConfigError
 from graphllm.engine.core import EngineCore
-from graphllm.engine.request import Adapter, EngineRequest, Item
-from graphllm.entrypoints.core import warm_up_host
-from graphllm.entrypoints.source import open_source
+from graphllm.engine.requests.request import Adapter, EngineRequest, Item
 from graphllm.ir.registry import load_ops
+from graphllm.loading.checkpoint.source import open_source
+from graphllm.loading.core.load import warm_up_host
 from tests.artifacts import artifact_of
+from tests.engine.harness import GREEDY, finish, open_core, request, verify_all_drafts
+from tests.strange import expected
 from tests.tiers import COMPILED, ON_GPU, thorough
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
-import expected  # noqa: E402
-from harness import GREEDY, finish, open_core, request, verify_all_drafts  # noqa: E402
 
 FEATURES = ("recurrent", "latent", "window", "cross", "image", "axes", "adapter", "extern", "encoded")
 COUNT, SEQS = 12, 3

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from graphllm.compile.pipeline import find_model
 from graphllm.config import ConfigError
 from graphllm.ir.registry import load_ops
-from graphllm.weights.adapted import AdaptedLinear, AdapterPart, adapted_linear
-from graphllm.weights.adapters import adapter_bytes, adapter_digest, check_adapter, read_adapter
-from graphllm.weights.plan import make_plan
+from graphllm.weights.adapters.adapted import AdaptedLinear, AdapterPart, adapted_linear
+from graphllm.weights.adapters.adapters import adapter_bytes, adapter_digest, check_adapter, read_adapter
+from graphllm.weights.plan.plan import make_plan
 
 _SIZES = {
     "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -17,17 +17,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graphllm import artifact
-from graphllm.artifact import ArtifactError
 from graphllm.config import ConfigError, EngineArgs, Env
-from graphllm.entrypoints.build import find_or_build
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
-from graphllm.weights import baked, loader
-from graphllm.weights.baked import BakedError
-from graphllm.weights.checkpoint import Checkpoint
-from graphllm.weights.expr import Concat, Encode, Permute, Read, Tie, Values
-from graphllm.weights.plan import Entry, WeightPlan
+from graphllm.loading.artifact.build import find_or_build
+from graphllm.loading.artifact.resolve import compile_config
+from graphllm.loading.checkpoint.source import open_source
+from graphllm.program import artifact, baked_table
+from graphllm.program.artifact import ArtifactError
+from graphllm.program.baked_table import BakedError
+from graphllm.weights.checkpoint.checkpoint import Checkpoint
+from graphllm.weights.loading import baked, loader
+from graphllm.weights.plan.expr import Concat, Encode, Permute, Read, Tie, Values
+from graphllm.weights.plan.plan import Entry, WeightPlan
 from tests.tiers import thorough
 from tests.waiting import PATIENCE
 
@@ -92,7 +92,7 @@ def test_any_plan(tmp_path: Path) -> None:
     )
     (tmp_path / "weights.json").write_text(WeightPlan(entries).to_json())
     baked.bake(tmp_path, Checkpoint.open(tmp_path))
-    baked.check_contents(tmp_path)
+    baked_table.check_contents(tmp_path)
     found = baked.open_weights(tmp_path)
     assert torch.equal(found["turned"], a.T.bfloat16())
     assert found["tied"].data_ptr() == found["turned"].data_ptr()
@@ -155,30 +155,30 @@ def test_same_tokens_without_the_checkpoints_weights(
 
 def test_cached_artifact_with_weights_is_found(cli: Any, checkpoint: Path) -> None:
     place = Path(cli("compile", checkpoint, *SMALL, "--bake-weights").out.strip())
-    assert baked.is_baked(place)
+    assert baked_table.is_baked(place)
     done = cli("run", "--model", checkpoint, "--artifact", "require", *SMALL, *ASK)
     assert done.code == 0, done.err
     assert cli("compile", checkpoint, *SMALL).out.strip() == str(place)
-    assert not baked.is_baked(place)
+    assert not baked_table.is_baked(place)
 
 
 def _truncate(folder: Path) -> None:
-    os.truncate(folder / baked.DATA, 10_000)
+    os.truncate(folder / baked_table.DATA, 10_000)
 
 
 def _remove(folder: Path) -> None:
-    (folder / baked.DATA).unlink()
+    (folder / baked_table.DATA).unlink()
 
 
 def _replace(folder: Path) -> None:
     """By another file of the same size."""
-    (folder / baked.DATA).write_bytes(os.urandom((folder / baked.DATA).stat().st_size))
+    (folder / baked_table.DATA).write_bytes(os.urandom((folder / baked_table.DATA).stat().st_size))
 
 
 def _edit_table(folder: Path) -> None:
-    table = json.loads((folder / baked.TABLE).read_text())
+    table = json.loads((folder / baked_table.TABLE).read_text())
     table["tensors"]["embed.tokens"] = next(iter(table["tensors"].values()))
-    (folder / baked.TABLE).write_text(json.dumps(table))
+    (folder / baked_table.TABLE).write_text(json.dumps(table))
 
 
 @pytest.mark.parametrize(
@@ -209,9 +209,9 @@ def test_other_checkpoint_is_refused_before_torch_is_imported(baked_artifact: Pa
 
 def test_full_check_finds_any_flipped_bit(cli: Any, copy: Path) -> None:
     assert "checksum verified" in cli("inspect", copy).out
-    size = (copy / baked.DATA).stat().st_size
+    size = (copy / baked_table.DATA).stat().st_size
     for at in (4096, size // 2, size - 1):
-        with (copy / baked.DATA).open("r+b") as file:
+        with (copy / baked_table.DATA).open("r+b") as file:
             file.seek(at)
             byte = file.read(1)[0]
             file.seek(at)
@@ -220,10 +220,10 @@ def test_full_check_finds_any_flipped_bit(cli: Any, copy: Path) -> None:
         done = cli("inspect", copy)
         assert done.code == 2
         assert "weights.bin does not match its checksum" in done.err
-        with (copy / baked.DATA).open("r+b") as file:
+        with (copy / baked_table.DATA).open("r+b") as file:
             file.seek(at)
             file.write(bytes([byte]))
-    baked.check_contents(copy)
+    baked_table.check_contents(copy)
 
 
 def test_table_is_part_of_the_manifest(copy: Path) -> None:
@@ -241,13 +241,13 @@ def test_dummy_weights_are_not_baked(cli: Any, checkpoint: Path) -> None:
 MAPS = """
 import re, sys
 from pathlib import Path
-from graphllm.weights import baked
+from graphllm.weights.loading import baked
 found = baked.open_weights(Path(sys.argv[1]))
 total = sum(float(t.float().sum()) for t in found.values())  # reads all pages
 print("ready", flush=True)
 sys.stdin.readline()
 maps = Path("/proc/self/smaps").read_text()
-(part,) = [p for p in re.split(r"^(?=[0-9a-f]+-)", maps, flags=re.M) if baked.DATA in p.partition("\\n")[0]]
+(part,) = [p for p in re.split(r"^(?=[0-9a-f]+-)", maps, flags=re.M) if baked_table.DATA in p.partition("\\n")[0]]
 sizes = {n: int(v) for n, v in re.findall(r"^(\\w+): +(\\d+) kB", part, flags=re.M)}
 shared, own = (sizes[f"{whose}_Clean"] + sizes[f"{whose}_Dirty"] for whose in ("Shared", "Private"))
 print(part.split()[1], sizes["Rss"], shared, own, flush=True)
@@ -270,7 +270,7 @@ def test_two_processes_share_one_copy_from_a_read_only_folder(copy: Path) -> Non
             p.stdin.flush()
             access, resident, shared, own = p.stdout.readline().split()
             assert access == "r--s"
-            assert int(shared) == int(resident) > 0.9 * (copy / baked.DATA).stat().st_size / 1024
+            assert int(shared) == int(resident) > 0.9 * (copy / baked_table.DATA).stat().st_size / 1024
             assert own == "0"
     finally:
         for p in both:
@@ -288,7 +288,7 @@ def test_two_compiles_of_one_key(checkpoint: Path, cache: Path) -> None:
         assert compiling.returncode == 0, problem
     (made,) = (cache / "artifacts").iterdir()
     artifact.verify(made)
-    baked.check_contents(made)
+    baked_table.check_contents(made)
 
 
 @pytest.mark.thorough
@@ -307,8 +307,8 @@ def test_full_disk_leaves_nothing(checkpoint: Path, cache: Path) -> None:
 
 
 def test_format_of_the_future(copy: Path) -> None:
-    table = json.loads((copy / baked.TABLE).read_text())
-    (copy / baked.TABLE).write_text(json.dumps({**table, "format": 99}))
+    table = json.loads((copy / baked_table.TABLE).read_text())
+    (copy / baked_table.TABLE).write_text(json.dumps({**table, "format": 99}))
     with pytest.raises(BakedError, match="format 99"):
         baked.check(copy)
     assert issubclass(BakedError, ConfigError)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from graphllm.config import ConfigError
-from graphllm.weights.checkpoint import Checkpoint, WeightError, fingerprint, read_header
+from graphllm.weights.checkpoint.checkpoint import Checkpoint, WeightError, fingerprint, read_header
 
 
 def save_shards(folder: Path, shards: dict[str, dict[str, torch.Tensor]]) -> None:

@@ -14,22 +14,36 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from graphllm.weights import baked
-from graphllm.weights.checkpoint import Checkpoint, WeightError
-from graphllm.weights.expr import Cast, Concat, Encode, Expr, Permute, Read, Repeat, Reshape, Slice, Stack, Tie, Values
-from graphllm.weights.layout import baked_layout, checkpoint_layout
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import Entry, WeightPlan
+from graphllm.weights.checkpoint.checkpoint import Checkpoint, WeightError
+from graphllm.weights.loading import baked
+from graphllm.weights.loading.layout import baked_layout, checkpoint_layout
+from graphllm.weights.loading.loader import load_weights
+from graphllm.weights.plan.expr import (
+    Cast,
+    Concat,
+    Encode,
+    Expr,
+    Permute,
+    Read,
+    Repeat,
+    Reshape,
+    Slice,
+    Stack,
+    Tie,
+    Values,
+)
+from graphllm.weights.plan.plan import Entry, WeightPlan
 from tests.stub_driver import run_with_driver
 
 # Reads in chunks of 40 bytes, which cut numbers, and prints every parameter's bytes.
 SCRIPT = """
 import ctypes, json, sys
 from pathlib import Path
-from graphllm.weights import baked, early
-from graphllm.weights.checkpoint import Checkpoint
-from graphllm.weights.layout import baked_layout, checkpoint_layout
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.loading import baked
+from graphllm.weights.loading import early_reading as early
+from graphllm.weights.checkpoint.checkpoint import Checkpoint
+from graphllm.weights.loading.layout import baked_layout, checkpoint_layout
+from graphllm.weights.plan.plan import WeightPlan
 folder, then = Path(sys.argv[1]), sys.argv[2:]
 early._CHUNK = 4096 if "long" in then else 40
 def find():
@@ -193,5 +207,6 @@ def test_reading_is_interrupted(tmp_path: Path) -> None:
 
 
 def test_nothing_of_it_imports_torch() -> None:
-    code = "import sys, graphllm.weights.early, graphllm.weights.layout; assert 'torch' not in sys.modules"
+    modules = "graphllm.weights.loading.early_reading, graphllm.weights.loading.layout"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

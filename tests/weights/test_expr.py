@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graphllm.ops.quant_linear.op import dequantize
-from graphllm.weights import loader, readers
-from graphllm.weights.checkpoint import Checkpoint, WeightError
-from graphllm.weights.evaluate import evaluate
-from graphllm.weights.expr import (
+from graphllm.ops.gemm.quant_linear.op import dequantize
+from graphllm.weights.checkpoint.checkpoint import Checkpoint, WeightError
+from graphllm.weights.loading import loader, readers
+from graphllm.weights.loading.loader import load_weights
+from graphllm.weights.plan.evaluate import evaluate
+from graphllm.weights.plan.expr import (
     ANY,
     Cast,
     Concat,
@@ -37,10 +38,9 @@ from graphllm.weights.expr import (
     Values,
     walk,
 )
-from graphllm.weights.loader import load_weights
-from graphllm.weights.match import check_checkpoint
-from graphllm.weights.plan import Entry, WeightPlan, decoded
-from graphllm.weights.simplify import Region, at_rank, region_of, same_encodings, simplify
+from graphllm.weights.plan.match import check_checkpoint
+from graphllm.weights.plan.plan import Entry, WeightPlan, decoded
+from graphllm.weights.plan.simplify import Region, at_rank, region_of, same_encodings, simplify
 from tests.tiers import draws
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}

@@ -3,10 +3,8 @@ and the original tokenizer's ids, and broken files are refused by name."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +26,15 @@ from transformers import (
 from graphllm import LLM, SamplingParams
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.embedded import MODEL_DIR
-from graphllm.engine.text import Tokenizer
-from graphllm.entrypoints.gguf_folder import gguf_folder, gguf_tokenizer_folder
-from graphllm.entrypoints.gguf_tokenizer import write_tokenizer
-from graphllm.entrypoints.source import find_source
-from graphllm.ops.gguf_blocks import TILED
+from graphllm.engine.requests.text import Tokenizer
+from graphllm.loading.checkpoint.gguf_folder import gguf_folder, gguf_tokenizer_folder
+from graphllm.loading.checkpoint.gguf_tokenizer import write_tokenizer
+from graphllm.loading.checkpoint.source import find_source
+from graphllm.ops.encodings.gguf_blocks import TILED
+from graphllm.weights.checkpoint.gguf import TYPES, read_gguf
 from graphllm.weights.encodings import encoding_of
-from graphllm.weights.expr import Encode
-from graphllm.weights.gguf import TYPES, read_gguf
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.plan.expr import Encode
+from graphllm.weights.plan.plan import WeightPlan
 from tests.tiers import thorough
 
 _COMMON: dict[str, Any] = {
@@ -187,11 +185,8 @@ _COMPILED = pytest.param("llama", "mixed", "inductor", marks=pytest.mark.slow)
 def test_logits(kind: str, quantized: str, backend: Any, tmp_path: Path) -> None:
     model = _tiny(kind)
     _write(tmp_path / "model.gguf", kind, model, quantized)
-    spec = importlib.util.spec_from_file_location("driver", Path(__file__).parents[1] / "models" / "driver.py")
-    assert spec is not None
-    assert spec.loader is not None
-    driver = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(driver)
+    from tests.models import driver
+
     runner = driver.Driver(gguf_folder(tmp_path / "model.gguf"), backend)
     prompt = torch.randint(0, 128, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     logits, _ = runner.generate([prompt], 1)
@@ -214,8 +209,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     torch.manual_seed(7)
     model = Qwen3ForCausalLM(Qwen3Config(**_COMMON | {"intermediate_size": 128}, tie_word_embeddings=True)).eval()
     _write(tmp_path / "model.gguf", "qwen3", model, "mixed")
-    sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-    driver, sharded = importlib.import_module("driver"), importlib.import_module("sharded")
+    from tests.models import driver, sharded
+
     opened: list[Any] = []
 
     def ranks_of(place: Path, checkpoint: Any) -> Any:

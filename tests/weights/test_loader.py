@@ -23,12 +23,12 @@ from safetensors.torch import save_file
 
 from graphllm.ir.model import Model
 from graphllm.ir.weight import Weight
-from graphllm.weights import loader, readers
-from graphllm.weights.checkpoint import Checkpoint, WeightError
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import WeightPlan, make_plan
-from graphllm.weights.random import random_weights
-from graphllm.weights.readers import Loading, Progress
+from graphllm.weights.checkpoint.checkpoint import Checkpoint, WeightError
+from graphllm.weights.loading import loader, readers
+from graphllm.weights.loading.loader import load_weights
+from graphllm.weights.loading.random import random_weights
+from graphllm.weights.loading.readers import Loading, Progress
+from graphllm.weights.plan.plan import WeightPlan, make_plan
 from tests.tiers import draws, thorough
 from tests.waiting import until
 
@@ -281,9 +281,9 @@ _MEASURE = """
 import sys
 import queue
 import threading
-from graphllm.weights.checkpoint import Checkpoint
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import WeightPlan
+from graphllm.weights.checkpoint.checkpoint import Checkpoint
+from graphllm.weights.loading.loader import load_weights
+from graphllm.weights.plan.plan import WeightPlan
 
 def memory(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) << 10

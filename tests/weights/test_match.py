@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from graphllm.compile import pipeline
 from graphllm.config import EngineArgs, Env
-from graphllm.entrypoints.build import find_or_build
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
-from graphllm.weights.checkpoint import WeightError
+from graphllm.loading.artifact.build import find_or_build
+from graphllm.loading.artifact.resolve import compile_config
+from graphllm.loading.checkpoint.source import open_source
+from graphllm.weights.checkpoint.checkpoint import WeightError
 
 GONE = "model.layers.1.self_attn.k_proj.weight"
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graphllm import artifact
 from graphllm.config import ConfigError
-from graphllm.entrypoints.source import open_source
-from graphllm.runtime.staging import ragged
+from graphllm.loading.checkpoint.source import open_source
+from graphllm.program import artifact
+from graphllm.runtime.memory.staging import ragged
 from graphllm.weights import encodings
-from graphllm.weights.checkpoint import Checkpoint, WeightError
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import WeightPlan
-from graphllm.weights.random import random_weights
+from graphllm.weights.checkpoint.checkpoint import Checkpoint, WeightError
+from graphllm.weights.loading.loader import load_weights
+from graphllm.weights.loading.random import random_weights
+from graphllm.weights.plan.plan import WeightPlan
 from tests.artifacts import artifact_of, open_executor
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -102,8 +102,8 @@ def test_a_part_that_is_missing(encoded: tuple[Path, Path]) -> None:
     tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].float()
     save_file(tensors, file, metadata={"format": "pt"})
     from graphllm.compile.pipeline import find_model
-    from graphllm.weights.match import check_checkpoint
-    from graphllm.weights.plan import make_plan
+    from graphllm.weights.plan.match import check_checkpoint
+    from graphllm.weights.plan.plan import make_plan
 
     source = open_source(encoded[0])
     model = find_model(source.config)

@@ -13,9 +13,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from graphllm.compile.pipeline import find_model
-from graphllm.entrypoints.source import open_source
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import make_plan
+from graphllm.loading.checkpoint.source import open_source
+from graphllm.weights.loading.loader import load_weights
+from graphllm.weights.plan.plan import make_plan
 from tests.tiers import thorough
 
 _SIZES = {

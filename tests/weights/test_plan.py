@@ -14,7 +14,7 @@ from graphllm.config import ConfigError
 from graphllm.ir.model import Model
 from graphllm.ir.weight import Weight
 from graphllm.weights.dtypes import ITEMSIZE
-from graphllm.weights.expr import (
+from graphllm.weights.plan.expr import (
     ANY,
     Cast,
     Concat,
@@ -31,7 +31,7 @@ from graphllm.weights.expr import (
     Tie,
     Values,
 )
-from graphllm.weights.plan import Entry, WeightPlan, make_plan
+from graphllm.weights.plan.plan import Entry, WeightPlan, make_plan
 
 
 def model(embed: dict[str, Weight], layer: Any = None, head: dict[str, Weight] | None = None, kinds: Any = ()) -> Model:

@@ -3,46 +3,32 @@ transformers' logits with these numbers, and what is broken is refused by its na
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from quantized import FORMATS, GROUP, WIDTH, Format, symmetric, write
 from safetensors.torch import load_file, save_file
 
-from graphllm import artifact
 from graphllm.compile.pipeline import find_model
 from graphllm.config import ConfigError, EngineArgs
-from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
-from graphllm.weights.checkpoint import WeightError
+from graphllm.loading.artifact.resolve import compile_config
+from graphllm.loading.checkpoint.source import open_source
+from graphllm.program import artifact
+from graphllm.weights.checkpoint.checkpoint import WeightError
 from graphllm.weights.encodings import encoding_of
-from graphllm.weights.expr import Decode, Encode
-from graphllm.weights.loader import load_weights
-from graphllm.weights.match import check_checkpoint
-from graphllm.weights.plan import Entry, WeightPlan, make_plan
-from graphllm.weights.schemes import as_quantized, scheme_of
-from graphllm.weights.shard import shard_plan
-from graphllm.weights.simplify import same_encodings
+from graphllm.weights.loading.loader import load_weights
+from graphllm.weights.plan.expr import Decode, Encode
+from graphllm.weights.plan.match import check_checkpoint
+from graphllm.weights.plan.plan import Entry, WeightPlan, make_plan
+from graphllm.weights.plan.schemes import as_quantized, scheme_of
+from graphllm.weights.plan.shard import shard_plan
+from graphllm.weights.plan.simplify import same_encodings
+from tests.models import driver, sharded
 from tests.tiers import thorough
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-import sharded
-
-
-def _driver() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("driver", Path(__file__).parents[1] / "models" / "driver.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.weights.quantized import FORMATS, GROUP, WIDTH, Format, symmetric, write
 
 
 def _plan(folder: Path, random: bool = False) -> WeightPlan:
@@ -125,7 +111,7 @@ def test_what_is_repacked_for_kernels_stands_for_the_same_numbers(name: str, tmp
 @pytest.mark.parametrize("name", ["gptq by activation", "awq", "fp8 blocks", "packed int4, zeros", "nf4 nested"])
 def test_logits(name: str, tmp_path: Path) -> None:
     model = write(tmp_path, FORMATS[name])
-    runner = _driver().Driver(tmp_path, "eager")
+    runner = driver.Driver(tmp_path, "eager")
     prompt = torch.randint(0, 128, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     logits, _ = runner.generate([prompt], 1)
     torch.testing.assert_close(logits[0], model(torch.tensor([prompt])).logits[0, -1], atol=2e-4, rtol=0)
@@ -230,7 +216,7 @@ def _compare_two_ranks(folder: Path, model: Any, apart: bool, kept: str) -> None
         return opened[0]
 
     settings = {"tensor_parallel_size": 2, "enable_expert_parallel": apart}
-    runner = _driver().Driver(folder, "eager", settings=settings, opened=ranks_of)
+    runner = driver.Driver(folder, "eager", settings=settings, opened=ranks_of)
     shown = {row["name"]: row["kept"] for row in artifact.verify(runner.place)["weights"]}
     assert {shown["layers.*.gate_up"], shown["layers.*.down"]} == {kept}
     prompts = [torch.randint(128, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 50)]
@@ -305,7 +291,7 @@ def test_modules_that_are_left_alone(tmp_path: Path) -> None:
     weights = _loaded(tmp_path, _plan(tmp_path))
     _same(weights["layers.0.down"], model.state_dict()["model.layers.0.mlp.down_proj.weight"])
     _same(weights["layers.1.o"], model.state_dict()["model.layers.1.self_attn.o_proj.weight"])
-    runner = _driver().Driver(tmp_path, "eager")
+    runner = driver.Driver(tmp_path, "eager")
     shown = {(row["name"], *row["layers"]): row for row in artifact.verify(runner.place)["weights"]}
     assert (shown["layers.*.down", 0]["kept"], shown["layers.*.down", 0]["bits"]) == ("float32", 32)
     assert shown["layers.*.down", 1]["kept"] == f"nibble_zeros_f16-{GROUP}"

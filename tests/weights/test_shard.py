@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from graphllm.config import ConfigError
 from graphllm.ir.model import Model
 from graphllm.ir.weight import Weight
-from graphllm.weights.checkpoint import Checkpoint
+from graphllm.weights.checkpoint.checkpoint import Checkpoint
 from graphllm.weights.encodings import encoding_of
-from graphllm.weights.expr import Encode, Permute, Read
-from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import Entry, WeightPlan, make_plan
-from graphllm.weights.shard import shard_plan
+from graphllm.weights.loading.loader import load_weights
+from graphllm.weights.plan.expr import Encode, Permute, Read
+from graphllm.weights.plan.plan import Entry, WeightPlan, make_plan
+from graphllm.weights.plan.shard import shard_plan
 
 
 def plan_of(weights: dict[str, Weight]) -> WeightPlan:

@@ -64,7 +64,7 @@ class _OursGguf(Peer):
 
 
 def _artifact(model: Workload, kind: str) -> Path:
-    from graphllm.artifact import source_digest
+    from graphllm.program.artifact import source_digest
 
     return model.work / f"graphllm-{kind}-{source_digest()}"
 
@@ -83,7 +83,7 @@ def _open(model: Workload, artifact: Path) -> Any:
 
     set_environment()  # before torch is loaded
     from graphllm.config import EngineArgs
-    from graphllm.entrypoints.model import resolve_model
+    from graphllm.loading.artifact.model import resolve_model
 
     return resolve_model(EngineArgs(model.checkpoint, artifact=artifact, target="cpu"))
 
@@ -112,14 +112,14 @@ class _Stamped:
 class _Llm(Runner):
     def __init__(self, model: Workload, artifact: Path) -> None:
         resolved = _open(model, artifact)
-        from graphllm.entrypoints.core import load_core
         from graphllm.entrypoints.llm import LLM
+        from graphllm.loading.core.load import load_core
 
         core: Any = _Stamped(load_core(resolved.config))
         self._core, self._llm = core, LLM.from_core(core, resolved.tokenizer)
 
     def run(self, prompts: Sequence[list[int]], count: int) -> Times:
-        from graphllm.config.sampling import SamplingParams
+        from graphllm.config.requests.sampling_params import SamplingParams
 
         self._core.times.clear()
         self._llm.generate(list(prompts), SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
@@ -134,10 +134,10 @@ class _Executor(Runner):
 
     def __init__(self, model: Workload, artifact: Path) -> None:
         resolved = _open(model, artifact)
-        from graphllm import artifact as files
+        from graphllm.program import artifact as files
         from graphllm.runtime.executor import Executor
         from graphllm.runtime.stream import alone
-        from graphllm.weights import baked
+        from graphllm.weights.loading import baked
 
         manifest = files.verify(Path(resolved.config.load.artifact))
         self._width = -(-model.max_len // manifest["factors"]["compile"]["block_size"])
@@ -158,7 +158,7 @@ class _Executor(Runner):
     def _step(self, rows: list[list[int]], start: int) -> list[int]:
         import numpy as np
 
-        from graphllm.runtime.staging import ragged
+        from graphllm.runtime.memory.staging import ragged
 
         blocks = np.arange(1, len(rows) * self._width + 1, dtype=np.int32)
         step = ragged(rows, [start] * len(rows), [blocks.reshape(len(rows), self._width)])

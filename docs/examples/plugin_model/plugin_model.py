@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from graphllm.config.fields import whole
 from graphllm.ir import Graph, Model, Weight, register_model, select_rows
 from graphllm.model_defs.common import split_heads
-from graphllm.ops.embedding import embedding
-from graphllm.ops.linear import linear
-from graphllm.ops.paged_attention import kv_state, paged_attention
-from graphllm.ops.rms_norm import rms_norm
+from graphllm.ops import embedding, linear, paged_attention, rms_norm
+from graphllm.ops.attention.paged_attention import kv_state
 
 EPS = 1e-6
 

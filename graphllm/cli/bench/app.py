@@ -66,9 +66,9 @@ def serve_command(
     quiet: Quiet = False,
 ) -> None:
     """Send requests to a server and measure throughput and latencies; exit status 1 when requests failed."""
-    from graphllm.cli.bench.serve import Load, bench_serve
+    from graphllm.cli.bench.serve import Traffic, bench_serve
 
-    load = Load(
+    load = Traffic(
         url, api_key, model, endpoint, dataset, num_prompts, request_rate, burstiness, max_concurrency, input_len,
         output_len, prefix_len, vocab_size, temperature, ignore_eos, seed, goodput or (), num_warmups, request_timeout,
     )  # fmt: skip

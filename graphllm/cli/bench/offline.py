@@ -17,14 +17,14 @@ from graphllm.cli.bench import report
 from graphllm.cli.bench.workload import Prompt, Span, random_prompts
 from graphllm.cli.build import build_errors, console
 from graphllm.config import ConfigError, EngineArgs
-from graphllm.config.sampling import SamplingParams
-from graphllm.engine.expert_load import imbalance
-from graphllm.engine.outputs import RequestOutput
-from graphllm.engine.request import Core, CoreInfo
-from graphllm.entrypoints.core import load_core
+from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.engine.metrics.expert_load import imbalance
+from graphllm.engine.requests.outputs import RequestOutput
+from graphllm.engine.requests.request import Core, CoreInfo
 from graphllm.entrypoints.llm import LLM
-from graphllm.entrypoints.model import resolve_model
-from graphllm.entrypoints.source import find_source, find_tokenizer
+from graphllm.loading.artifact.model import resolve_model
+from graphllm.loading.checkpoint.source import find_source, find_tokenizer
+from graphllm.loading.core.load import load_core
 
 _LATENCY_PERCENTILES = (10, 25, 50, 75, 90, 99)
 

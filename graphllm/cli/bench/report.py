@@ -18,7 +18,7 @@ from rich.table import Table
 
 from graphllm.config import ConfigError
 from graphllm.config.fields import is_folder
-from graphllm.machine import detect_target
+from graphllm.host.machine import detect_target
 from graphllm.version import __version__
 
 _SECRET = "--api-key"

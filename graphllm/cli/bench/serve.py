@@ -28,7 +28,7 @@ _BUSY = 0.9  # share of a core above which this client may be what is measured
 
 
 @dataclass(frozen=True)
-class Load:
+class Traffic:
     """What to send where. model: None for the server's own. num_prompts: None for the dataset's lines, or 1000.
     request_rate: per second, infinity for all at once. max_concurrency: requests in flight, None for no limit.
     input_len, output_len: "128" or "100-1024". timeout: seconds for one request."""
@@ -91,7 +91,7 @@ class Counts:
     peak: int = 0
 
 
-def bench_serve(load: Load, output: Path | None, quiet: bool) -> int:
+def bench_serve(load: Traffic, output: Path | None, quiet: bool) -> int:
     """Measure, show and write; the exit status: 1 when requests failed. Raises ConfigError before anything is measured
     when the server cannot be used."""
     report.check_output(output)
@@ -123,7 +123,7 @@ def bench_serve(load: Load, output: Path | None, quiet: bool) -> int:
     return 1 if figures["failed"] else 0
 
 
-async def _measure(load: Load, quiet: bool) -> tuple[Server, Sent]:
+async def _measure(load: Traffic, quiet: bool) -> tuple[Server, Sent]:
     client = HttpClient(load.url, load.api_key, load.timeout)
     with contextlib.closing(client):
         server = await ask(client, load.url, load.model)
@@ -163,7 +163,7 @@ async def ask(client: HttpClient, url: str, model: str | None) -> Server:
     return Server(name, cards[name].get("max_model_len"), None)
 
 
-def prepare(load: Load, server: Server) -> tuple[list[bytes], list[bytes]]:
+def prepare(load: Traffic, server: Server) -> tuple[list[bytes], list[bytes]]:
     """Bodies for warming up, and those that are measured. Raises ConfigError for what cannot run."""
     output_len = Span.parse("output-len", load.output_len)
     fixed = {

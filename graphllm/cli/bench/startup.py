@@ -24,7 +24,7 @@ _PROMPT = list(range(1, 17))
 _STOP_SECONDS = 30.0
 
 
-class Start(NamedTuple):
+class StartTimes(NamedTuple):
     """One start, in seconds from the start of the process: until /health/live and /health/ready were fine, and the
     first token of a completion came. phases: the server's own account. stop: from SIGTERM to the end."""
 
@@ -61,7 +61,7 @@ def bench_startup(
     report.write(output, result)
 
 
-def start_once(server: ServerProcess, timeout: float) -> Start:
+def start_once(server: ServerProcess, timeout: float) -> StartTimes:
     """Wait for it, use it, stop it. Raises ServerError."""
     with server:
         live = server.wait_for("/health/live", timeout)
@@ -71,7 +71,7 @@ def start_once(server: ServerProcess, timeout: float) -> Start:
             raise server.failed(f"the first completion failed: {timeline.error}")
         phases = read_phases(server.get("/metrics"))
         first_token = timeline.started + timeline.ttft - server.started
-        return Start(live, ready, first_token, phases, server.stop(_STOP_SECONDS))
+        return StartTimes(live, ready, first_token, phases, server.stop(_STOP_SECONDS))
 
 
 async def _first_token(url: str, timeout: float) -> Timeline:
@@ -93,9 +93,11 @@ def read_phases(metrics: str) -> dict[str, float]:
     }
 
 
-def summarize(starts: Sequence[Start]) -> dict[str, Any]:
+def summarize(starts: Sequence[StartTimes]) -> dict[str, Any]:
     """Median, least and most of each and of the phases, and all runs."""
-    seconds = {name: _spread([getattr(start, name) for start in starts]) for name in Start._fields if name != "phases"}
+    seconds = {
+        name: _spread([getattr(start, name) for start in starts]) for name in StartTimes._fields if name != "phases"
+    }
     names = dict.fromkeys(phase for start in starts for phase in start.phases)
     phases = {phase: _spread([s.phases[phase] for s in starts if phase in s.phases]) for phase in names}
     return {"seconds": seconds, "phases": phases, "starts": [start._asdict() for start in starts]}

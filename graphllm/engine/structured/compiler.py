@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphllm.config import ConfigError
-from graphllm.engine.grammar_trial import GrammarTrial
-from graphllm.engine.structured.source import Key, Source, key_of, source_of
+from graphllm.engine.structured.grammar_trial import GrammarTrial
+from graphllm.engine.structured.source import GrammarSource, Key, key_of, source_of
 
 if TYPE_CHECKING:
-    from graphllm.config.sampling import StructuredOutputsParams
+    from graphllm.config.requests.sampling_params import StructuredOutputsParams
 
 T = TypeVar("T")
 G = TypeVar("G", bound="Grammar")
@@ -78,8 +78,8 @@ class CachingCompiler(ABC, Generic[G]):
     name: ClassVar[str]
     package: ClassVar[str]  # the module that it imports
     fields: ClassVar[frozenset[str]]  # of StructuredOutputsParams that it takes
-    # Keywords that it enforces fully, by the kind of a schema (`graphllm.engine.structured.subset`); None: all that
-    # `graphllm.engine.schema` lets through.
+    # Keywords that it enforces fully, by the kind of a schema (`graphllm.engine.structured.backends.subset`); None: all
+    # that `graphllm.engine.structured.schemas.schema` lets through.
     shapes: ClassVar[Mapping[str, frozenset[str]] | None]
 
     def __init__(self, tokenizer_folder: Path, vocab: int, stop_ids: frozenset[int]) -> None:
@@ -90,7 +90,7 @@ class CachingCompiler(ABC, Generic[G]):
         self._lock = threading.Lock()
 
     @abstractmethod
-    def prepare(self, source: Source, spec: StructuredOutputsParams) -> Prepared:
+    def prepare(self, source: GrammarSource, spec: StructuredOutputsParams) -> Prepared:
         """Raises ConfigError, UnsupportedError for what it cannot do."""
 
     @abstractmethod
@@ -115,7 +115,7 @@ class CachingCompiler(ABC, Generic[G]):
         source = source_of(spec)
         return self._known(source, spec) or self._add(source, spec, self.prepare(source, spec))
 
-    def _add(self, source: Source, spec: StructuredOutputsParams, prepared: Prepared) -> G:
+    def _add(self, source: GrammarSource, spec: StructuredOutputsParams, prepared: Prepared) -> G:
         grammar = _on_deep_stack(lambda: self.build(source.field, prepared.form, spec))
         cache = self._caches[source.cheap and prepared.cheap]
         with self._lock:
@@ -130,7 +130,7 @@ class CachingCompiler(ABC, Generic[G]):
             for cache in self._caches.values():
                 cache.clear()
 
-    def _known(self, source: Source, spec: StructuredOutputsParams) -> G | None:
+    def _known(self, source: GrammarSource, spec: StructuredOutputsParams) -> G | None:
         key = key_of(source, spec)
         with self._lock:
             for cache in self._caches.values():

@@ -10,23 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from graphllm.config import ConfigError
-from graphllm.engine.bad_words import BadWords, TokenTexts
+from graphllm.engine.requests.text import Tokenizer
+from graphllm.engine.structured.bad_words import BadWords, TokenTexts
 from graphllm.engine.structured.compiler import CachingCompiler, Grammar
 from graphllm.engine.structured.source import UnsupportedError
-from graphllm.engine.text import Tokenizer
 
 if TYPE_CHECKING:
-    from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
+    from graphllm.config.requests.sampling_params import SamplingParams, StructuredOutputsParams
 
 T = TypeVar("T")
 Compiler = CachingCompiler[Any]
 
 # In the order in which they are named to people. A file imports its library when it is used.
 _CLASSES = {
-    "guidance": "graphllm.engine.grammar:GrammarCompiler",
-    "xgrammar": "graphllm.engine.structured.xgrammar:XGrammarCompiler",
-    "outlines": "graphllm.engine.structured.outlines:OutlinesCompiler",
-    "lm-format-enforcer": "graphllm.engine.structured.lm_format_enforcer:LMFormatEnforcerCompiler",
+    "guidance": "graphllm.engine.structured.backends.llguidance:GrammarCompiler",
+    "xgrammar": "graphllm.engine.structured.backends.xgrammar:XGrammarCompiler",
+    "outlines": "graphllm.engine.structured.backends.outlines:OutlinesCompiler",
+    "lm-format-enforcer": "graphllm.engine.structured.backends.lm_format_enforcer:LMFormatEnforcerCompiler",
 }
 _AUTO = "guidance"
 

@@ -7,10 +7,10 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphllm.config import ConfigError
-from graphllm.engine.schema import parse_schema
+from graphllm.engine.structured.schemas.schema import parse_schema
 
 if TYPE_CHECKING:
-    from graphllm.config.sampling import StructuredOutputsParams
+    from graphllm.config.requests.sampling_params import StructuredOutputsParams
 
 _MAX_MESSAGE = 300
 _CHEAP_TEXT = 20_000  # characters up to which a text compiles in less than 0.1 s, whatever it says
@@ -43,7 +43,7 @@ class UnsupportedError(ConfigError):
         return f"structured_outputs.{self.field}: {place}{self.what} is not supported by {backend}{why}; {remedy}"
 
 
-class Source(NamedTuple):
+class GrammarSource(NamedTuple):
     """What a request asks for. field: that is given. content: of it, in a form that can be looked up. cheap: it is
     short, so that nothing but what it says can make it expensive."""
 
@@ -52,26 +52,26 @@ class Source(NamedTuple):
     cheap: bool
 
 
-def source_of(spec: StructuredOutputsParams) -> Source:
+def source_of(spec: StructuredOutputsParams) -> GrammarSource:
     """Raises ConfigError for a schema that is none."""
     pattern = len(spec.whitespace_pattern or "") <= _CHEAP_PATTERN
     if spec.json is not None:
         text = spec.json if isinstance(spec.json, str) else json.dumps(parse_schema(spec.json))
-        return Source("json", text, pattern and len(text) <= _CHEAP_TEXT)
+        return GrammarSource("json", text, pattern and len(text) <= _CHEAP_TEXT)
     if spec.json_object:
-        return Source("json_object", True, pattern)
+        return GrammarSource("json_object", True, pattern)
     if spec.choice is not None:
-        return Source("choice", tuple(spec.choice), sum(map(len, spec.choice)) <= _CHEAP_TEXT)
+        return GrammarSource("choice", tuple(spec.choice), sum(map(len, spec.choice)) <= _CHEAP_TEXT)
     if spec.regex is not None:
-        return Source("regex", spec.regex, len(spec.regex) <= _CHEAP_TEXT)
+        return GrammarSource("regex", spec.regex, len(spec.regex) <= _CHEAP_TEXT)
     if spec.grammar is not None:
-        return Source("grammar", spec.grammar, len(spec.grammar) <= _CHEAP_TEXT)
+        return GrammarSource("grammar", spec.grammar, len(spec.grammar) <= _CHEAP_TEXT)
     if spec.calls is not None:
-        return Source("calls", spec.calls, sum(len(schema) for _, schema, _ in spec.calls.calls) <= _CHEAP_TEXT)
+        return GrammarSource("calls", spec.calls, sum(len(schema) for _, schema, _ in spec.calls.calls) <= _CHEAP_TEXT)
     raise ConfigError("structured_outputs: empty; give one of json, json_object, choice, regex, grammar")
 
 
-def key_of(source: Source, spec: StructuredOutputsParams) -> Key:
+def key_of(source: GrammarSource, spec: StructuredOutputsParams) -> Key:
     """What two constraints with the same grammar have in common."""
     options = (spec.disable_any_whitespace, spec.disable_additional_properties, spec.whitespace_pattern)
     return (source.field, source.content, *options)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from graphllm.host.machine import detect_target
 from graphllm.ir.op import CallSite, Op
 from graphllm.ir.testing.cases import Case, Maker
 from graphllm.ir.testing.check import cases_of, relative_error
-from graphllm.machine import detect_target
 
 _COLD_BYTES = 256 * 2**20  # more than any cache of the chips in question
 _MOST_COPIES = 64

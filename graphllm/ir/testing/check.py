@@ -20,11 +20,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphllm.config import Bucket, Target
+from graphllm.host.machine import detect_target
 from graphllm.ir.graph import Shapes, TensorSpec
 from graphllm.ir.op import CallSite, Impl, Op
 from graphllm.ir.registry import load_ops
 from graphllm.ir.testing.cases import Case, Maker
-from graphllm.machine import detect_target
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _INTERPRETED = Target("cuda", ("sm_90", "sms_132"), "the Triton interpreter")

@@ -9,12 +9,12 @@ from typing import Any
 
 from fastapi.responses import Response
 
+from graphllm.chat.error_bodies import anthropic_error_body, error_body
 from graphllm.config import ConfigError
-from graphllm.engine.messages import EngineDeadError
-from graphllm.engine.request import QueueFullError
+from graphllm.engine.process.messages import EngineDeadError
+from graphllm.engine.requests.request import QueueFullError
 from graphllm.entrypoints.async_llm import EngineUnhealthyError, SlowReaderError
 from graphllm.runtime.rank_calls import RankCallError
-from graphllm.server.http.error_bodies import anthropic_error_body, error_body
 from graphllm.server.http.wire import json_response, record_of
 
 _FOLDERS = re.compile(r"(?<![\w/:.])(?:/[^\s/'\",;:()]+)+/(?=[^\s/'\",;:()])")

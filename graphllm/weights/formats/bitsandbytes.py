@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.ops.encoded_weights import packed
+from graphllm.ops.encodings.encoded_weights import packed
 from graphllm.weights.encodings import Encoding, Part, register_encoding
-from graphllm.weights.expr import ANY
+from graphllm.weights.plan.expr import ANY
 
 _BLOCK = 64
 # The quantiles of a normal distribution that NormalFloat's codes stand for (Dettmers et al. 2023, appendix E).

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphllm.ops.encoded_weights import packed
+from graphllm.ops.encodings.encoded_weights import packed
 from graphllm.weights.encodings import Encoding, Part, register_family
 
 Shape = Callable[[int, int], tuple[int, ...]]

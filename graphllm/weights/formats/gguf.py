@@ -3,7 +3,8 @@
 gguf_q4_k and the like are the types by their names in the format; "gguf_q4_k-128" is the same for a matrix whose rows
 are interleaved, in heads of 128: the first and the second half of a head take turns, which is how files of the
 architecture llama store queries and keys. Decoding puts the rows back, as the model's rotary embedding wants them.
-tiled_q4_k and the like are the same bytes in the order in which a CPU reads them, see `graphllm.ops.gguf_blocks`.
+tiled_q4_k and the like are the same bytes in the order in which a CPU reads them, see
+`graphllm.ops.encodings.gguf_blocks`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphllm.ops.gguf_blocks import NUMBERS, dequantize, tiles
-from graphllm.ops.gguf_tiles import ROWS, TILED
+from graphllm.ops.encodings.gguf_blocks import NUMBERS, dequantize, tiles
+from graphllm.ops.encodings.gguf_tiles import ROWS, TILED
+from graphllm.weights.checkpoint.gguf import TYPES, Blocks
 from graphllm.weights.encodings import Encoding, Part, register_encoding, register_family
 from graphllm.weights.formats.grouped import grouped_integers, grouped_name
 from graphllm.weights.formats.integers import routines
-from graphllm.weights.gguf import TYPES, Blocks
 
 Parts = Mapping[str, Tensor]
 
@@ -73,7 +74,8 @@ def _tiled(kind: str) -> Encoding:
 
 
 def fast_tiles(blocks_RN: Tensor, kind: str, library: Path | None) -> Tensor:
-    """`graphllm.ops.gguf_blocks.tiles`, by a routine of an artifact's library if that has the kernels of the kind."""
+    """`graphllm.ops.encodings.gguf_blocks.tiles`, by a routine of an artifact's library if that has the kernels of the
+    kind."""
     function: Any = getattr(routines(library), f"graphllm_gguf_tiles_{kind}", None)
     if function is None or blocks_RN.device.type != "cpu":
         return tiles(blocks_RN, kind)

@@ -1,5 +1,6 @@
 """What the kernels for linear layers and experts on a GPU read: numbers of eight or four bits, with a scale and perhaps
-a zero point for each group of inner entries of a row. `graphllm.ops.encoded_weights` says what every bit means.
+a zero point for each group of inner entries of a row. `graphllm.ops.encodings.encoded_weights` says what every bit
+means.
 
 FAMILY-GROUP, a group of 0 is a whole row. float8: E4M3, float32 scales. byte_T: int8, nibble_T: integers of four bits;
 byte_zeros_T and nibble_zeros_T: with zero points. T: the dtype of the scales. e2m1: four-bit floats, the scales powers
@@ -31,7 +32,7 @@ def _grouped(
     name: str, form: str, scales: str, group: int, zeros: bool, encode: Callable[[Tensor], Parts] | None
 ) -> Encoding:
     """scales: their dtype."""
-    from graphllm.ops.encoded_weights import decoded, width_of
+    from graphllm.ops.encodings.encoded_weights import decoded, width_of
 
     def stored(rows: int, inner: int) -> tuple[int, int]:
         return rows, width_of(form, inner, group)
@@ -64,7 +65,7 @@ def _groups_of(numbers: Tensor, group: int) -> Tensor:
 def _encode_float8(group: int, numbers: Tensor) -> Parts:
     import torch
 
-    from graphllm.ops.encoded_weights import packed
+    from graphllm.ops.encodings.encoded_weights import packed
 
     grouped = _groups_of(numbers, group)
     scales = (grouped.abs().amax(-1) / 448).clamp(min=torch.finfo(torch.float32).tiny)
@@ -76,7 +77,7 @@ def _encode_float8(group: int, numbers: Tensor) -> Parts:
 def _encode_byte(group: int, dtype: str, zeros: bool, numbers: Tensor) -> Parts:
     import torch
 
-    from graphllm.ops.encoded_weights import packed
+    from graphllm.ops.encodings.encoded_weights import packed
 
     grouped = _groups_of(numbers, group)
     scales = (grouped.abs().amax(-1) / 127).to(getattr(torch, dtype))
@@ -90,7 +91,7 @@ def _encode_nibble(group: int, dtype: str, zeros: bool, numbers: Tensor) -> Part
     """The largest of a group becomes -8, with a scale of the opposite sign, so that all sixteen integers are used."""
     import torch
 
-    from graphllm.ops.encoded_weights import packed
+    from graphllm.ops.encodings.encoded_weights import packed
 
     grouped = _groups_of(numbers, group)
     high, low = grouped.amax(-1), grouped.neg().amax(-1)
@@ -104,7 +105,7 @@ def _encode_e2m1(group: int, numbers: Tensor) -> Parts:
     """As OCP Microscaling Formats 1.0, section 6.3: the largest power of two in a group gets the largest exponent."""
     import torch
 
-    from graphllm.ops.encoded_weights import packed
+    from graphllm.ops.encodings.encoded_weights import packed
 
     grouped = _groups_of(numbers, group)
     exponents = (torch.frexp(grouped.abs().amax(-1)).exponent - 3).clamp(-127, 127)  # frexp: half the usual mantissa
@@ -146,7 +147,7 @@ def grouped_integers(
     from them."""
     import torch
 
-    from graphllm.ops.encoded_weights import packed
+    from graphllm.ops.encodings.encoded_weights import packed
 
     codes, form = (numbers_OI + 8, "int4") if bits <= 4 else (numbers_OI & 255, "int8")
     made = {"values": packed(codes, form, group), "scales": scales_GO.contiguous()}

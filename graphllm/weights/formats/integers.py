@@ -34,7 +34,7 @@ def _encoding(name: str, bits: int, group: int, dtype: str) -> Encoding:
         return (-(-rows // BLOCK), -(-inner // group), BLOCK)
 
     def decode(parts: Mapping[str, Tensor], rows: int, inner: int) -> Tensor:
-        from graphllm.ops.quant_linear.op import dequantize
+        from graphllm.ops.gemm.quant_linear.op import dequantize
 
         return dequantize(parts["values"], parts["scales"], rows, inner)
 

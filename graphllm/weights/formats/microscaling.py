@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from graphllm.ops.encoded_weights import packed
+from graphllm.ops.encodings.encoded_weights import packed
 from graphllm.weights.encodings import Encoding, Part, register_encoding
 from graphllm.weights.formats.bits import e2m1, nibbles, spread
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import uvloop
-from fake_openai import Fake, serving
 
 from graphllm.cli.bench.client import HttpClient, Timeline
 from graphllm.config import ConfigError
+from tests.cli.bench.fake_openai import Fake, serving
 from tests.waiting import PATIENCE, until_async
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_openai import Fake, serving_thread
 
 from graphllm.cli.bench.report import about
-from graphllm.cli.bench.serve import Load, bench_serve
+from graphllm.cli.bench.serve import Traffic, bench_serve
 from graphllm.cli.bench.workload import arrivals
 from graphllm.config import ConfigError
+from tests.cli.bench.fake_openai import Fake, serving_thread
 from tests.waiting import PATIENCE
 
 Serve = Callable[..., tuple[int, dict[str, Any]]]
@@ -133,7 +133,7 @@ def test_mistakes_are_told_before_anything_is_sent(options: dict[str, Any], mess
 
 def test_output_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^output is "):
-        bench_serve(Load("http://127.0.0.1:9"), tmp_path / "none" / "r.json", True)
+        bench_serve(Traffic("http://127.0.0.1:9"), tmp_path / "none" / "r.json", True)
 
 
 def test_no_server_and_a_failed_warm_up(serve: Serve) -> None:
@@ -141,7 +141,7 @@ def test_no_server_and_a_failed_warm_up(serve: Serve) -> None:
     with pytest.raises(ConfigError, match=r"^url: .* the warm-up request failed: HTTP 429: too many requests"):
         serve(fake)
     with pytest.raises(ConfigError, match=r"^url: no server answers at http://127.0.0.1"):
-        bench_serve(Load(fake.url), None, True)
+        bench_serve(Traffic(fake.url), None, True)
 
 
 def test_the_key_is_not_written_down(monkeypatch: pytest.MonkeyPatch) -> None:

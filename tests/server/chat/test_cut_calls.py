@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import anthropic
 import openai
 import pytest
-from live import Served
-from sdk import BOTH, FUNCTIONS, MODEL, TOOLS
 
+from tests.server.live import Served
+from tests.server.sdk import BOTH, FUNCTIONS, MODEL, TOOLS
 from tests.tiers import thorough
 
 

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import tokenizers
 from jsonschema import Draft202012Validator
-from live import Served
-from sdk import BOTH, CITY, FUNCTIONS, MODEL, TOOLS, WEATHER, prompt_ids
-from sdk import tokenizer as reference_tokenizer
 
-from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
+from graphllm.chat.call import CHAT, Style, parse_call, write_out
+from graphllm.chat.forced import in_its_words
+from graphllm.chat.replies import ReplyFormat, ReplyReader, merged
+from graphllm.chat.tools import check_tools
+from graphllm.config.requests.sampling_params import SamplingParams, StructuredOutputsParams
 from graphllm.embedded import MODEL_DIR
-from graphllm.engine.grammar import GrammarCompiler
-from graphllm.engine.text import Tokenizer
-from graphllm.server.chat.call import CHAT, Style, parse_call, write_out
-from graphllm.server.chat.forced import in_its_words
-from graphllm.server.chat.replies import ReplyFormat, ReplyReader, merged
-from graphllm.server.chat.tools import check_tools
+from graphllm.engine.requests.text import Tokenizer
+from graphllm.engine.structured.backends.llguidance import GrammarCompiler
+from tests.server.live import Served
+from tests.server.sdk import BOTH, CITY, FUNCTIONS, MODEL, TOOLS, WEATHER, prompt_ids
+from tests.server.sdk import tokenizer as reference_tokenizer
 
 STOP = 2
 NAMES = frozenset(function["name"] for function in FUNCTIONS)

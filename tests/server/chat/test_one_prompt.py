@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from reply_parts import VALUES, spoiled
-from ways import Chat, Ways, as_items, as_turns
 
 from graphllm.embedded import MODEL_DIR
-from graphllm.engine.text import Tokenizer
+from graphllm.engine.requests.text import Tokenizer
+from tests.server.reply_parts import VALUES, spoiled
+from tests.server.ways import Chat, Ways, as_items, as_turns
 from tests.tiers import draws
 
 EXAMPLES = draws(48, 2500)  # of each kind, all templates together

@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphllm.embedded
-from graphllm.engine.text import Tokenizer
-from graphllm.server.chat.replies import (
+from graphllm.chat.replies import (
     CallArguments,
     CallStart,
+    ChatReply,
     Part,
     Reasoning,
-    Reply,
     ReplyFormat,
     ReplyReader,
     Text,
     merged,
 )
+from graphllm.engine.requests.text import Tokenizer
 from tests.tiers import draws, thorough
 
 NAMES = frozenset({"f", "get_weather", "search-2"})
@@ -187,7 +187,7 @@ def test_json_calls(calls: Any, write: Any, space: str) -> None:
 @given(ARGUMENTS, dumps())
 def test_named_call(arguments: Any, write: Any) -> None:
     text = write(arguments)
-    assert merged(read(NAMED, text)) == Reply("", "", [("id0", "f", text)])
+    assert merged(read(NAMED, text)) == ChatReply("", "", [("id0", "f", text)])
     assert read(NAMED, []) == []
 
 
@@ -375,7 +375,7 @@ def test_arguments_that_are_cut_off() -> None:
         '<tool_call>{"name": "f", "arguments": {"a": "Par',
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"Par',
     ):
-        assert merged(read(HERMES, text)) == Reply("", "", [("id0", "f", '{"a": "Par"}')])
+        assert merged(read(HERMES, text)) == ChatReply("", "", [("id0", "f", '{"a": "Par"}')])
 
 
 CALLED = json.dumps({"a": 'P"\u00e9\n\U0001f600', "b": [12, True, {"c": None}], "d": -1.5})
@@ -455,7 +455,7 @@ def test_a_reply_of_one_call(name: str) -> None:
 def test_escapes_of_arguments_in_a_string(raw: str, meant: str) -> None:
     text = f'<tool_call>{{"name": "f", "arguments": "{raw}"}}</tool_call>'
     for pieces in ([text], text):
-        assert merged(read(HERMES, pieces)) == Reply("", "", [("id0", "f", meant)])
+        assert merged(read(HERMES, pieces)) == ChatReply("", "", [("id0", "f", meant)])
 
 
 # --- streaming

@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from graphllm.config.sampling import SamplingParams
-from graphllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from graphllm.server.anthropic.events import MessageWriter
-from graphllm.server.chat.call import CHAT, parse_call
-from graphllm.server.chat.reading import Reading
-from graphllm.server.chat.replies import ReplyFormat
-from graphllm.server.openai.answers import ChunkWriter, response_body
-from graphllm.server.responses.events import ResponseWriter
+from graphllm.chat.answers import ChunkWriter, response_body
+from graphllm.chat.call import CHAT, parse_call
+from graphllm.chat.reading import Reading
+from graphllm.chat.replies import ReplyFormat
+from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.engine.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from graphllm.server.apis.anthropic.events import MessageWriter
+from graphllm.server.apis.responses.events import ResponseWriter
 
 WHOLE = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 

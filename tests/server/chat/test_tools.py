@@ -15,12 +15,12 @@ import pytest
 from jsonschema import Draft202012Validator
 
 import graphllm.embedded
+from graphllm.chat.replies import ReplyFormat, ReplyReader, merged
+from graphllm.chat.tools import ToolUse, check_tools, constraint, detect_reasoning, detect_tools
 from graphllm.config import ConfigError
-from graphllm.config.sampling import StructuredOutputsParams
-from graphllm.engine.grammar import GrammarCompiler
-from graphllm.engine.text import Tokenizer
-from graphllm.server.chat.replies import ReplyFormat, ReplyReader, merged
-from graphllm.server.chat.tools import ToolUse, check_tools, constraint, detect_reasoning, detect_tools
+from graphllm.config.requests.sampling_params import StructuredOutputsParams
+from graphllm.engine.requests.text import Tokenizer
+from graphllm.engine.structured.backends.llguidance import GrammarCompiler
 
 EMBEDDED = Path(graphllm.embedded.__file__).parent / "model"
 STOP = 2

@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from live import Served
 from openai import OpenAI
 from pydantic import BaseModel, create_model
-from sdk import MODEL, RESULT, SUM, TOLD, TOOLS, prompt_ids
+
+from tests.server.live import Served
+from tests.server.sdk import MODEL, RESULT, SUM, TOLD, TOOLS, prompt_ids
 
 pytestmark = pytest.mark.slow
 QUESTION = SUM[0]["content"]

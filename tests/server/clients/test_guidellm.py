@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from live import Served
-from sdk import MODEL
 
 from graphllm.embedded import MODEL_DIR
+from tests.server.live import Served
+from tests.server.sdk import MODEL
 
 pytestmark = pytest.mark.slow
 REQUESTS, OUTPUT_TOKENS = 6, 12

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from browser import ChatPage, Chromium, chromium
-from fake_server import State, serving
-from served_page import opened, serve_page
+
+from tests.server.browser import ChatPage, Chromium, chromium
+from tests.server.fake_server import State, serving
+from tests.server.served_page import opened, serve_page
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from browser import DESKTOP, PHONE, chromium
-from fake_server import Reply, answer, serving
 from PIL import Image
-from served_page import serve_page
+
+from tests.server.browser import DESKTOP, PHONE, chromium
+from tests.server.fake_server import Reply, answer, serving
+from tests.server.served_page import serve_page
 
 DOCS = Path(__file__).parents[3] / "docs"
 SAID = """A sum of squares has a closed form:

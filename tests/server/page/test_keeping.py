@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import PHONE, ChatPage, Chromium, needs_chromium
-from fake_server import Reply, State, answer
-from served_page import opened
+
+from tests.server.browser import PHONE, ChatPage, Chromium, needs_chromium
+from tests.server.fake_server import Reply, State, answer
+from tests.server.served_page import opened
 
 pytestmark = needs_chromium
 

@@ -6,8 +6,9 @@ import io
 import re
 
 import pytest
-from browser import DESKTOP, PHONE, ChatPage, Chromium, needs_chromium
-from live import Served
+
+from tests.server.browser import DESKTOP, PHONE, ChatPage, Chromium, needs_chromium
+from tests.server.live import Served
 
 pytestmark = needs_chromium
 

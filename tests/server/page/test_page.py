@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from browser import DESKTOP, PHONE, Box, ChatPage, Chromium, needs_chromium
-from fake_server import CARD, Reply, State, answer, call, chunk, error, serving, usage
-from served_page import opened, serve_page
 
+from tests.server.browser import DESKTOP, PHONE, Box, ChatPage, Chromium, needs_chromium
+from tests.server.fake_server import CARD, Reply, State, answer, call, chunk, error, serving, usage
+from tests.server.served_page import opened, serve_page
 from tests.waiting import PATIENCE, until
 
 pytestmark = needs_chromium

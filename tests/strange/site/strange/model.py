@@ -7,8 +7,8 @@ from torch.nn.functional import rms_norm
 
 from graphllm.ir import Graph, InputSpec, Model, StateSpec, Weight, register_model, select_rows
 from graphllm.ir.model import Hidden
-from graphllm.ops.linear import linear
-from graphllm.ops.paged_attention import kv_state, paged_attention
+from graphllm.ops.attention.paged_attention import kv_state, paged_attention
+from graphllm.ops.gemm.linear import linear
 from strange import ops
 
 D, V, WINDOW, PATCH, LEN = 32, 97, 12, 8, 96

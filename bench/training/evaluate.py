@@ -1,0 +1,114 @@
+"""Measures the embedded model on held-out questions: `python -m bench.training.evaluate DIR`.
+
+It answers greedily, with transformers. Prints a table and writes it into the folder's model card.
+"""
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bench.training.tasks import TASKS, Sample, draw
+from graphllm.embedded import MODEL_DIR
+
+MAX_NEW_TOKENS = 320
+BATCH = 200
+CLEAR_LEAD = 1.0
+"""Logits by which every token of an answer has to lead for rounding not to change it."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    lead: float
+    """The smallest distance, over the answer's tokens, from the chosen logit to the next one."""
+
+
+def held_out(name: str, count: int, seed: int) -> list[Sample]:
+    """Up to `count` different held-out samples: a table of facts may have fewer."""
+    rng = Random(f"{seed} {name}")
+    found: dict[str, Sample] = {}
+    for _ in range(4 * count):
+        sample = draw(rng, name, held_out=True)
+        found[repr((sample.messages, sample.tools))] = sample
+        if len(found) == count:
+            break
+    return list(found.values())
+
+
+@torch.inference_mode()
+def answers(model: Any, tokenizer: Any, samples: list[Sample]) -> list[Answer]:
+    """What the model says to a batch of chats, greedily."""
+    prompts = [
+        tokenizer.apply_chat_template(
+            sample.messages, tools=sample.tools or None, add_generation_prompt=True, tokenize=False
+        )
+        for sample in samples
+    ]
+    tokenizer.padding_side = "left"
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
+    output = model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=MAX_NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    ids = output.sequences[:, inputs["input_ids"].shape[1] :]
+    best = torch.stack([step.float().topk(2).values for step in output.logits], dim=1)
+    leads = (best[..., 0] - best[..., 1]).masked_fill(ids == tokenizer.pad_token_id, torch.inf).amin(dim=1)
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return [Answer(text, lead) for text, lead in zip(texts, leads.tolist(), strict=True)]
+
+
+def table(rows: list[tuple[str, int, float, float]]) -> str:
+    """Markdown: a row a task, the mean first."""
+    right, clear = (sum(values) / len(rows) for values in ([row[2] for row in rows], [row[3] for row in rows]))
+    mean = ("**mean over tasks**", sum(row[1] for row in rows), right, clear)
+    lines = [f"| {name} | {count} | {right:.1%} | {clear:.1%} |" for name, count, right, clear in (mean, *rows)]
+    head = f"| task | questions | right | every token leads by {CLEAR_LEAD:g} |\n| --- | ---: | ---: | ---: |"
+    return "\n".join((head, *lines))
+
+
+def write_card(folder: Path, text: str) -> None:
+    card = folder / "README.md"
+    marked = f"<!-- accuracy -->\n{text}\n<!-- /accuracy -->"
+    card.write_text(re.sub(r"<!-- accuracy -->.*<!-- /accuracy -->", lambda _: marked, card.read_text(), flags=re.S))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=MODEL_DIR)
+    parser.add_argument("--count", type=int, default=200, help="held-out questions a task, at most")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--show", type=int, default=2, help="wrong answers to print a task")
+    args = parser.parse_args()
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(args.folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(args.folder, dtype="auto")
+    model.to(device).eval()
+    rows = []
+    for name in TASKS:
+        samples = held_out(name, args.count, args.seed)
+        said = [a for at in range(0, len(samples), BATCH) for a in answers(model, tokenizer, samples[at : at + BATCH])]
+        wrong = [(s, a) for s, a in zip(samples, said, strict=True) if not s.accepts(a.text)]
+        clear = sum(answer.lead >= CLEAR_LEAD for answer in said) / len(said)
+        rows.append((name, len(samples), 1 - len(wrong) / len(samples), clear))
+        for sample, answer in wrong[: args.show]:
+            print(f"{name}: {sample.messages[-1]['content'][-80:]!r}: {answer.text[:80]!r}, not {sample.answer[:80]!r}")
+    text = table(rows)
+    print(text)
+    command = f"    python -m bench.training.evaluate DIR --count {args.count} --seed {args.seed}"
+    intro = f"Held-out questions, answered greedily in bf16 with transformers on {device}:\n\n{command}\n\n"
+    write_card(args.folder, f"## Accuracy\n\n{intro}{text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`graphllm run`: prompts or a file of requests, answered offline."""

@@ -1,0 +1,30 @@
+"""`graphllm serve --headless`: a machine whose devices an engine on another one uses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from graphllm.config import ConfigError, EngineArgs
+from graphllm.loading.checkpoint.source import find_source
+from graphllm.loading.core.node_main import serve_node
+from graphllm.server.supervision.logs import LogOptions, start_log
+
+
+def serve_headless(args: EngineArgs, model: str | None, log_format: Literal["text", "json"], log_level: str) -> int:
+    """The exit status. Raises ConfigError."""
+    if not args.node_rank:
+        raise ConfigError(
+            f"headless: node_rank is {args.node_rank} of nnodes {args.nnodes}, which is the engine's own machine; give "
+            "1 or more, or leave headless out"
+        )
+    if args.distributed_executor_backend == "ray":
+        raise ConfigError("headless: Ray starts its nodes itself (`ray start`); leave it out")
+    start_log(LogOptions(log_format, log_level), f"node-{args.node_rank}")
+    folder = find_source(replace(args, model=model)).folder
+    try:
+        serve_node(args.master_addr, args.master_port, args.node_rank, Path(folder))
+    except KeyboardInterrupt:
+        return 130
+    return 0

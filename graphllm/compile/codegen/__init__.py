@@ -1,0 +1,1 @@
+"""From graphs to machine code: Inductor, Triton, Gluon and C++."""

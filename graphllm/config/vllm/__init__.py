@@ -1,0 +1,1 @@
+"""vLLM's names and command lines, read as settings."""

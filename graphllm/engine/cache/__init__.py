@@ -1,0 +1,1 @@
+"""The KV cache as numbers: blocks, prefix reuse, retention. No torch."""

@@ -1,0 +1,341 @@
+"""CacheManager: which blocks and snapshots each running sequence has, and which ones a later request may share.
+
+Cache groups of unlike block sizes draw from one pool of equal blocks. What is shared is found by digests at multiples
+of ``block_size`` tokens, the smallest group's; a beginning that is found ends at a multiple of ``boundary``, the
+largest group's, where every group has its blocks and recurrent states have a snapshot. No policy: whether to preempt
+when blocks are missing is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from graphllm.config import ConfigError
+from graphllm.engine.cache.block_pool import BlockPool
+from graphllm.engine.cache.digests import PrefixHasher
+from graphllm.engine.cache.retention import NEVER, FullBlocks, Snapshots, WindowBlocks
+from graphllm.engine.requests.request import EngineRequest
+from graphllm.engine.requests.request_table import RequestState
+from graphllm.program.schema import CacheLayout
+
+_STORED_AT_ONCE = 4  # blocks of an output
+_SHARED = -1  # in `reach`: the slot must get a block of its own before it writes
+
+
+class Hit(NamedTuple):
+    """The beginning of a sequence that need not be computed. num_tokens: how many. blocks: of each group, 0 for those
+    behind its window. snapshot: of the recurrent states there, -1 for none. shared: another request writes the last
+    block."""
+
+    num_tokens: int
+    blocks: list[list[int]]
+    snapshot: int = -1
+    shared: bool = False
+
+
+class Exported(NamedTuple):
+    """A block, or with group -1 a snapshot, and the digest that it is found by."""
+
+    group: int
+    digest: bytes
+    number: int
+
+
+class CacheManager:
+    """Of so many slots, each for a sequence of up to max_len tokens, computed in steps of up to step_tokens.
+
+    block_size: of the smallest group; for a model without groups, tokens between snapshots. snapshot_interval: besides
+    the end of a prompt, snapshots are taken about every so many tokens; 0: not. caching: whether anything is shared and
+    remembered. secret: see `PrefixHasher`. capacity: tokens of the longest sequence that fits alone.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        block_size: int,
+        max_num_seqs: int,
+        max_len: int,
+        step_tokens: int,
+        caching: bool = True,
+        secret: str | None = None,
+        snapshot_interval: int = 0,
+    ) -> None:
+        self.block_size, self._max_len, self._step_tokens = block_size, max_len, step_tokens
+        self.boundary = max((g.block_size for g in layout.groups), default=block_size)
+        if any(g.block_size % block_size or self.boundary % g.block_size for g in layout.groups):
+            sizes = [g.block_size for g in layout.groups]
+            raise ConfigError(f"block_size is {block_size}: cache groups of {sizes} are no multiples; compile again")
+        self.pool = BlockPool(max(layout.num_blocks, 1), caching)
+        self.groups: list[FullBlocks | WindowBlocks] = [
+            (WindowBlocks if group.retention == "window" else FullBlocks)(i, group, self.pool, max_num_seqs, max_len)
+            for i, group in enumerate(layout.groups)
+        ]
+        self._windows = [g for g in self.groups if isinstance(g, WindowBlocks)]
+        self._single = self.groups[0] if len(self.groups) == 1 and not self._windows else None
+        self.tables = tuple(g.table for g in self.groups)
+        self.recurrent, self._lookahead, self._ahead = layout.recurrent, layout.lookahead, int(layout.next_seen)
+        self.snapshots = Snapshots(layout.num_snapshots, self.boundary, caching) if layout.recurrent else None
+        self._retentions: list[FullBlocks | WindowBlocks | Snapshots] = [
+            *self.groups,
+            *([self.snapshots] if self.snapshots else []),
+        ]
+        self.caching = caching and bool(self._retentions) and not (layout.recurrent and not layout.num_snapshots)
+        self._interval = -(-snapshot_interval // self.boundary) * self.boundary
+        self._hasher = PrefixHasher(block_size, secret, layout.groups, self._ahead)
+        # By slot: tokens for which there are blocks, -1 where it must first get one of its own; position behind which a
+        # window lets go of a block; tokens whose blocks are findable; tokens at which the next ones become so.
+        self.reach = np.full(max_num_seqs, NEVER, dtype=np.int32)
+        self._release_at = np.full(max_num_seqs, NEVER, dtype=np.int32)
+        self._stored, self._store_at = (np.zeros(max_num_seqs, dtype=np.int32) for _ in range(2))
+        self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int32)
+        self.capacity = self._longest()
+
+    def _longest(self) -> int:
+        size, blocks = self.block_size, len(self.pool.references) - 1
+        longest = -(-self._max_len // size)
+        while longest and sum(self._most_blocks(longest * size)) > blocks:
+            longest -= 1
+        return min(longest * size, self._max_len)
+
+    def _most_blocks(self, num_tokens: int) -> list[int]:
+        return [g.most_blocks(num_tokens, self._step_tokens) for g in self.groups]
+
+    # Beginnings that need not be computed
+
+    def lookup(self, state: RequestState) -> Hit:
+        """The longest beginning of a sequence in the cache, at least one token short."""
+        none = Hit(0, [[] for _ in self.groups])
+        if not self.caching or state.scoring or state.request.params.skip_reading_prefix_cache:
+            return none
+        end = (state.num_tokens - 1) // self.boundary * self.boundary
+        self._digest(state, end)
+        return self._find(state.digests, end) or none
+
+    def _find(self, digests: list[bytes], end: int) -> Hit | None:
+        size = self.block_size
+        found = [r.find(digests[r.unit // size - 1 : end // size : r.unit // size]) for r in self._retentions]
+        while end:
+            usable = min(r.usable(f, end) for r, f in zip(self._retentions, found, strict=True))
+            usable -= usable % self.boundary
+            if usable == end:
+                break
+            end = usable
+        if not end:
+            return None
+        blocks = []
+        for group, entries in zip(self.groups, found, strict=False):
+            first = min(group.first_seen(end), end // group.unit)
+            blocks.append([0] * first + entries[first : end // group.unit])
+        snapshot = found[-1][end // self.boundary - 1] - 1 if self.snapshots else -1
+        return Hit(end, blocks, snapshot)
+
+    def _digest(self, state: RequestState, num_tokens: int) -> None:
+        """Extend the sequence's chain of digests to the full blocks of that many tokens."""
+        have, size = len(state.digests), self.block_size
+        if num_tokens // size > have:
+            tokens = state.tokens(have * size, num_tokens // size * size + self._ahead)
+            self._hasher.extend(state.request, state.digests, tokens)
+
+    def can_fork(self, leader: int, num_tokens: int) -> bool:
+        """Whether the slot still holds the blocks that the last of so many tokens sees."""
+        return bool(self.groups) and all(g.freed[leader] <= g.first_seen(num_tokens - 1) for g in self._windows)
+
+    def fork(self, leader: int, num_tokens: int) -> Hit:
+        """All but the last of the tokens that a slot has computed, sharing the block that this one lies in."""
+        blocks = [g.table[leader, : -(-num_tokens // g.unit)].tolist() for g in self.groups]
+        return Hit(num_tokens - 1, blocks, shared=True)
+
+    def fits(self, num_tokens: int, hit: Hit) -> bool:
+        """Whether there are blocks for a sequence of so many tokens that begins with a hit."""
+        need = len(self.groups) if hit.shared else 0
+        for most, blocks in zip(self._most_blocks(num_tokens + 1), hit.blocks, strict=True):
+            held = [b for b in blocks if b]
+            need += max(0, most - len(held)) + sum(1 for b in held if self.pool.references[b] == 0)
+        return need <= self.pool.free_blocks
+
+    def enter(self, slot: int, hit: Hit, num_prompt_tokens: int) -> None:
+        """Hold for a slot what a hit gives it; its snapshot until that is released."""
+        for group, blocks in zip(self.groups, hit.blocks, strict=True):
+            group.enter(slot, blocks)
+        if self.snapshots and hit.snapshot >= 0:
+            self.snapshots.hold(hit.snapshot)
+        self._stored[slot] = hit.num_tokens // self.block_size * self.block_size
+        self._num_prompt_tokens[slot] = num_prompt_tokens
+        self._set_store_at(slot)
+        self._note(slot)
+        if hit.shared:
+            self.reach[slot] = _SHARED
+
+    def _note(self, slot: int) -> None:
+        self.reach[slot] = min((g.reach(slot) for g in self.groups), default=NEVER)
+        if self._windows:
+            self._release_at[slot] = min(g.release_at(slot) for g in self._windows)
+
+    # Room for what a step writes
+
+    def unready(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """For all slots [bool]: whether something is to be done before the tokens from ``starts`` to ``ends`` are
+        computed."""
+        unready = ends > self.reach
+        return unready | (starts > self._release_at) if self._windows else unready
+
+    def extend_each(self, slots: np.ndarray, ends: np.ndarray) -> bool:
+        """The usual case at once: one group that keeps all, one block more for each slot, and there are enough. False,
+        and nothing done, if not."""
+        group, reach = self._single, self.reach[slots]
+        if group is None or len(slots) > self.pool.free_blocks:
+            return False
+        if (reach != (ends - 1) // group.unit * group.unit).any():
+            return False
+        group.table[slots, reach // group.unit] = [self.pool.allocate() for _ in range(len(slots))]
+        group.held[slots] += 1
+        self.reach[slots] += group.unit
+        return True
+
+    def extend_all(self, slots: np.ndarray, ends: np.ndarray) -> bool:
+        """Blocks for all of these slots, none of which shares what it writes; False, and nothing done, when there are
+        not enough."""
+        pairs = list(zip(slots.tolist(), ends.tolist(), strict=True))
+        if sum(g.missing(slot, end) for slot, end in pairs for g in self.groups) > self.pool.free_blocks:
+            return False
+        for slot, end in pairs:
+            for group in self.groups:
+                group.extend(slot, end)
+            self._note(slot)
+        return True
+
+    def look_ahead(self, slots: np.ndarray, ends: np.ndarray) -> None:
+        """Blocks for what a draft graph writes behind the last tokens of these slots, which have those of the step; as
+        far as there are enough. Where there are not, drafts see less and are worse."""
+        ends = np.minimum(ends + self._lookahead, self._max_len)
+        late = ends > self.reach[slots]
+        if np.count_nonzero(late) and not self.extend_each(slots[late], ends[late]):
+            self.extend_all(slots[late], ends[late])
+
+    def extend(self, slot: int, start: int, end: int, copies: list[tuple[int, int]]) -> bool:
+        """Give back what the token at ``start`` and later ones do not see, and allocate up to ``end``; append the
+        copies (from, to) to make first. False when blocks are missing."""
+        for window in self._windows:
+            window.release_before(slot, start)
+        shared = self.reach[slot] == _SHARED
+        need = sum(g.missing(slot, end) for g in self.groups) + (len(self.groups) if shared else 0)
+        if need > self.pool.free_blocks:
+            return False
+        for group in self.groups:
+            group.extend(slot, end)
+            if shared and (copy := group.own(slot, start)):
+                copies.append(copy)
+        self._note(slot)
+        return True
+
+    def free(self, slot: int) -> None:
+        """Let go of everything a slot holds."""
+        for group in self.groups:
+            group.free(slot)
+        self.reach[slot] = self._release_at[slot] = NEVER
+        self._stored[slot] = self._store_at[slot] = 0
+
+    # What later requests may find
+
+    def due(self, slots: np.ndarray, num_computed_tokens: np.ndarray) -> np.ndarray:
+        """Which slots [bool] have blocks to store: a prompt's at once, an output's several at a time, which costs
+        less."""
+        return num_computed_tokens >= self._store_at[slots]
+
+    def store(self, state: RequestState, num_computed_tokens: int) -> None:
+        """Make the full blocks of so many known tokens findable. They may be written by the step in flight: whoever
+        finds them reads them later."""
+        if not self.caching:
+            return
+        slot, size = state.slot, self.block_size
+        known = min(num_computed_tokens, state.num_tokens - self._ahead)
+        stored, end = int(self._stored[slot]), known // size * size
+        if end > stored:
+            self._digest(state, end)
+            for group in self.groups:
+                each = group.unit // size
+                group.store(slot, stored, end, state.digests[each - 1 :: each])
+            self._stored[slot] = end
+        self._set_store_at(slot)
+
+    def _set_store_at(self, slot: int) -> None:
+        size, stored = self.block_size, int(self._stored[slot])
+        more = 1 if stored + size <= self._num_prompt_tokens[slot] else _STORED_AT_ONCE
+        self._store_at[slot] = stored + more * size
+
+    # Snapshots of recurrent states
+
+    def next_snapshot(self, num_computed_tokens: int, num_tokens: int) -> int:
+        """Where the next chunk of so many known tokens is to end at the latest, for a snapshot: at the last boundary
+        before their end, and at every interval."""
+        if self.snapshots is None or not self.caching:
+            return num_tokens
+        last = (num_tokens - 1) // self.boundary * self.boundary
+        if num_computed_tokens >= last:
+            return num_tokens
+        return min(last, (num_computed_tokens // self._interval + 1) * self._interval) if self._interval else last
+
+    def wants_snapshot(self, ends: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+        """Which sequences [bool], of so many known tokens, are where a snapshot is to be taken."""
+        wanted = ends == (num_tokens - 1) // self.boundary * self.boundary
+        if self._interval:
+            wanted |= ends % self._interval == 0
+        return wanted & (ends > 0)
+
+    def reserve_snapshot(self, state: RequestState, num_tokens: int) -> int:
+        """A snapshot, held, for a sequence's states behind so many tokens; -1 when there is one or no room."""
+        assert self.snapshots is not None
+        number = num_tokens // self.block_size
+        if number <= len(state.digests) and self.snapshots.known(state.digests[number - 1]):
+            return -1
+        return self.snapshots.reserve()
+
+    def store_snapshot(self, state: RequestState, snapshot: int, num_tokens: int) -> None:
+        """Make a snapshot of a sequence's states behind so many known tokens findable."""
+        assert self.snapshots is not None
+        self._digest(state, num_tokens)
+        self.snapshots.store(snapshot, state.digests[num_tokens // self.block_size - 1])
+
+    # Export and import
+
+    def export(self, request: EngineRequest) -> list[Exported]:
+        """What the cache has of the prompt of a request (its last token is never there), by digests that other
+        processes with the same secret find it by."""
+        state = RequestState(request, (0, 0))
+        end = (state.num_tokens - 1) // self.boundary * self.boundary
+        self._digest(state, end)
+        hit = self._find(state.digests, end) if self.caching else None
+        if hit is None:
+            return []
+        found = []
+        for group, blocks in zip(self.groups, hit.blocks, strict=True):
+            each = group.unit // self.block_size
+            found += [Exported(group.number, state.digests[(i + 1) * each - 1], b) for i, b in enumerate(blocks) if b]
+        if self.snapshots:
+            found.append(Exported(-1, state.digests[hit.num_tokens // self.block_size - 1], hit.snapshot))
+        return found
+
+    def adopt(self, group: int, digest: bytes) -> int:
+        """A block of a group, or with group -1 a snapshot, that is found by that digest from now on and that the caller
+        writes; -1 if there is one already or there is no room. It is held until `settle`."""
+        pool, group_key = (self.snapshots.pool, 0) if group < 0 and self.snapshots else (self.pool, group)
+        if not self.caching or group_key < 0 or pool.find(group_key, digest) or not pool.free_blocks:
+            return -1
+        number = pool.allocate()
+        pool.store(number, group_key, digest)
+        return number - 1 if group < 0 else number
+
+    def settle(self, group: int, number: int) -> None:
+        """Let go of what was adopted. Settle the end of a prefix first: it is then the first to be reused."""
+        if group >= 0:
+            self.pool.release([number])
+        elif self.snapshots:
+            self.snapshots.release(number)
+
+    def reset(self) -> bool:
+        """Forget all contents; False, and nothing done, while sequences hold some."""
+        if self.snapshots and self.snapshots.pool.free_blocks != len(self.snapshots.pool.references) - 1:
+            return False
+        return self.pool.reset_cache() and (self.snapshots is None or self.snapshots.pool.reset_cache())

@@ -1,0 +1,51 @@
+"""Digests of prompts: what the prefix cache finds contents by.
+
+A chain of SHA-256 over blocks of tokens, so that each digest stands for everything before it. Its beginning depends on
+all that a cached state depends on beside the tokens: the adapter, the request's salt, inputs that all tokens see; an
+encoded input that takes the place of tokens enters with the block that it begins in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+from collections.abc import Sequence
+
+from graphllm.engine.requests.request import EngineRequest
+
+
+class PrefixHasher:
+    """block_size: tokens between two digests. secret: processes with the same one, and the same ``layout`` of their
+    caches, have the same digests; without one, nobody can know them, so that no prompt can be made to collide. ahead:
+    tokens behind a block that what it holds depends on."""
+
+    def __init__(
+        self, block_size: int, secret: str | None = None, layout: Sequence[tuple[object, ...]] = (), ahead: int = 0
+    ) -> None:
+        self.block_size, self._ahead = block_size, ahead
+        given = secrets.token_hex(32) if secret is None else secret
+        self._key = hashlib.sha256(repr((given, block_size, ahead, *map(tuple, layout))).encode()).digest()
+
+    def root(self, request: EngineRequest) -> bytes:
+        """Of no tokens of a request."""
+        seen_by_all = [item.content_hash for item in request.items if item.position < 0]
+        adapter = "" if request.adapter is None else request.adapter.digest
+        return hashlib.sha256(self._key + repr((request.cache_salt, adapter, seen_by_all)).encode()).digest()
+
+    def extend(self, request: EngineRequest, chain: list[bytes], tokens: Sequence[int]) -> None:
+        """Append the digests of the full blocks that these tokens make, which follow those of the chain so far; the
+        last ones ahead of a block are no more than known."""
+        size, before = self.block_size, chain[-1] if chain else self.root(request)
+        ids = array("i", tokens).tobytes()
+        items: dict[int, list[tuple[int, str]]] = {}
+        for item in request.items:
+            if item.position >= 0:
+                items.setdefault(item.position // size, []).append((item.position % size, item.content_hash))
+        seen = 4 * (size + self._ahead)
+        for at in range(0, len(ids) - seen + 1, 4 * size):
+            content = self._key + before + ids[at : at + seen]
+            if begun := items.get(len(chain)):
+                content += repr(sorted(begun)).encode()
+            before = hashlib.sha256(content).digest()
+            chain.append(before)

@@ -1,0 +1,183 @@
+"""What a cache group or a recurrent state keeps of a sequence: one manager for each kind of retention.
+
+`FullBlocks` keeps everything, `WindowBlocks` the last tokens, `Snapshots` copies of the whole state at some positions.
+For prefix reuse they have one interface: ``unit`` tokens make an entry, ``find`` looks entries up by digest, ``usable``
+says how long a beginning they serve. The first two also hold the block tables of their group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from graphllm.engine.cache.block_pool import BlockPool
+from graphllm.program.schema import CacheGroup
+
+NEVER = 2**31 - 1  # a position that no sequence reaches
+
+
+class FullBlocks:
+    """Blocks of a group that keeps all tokens. number: of the group. table [slots, blocks] int32: each slot's blocks,
+    0 where it has none. held [slots]: how long its list is."""
+
+    def __init__(self, number: int, group: CacheGroup, pool: BlockPool, max_num_seqs: int, max_len: int) -> None:
+        self.number, self.unit, self._pool = number, group.block_size, pool
+        self.table = np.zeros((max_num_seqs, -(-max_len // group.block_size)), dtype=np.int32)
+        self.held = np.zeros(max_num_seqs, dtype=np.int32)
+
+    def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
+        """How many a sequence of that length holds at most, computed in steps of so many tokens."""
+        return -(-num_tokens // self.unit)
+
+    def first_seen(self, position: int) -> int:
+        """The first block that the token at a position sees."""
+        return 0
+
+    def find(self, digests: Sequence[bytes]) -> list[int]:
+        """Cached blocks by their digests, 0 for a missing one; nothing behind what cannot be used."""
+        found = []
+        for digest in digests:
+            found.append(self._pool.find(self.number, digest))
+            if not found[-1]:
+                break
+        return found
+
+    def usable(self, found: Sequence[int], num_tokens: int) -> int:
+        """The longest beginning up to so many tokens, in tokens, whose end sees no missing block."""
+        blocks = num_tokens // self.unit
+        return next((i for i, b in enumerate(found[:blocks]) if not b), min(blocks, len(found))) * self.unit
+
+    def enter(self, slot: int, blocks: Sequence[int]) -> None:
+        """Hold blocks for a new owner of a slot; they are the beginning of its list."""
+        for block in blocks:
+            if block:
+                self._pool.hold(block)
+        self.table[slot, : len(blocks)] = blocks
+        self.held[slot] = len(blocks)
+
+    def missing(self, slot: int, end: int) -> int:
+        """Blocks to allocate before the slot can hold so many tokens."""
+        return max(0, -(-end // self.unit) - int(self.held[slot]))
+
+    def extend(self, slot: int, end: int) -> None:
+        """Allocate them. Raises KeyError when there are not enough."""
+        for i in range(int(self.held[slot]), -(-end // self.unit)):
+            self.table[slot, i] = self._pool.allocate()
+            self.held[slot] = i + 1
+
+    def reach(self, slot: int) -> int:
+        """How many tokens the slot's blocks have room for."""
+        return int(self.held[slot]) * self.unit
+
+    def own(self, slot: int, position: int) -> tuple[int, int] | None:
+        """Give the slot a block of its own at a position that it is about to write, where others hold or may find the
+        one there: (old, new), the copy yet to be made; None if it has one."""
+        at = position // self.unit
+        block = int(self.table[slot, at])
+        if not block or self._pool.exclusive(block):
+            return None
+        made = self._pool.allocate()
+        self._pool.release([block])
+        self.table[slot, at] = made
+        return block, made
+
+    def store(self, slot: int, stored: int, num_tokens: int, digests: Sequence[bytes]) -> None:
+        """Make full blocks findable, by the digests of their ends. stored: tokens for which that was done."""
+        first, end = stored // self.unit, num_tokens // self.unit
+        for i, block in enumerate(self.table[slot, first:end].tolist(), first):
+            if block:
+                self._pool.store(block, self.number, digests[i])
+
+    def free(self, slot: int) -> None:
+        """Let go of all blocks of a slot, the last first."""
+        held = int(self.held[slot])
+        self._pool.release([b for b in reversed(self.table[slot, :held].tolist()) if b])
+        self.table[slot, :held] = 0
+        self.held[slot] = 0
+
+
+class WindowBlocks(FullBlocks):
+    """Blocks of a group whose tokens see the last ``window`` ones, themselves included. freed [slots]: how many blocks
+    at the beginning of the list were given back or never held."""
+
+    def __init__(self, number: int, group: CacheGroup, pool: BlockPool, max_num_seqs: int, max_len: int) -> None:
+        super().__init__(number, group, pool, max_num_seqs, max_len)
+        self.window = group.window
+        self.freed = np.zeros(max_num_seqs, dtype=np.int32)
+
+    def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
+        return min(-(-num_tokens // self.unit), -(-(self.window + step_tokens) // self.unit) + 1)
+
+    def first_seen(self, position: int) -> int:
+        return max(0, position - self.window + 1) // self.unit
+
+    def find(self, digests: Sequence[bytes]) -> list[int]:
+        return [self._pool.find(self.number, digest) for digest in digests]
+
+    def usable(self, found: Sequence[int], num_tokens: int) -> int:
+        size = num_tokens // self.unit
+        while size:
+            first = self.first_seen(size * self.unit)
+            hole = next((i for i in range(size - 1, first - 1, -1) if not found[i]), None)
+            if hole is None:
+                break
+            size = hole
+        return size * self.unit
+
+    def enter(self, slot: int, blocks: Sequence[int]) -> None:
+        super().enter(slot, blocks)
+        self.freed[slot] = next((i for i, b in enumerate(blocks) if b), len(blocks))
+
+    def release_at(self, slot: int) -> int:
+        """When the next token to compute lies behind this position, a block lies behind its window."""
+        return (int(self.freed[slot]) + 1) * self.unit + self.window - 2
+
+    def release_before(self, slot: int, position: int) -> None:
+        """Let go of blocks that the token at a position, and those behind it, do not see."""
+        freed, first = int(self.freed[slot]), self.first_seen(position)
+        if first > freed:
+            gone = self.table[slot, freed:first]
+            self._pool.release([b for b in reversed(gone.tolist()) if b])
+            gone[:] = 0
+            self.freed[slot] = first
+
+    def free(self, slot: int) -> None:
+        super().free(slot)
+        self.freed[slot] = 0
+
+
+class Snapshots:
+    """Copies of recurrent states, numbered from 0, at positions that are multiples of ``unit`` tokens."""
+
+    def __init__(self, num_snapshots: int, unit: int, caching: bool) -> None:
+        self.unit = unit
+        self.pool = BlockPool(num_snapshots + 1, caching)  # its block 0 is none of them
+
+    def find(self, digests: Sequence[bytes]) -> list[int]:
+        """For each digest its snapshot's number + 1, 0 for none."""
+        return [self.pool.find(0, digest) for digest in digests]
+
+    def usable(self, found: Sequence[int], num_tokens: int) -> int:
+        """The longest beginning up to so many tokens, in tokens, at whose end there is a snapshot."""
+        return next((i for i in range(num_tokens // self.unit, 0, -1) if found[i - 1]), 0) * self.unit
+
+    def known(self, digest: bytes) -> bool:
+        """Whether there is one with that content."""
+        return self.pool.find(0, digest) > 0
+
+    def reserve(self) -> int:
+        """A snapshot to write, held; -1 when all are held."""
+        return self.pool.allocate() - 1 if self.pool.free_blocks else -1
+
+    def hold(self, snapshot: int) -> None:
+        """Keep a snapshot until it is released."""
+        self.pool.hold(snapshot + 1)
+
+    def store(self, snapshot: int, digest: bytes) -> None:
+        """Make a written snapshot findable."""
+        self.pool.store(snapshot + 1, 0, digest)
+
+    def release(self, snapshot: int) -> None:
+        """Let go of a snapshot; one that cannot be found is reused first."""
+        self.pool.release([snapshot + 1])

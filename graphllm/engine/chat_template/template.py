@@ -1,0 +1,291 @@
+"""A chat template: what it wants of a conversation is found in its source, and it is rendered as in transformers.
+
+Built on jinja2 alone, imported when first needed. A template comes with the checkpoint or with a request, so it runs in
+jinja2's sandbox on plain JSON values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from graphllm.config import ConfigError
+from graphllm.engine.chat_template.conversation import REASONING, text_of
+
+if TYPE_CHECKING:
+    import jinja2
+    from jinja2 import nodes
+
+ContentFormat = Literal["auto", "string", "openai"]
+_MAX_DEPTH = 128
+_HALF = re.compile("[\ud800-\udfff]")
+_MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_LISTED = ("selectattr", "rejectattr", "select", "reject", "list", "reverse", "default", "d")  # filters that keep parts
+_END = "CONTINUE-FROM-HERE "  # stands for the end of a message that is continued; templates may strip its space
+
+
+class Wants(NamedTuple):
+    """What a template wants of messages. parts: content is a list of parts, which it walks over, and no text. none:
+    content is none where a message is nothing but calls. short_ids: ids of calls are nine letters or digits, as
+    Mistral's templates demand."""
+
+    parts: bool
+    none: bool
+    short_ids: bool
+
+
+class ChatTemplate:
+    """A template that compiles. wants: what its source says of messages. Raises ConfigError for another one."""
+
+    def __init__(self, source: str) -> None:
+        import jinja2
+
+        environment = _environment()
+        try:
+            tree = environment.parse(source)
+            self.wants = wants_of(tree, source)
+            self._template = environment.from_string(tree)
+        except jinja2.TemplateSyntaxError as e:
+            raise ConfigError(f"chat template: line {e.lineno}: {e.message}") from e
+
+    def render(self, variables: Mapping[str, Any], content_format: ContentFormat = "auto") -> str:
+        """The prompt. variables: plain JSON values, with the messages of a conversation among them. content_format:
+        "string" for content as texts and "openai" for content as parts, whatever the template says.
+
+        Where the template refuses system messages behind others, they go first, as one. Raises ConfigError with the
+        template's own message when it refuses.
+        """
+        parts = self.wants.parts if content_format == "auto" else content_format == "openai"
+        wants, messages = self.wants._replace(parts=parts), variables["messages"]
+
+        def write(messages: Sequence[Mapping[str, Any]]) -> str:
+            return _rendered(self._template, {**variables, "messages": [_as_wanted(m, wants) for m in messages]})
+
+        try:
+            return write(messages)
+        except ConfigError as refusal:
+            if (joined := _system_first(messages)) is None:
+                raise
+            try:
+                return write(joined)
+            except ConfigError:
+                raise refusal from None
+
+
+def plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy made of plain JSON types: a template must not reach any other object. Raises ConfigError that names the
+    place for what is none, for half a surrogate pair, which no tokenizer takes, and for what is nested too deep."""
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"{where:.80} ...: nested deeper than {_MAX_DEPTH} levels; give less")
+    if isinstance(value, str):
+        if _HALF.search(value):
+            raise no_text(value, where)
+        return str(value)
+    if value is None or type(value) in (int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {plain(str(k), where): plain(v, f"{where}.{k}", depth + 1) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+    raise ConfigError(f"{where}: a {type(value).__name__} cannot be passed to the template; give plain JSON values")
+
+
+def no_text(value: str, where: str) -> ConfigError:
+    """The error about a string with half of a surrogate pair."""
+    half = _HALF.search(value)
+    found = repr(half[0]) if half else f"{value!r:.80}"
+    return ConfigError(f"{where} has {found}: half of a surrogate pair is no text; give whole characters")
+
+
+def with_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """A conversation whose last message has a mark at its end, for `up_to_the_end`."""
+    *earlier, last = messages
+    content = last["content"]
+    if not text_of(last):
+        raise ConfigError("continue_final_message is True: the last message has no text; give some, or leave it out")
+    if isinstance(content, str):
+        return [*earlier, {**last, "content": content + _END}]
+    *parts, part = content
+    return [*earlier, {**last, "content": [*parts, {**part, "text": part["text"] + _END}]}]
+
+
+def up_to_the_end(prompt: str) -> str:
+    """What stands before the mark. Raises ConfigError where there is none."""
+    before, found, behind = prompt.rpartition(_END.rstrip())
+    if not found:
+        raise ConfigError(
+            "continue_final_message is True: the chat template does not show the last message's text as it is; leave "
+            "it out"
+        )
+    return before if behind.startswith(" ") else before.rstrip()  # as templates strip what they show
+
+
+def _as_wanted(given: Mapping[str, Any], wants: Wants) -> dict[str, Any]:
+    """A message as the template takes it."""
+    message = {name: value for name, value in given.items() if value is not None}
+    content, calls = message.get("content"), message.get("tool_calls")
+    if wants.none and calls and (content == "" or (_is_text(content) and not text_of(message))):
+        message["content"] = None
+    elif wants.parts and isinstance(content, str):
+        message["content"] = [{"type": "text", "text": content}]
+    elif not wants.parts and _is_text(content):
+        message["content"] = text_of(message)
+    if wants.short_ids:
+        if "tool_call_id" in message:
+            message["tool_call_id"] = _short_id(message["tool_call_id"])
+        if calls:
+            message["tool_calls"] = [{**c, "id": _short_id(c["id"])} if "id" in c else c for c in calls]
+    # Templates differ in the name under which they read the reasoning of an earlier turn, so it gets all of them.
+    thought = next((message[name] for name in REASONING if name in message), None)
+    return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
+
+
+def _is_text(content: object) -> bool:
+    """Whether it is parts of text and nothing else."""
+    return isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content)
+
+
+def _short_id(given: object) -> str:
+    text = str(given)
+    return text if _MISTRAL_ID.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()[:9]
+
+
+def _system_first(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
+    """The same conversation with one system message, before the others; None where it has no more than that. What
+    stands at the end is about the turn before it, and keeps its place."""
+    system = [m for m in messages if m.get("role") == "system"]
+    if not system or system == [messages[0]] or messages[-1].get("role") == "system":
+        return None
+    if not all(isinstance(m.get("content"), str) or _is_text(m.get("content")) for m in system):
+        return None
+    text = "\n\n".join(filter(None, map(text_of, system)))
+    return [{"role": "system", "content": text}, *(m for m in messages if m.get("role") != "system")]
+
+
+def wants_of(tree: nodes.Template, source: str) -> Wants:
+    """What the syntax tree of a template shows: loops over content and questions about it."""
+    from jinja2 import nodes
+
+    names = _names_of_content(tree)
+    asked = {test.name for test in tree.find_all(nodes.Test) if _is_content(test.node, names)}
+    reads: list[nodes.Getattr | nodes.Getitem] = [*tree.find_all(nodes.Getattr), *tree.find_all(nodes.Getitem)]
+    walks = any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+    walks = walks or any(_is_first_part(read, names) for read in reads)
+    return Wants(walks and "string" not in asked, "none" in asked, "[TOOL_CALLS]" in source)
+
+
+def _names_of_content(tree: nodes.Template) -> set[str]:
+    """Variables and macros' parameters that may be the content of a message."""
+    from jinja2 import nodes
+
+    macros = {macro.name: [arg.name for arg in macro.args] for macro in tree.find_all(nodes.Macro)}
+    given: list[tuple[str, nodes.Node]] = [
+        (a.target.name, a.node) for a in tree.find_all(nodes.Assign) if isinstance(a.target, nodes.Name)
+    ]
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name in macros:
+            given += zip(macros[call.node.name], call.args, strict=False)
+            given += [(keyword.key, keyword.value) for keyword in call.kwargs]
+    names: set[str] = set()
+    while new := {name for name, node in given if name not in names and _is_content(node, names)}:
+        names |= new
+    return names
+
+
+def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
+    """Whether an expression may be the content of a message."""
+    from jinja2 import nodes
+
+    match node:
+        case nodes.Name():
+            return node.name in names
+        case nodes.Getattr() | nodes.Getitem():
+            return _key(node) == "content"
+        case nodes.Filter():
+            return node.name in _LISTED and _is_content(node.node, names)
+        case nodes.CondExpr():
+            return _is_content(node.expr1, names) or _is_content(node.expr2, names)
+        case nodes.Or():
+            return _is_content(node.left, names) or _is_content(node.right, names)
+        case nodes.Call():
+            first = node.args[0] if node.args else None
+            gets = isinstance(node.node, nodes.Getattr) and node.node.attr == "get"
+            return gets and isinstance(first, nodes.Const) and first.value == "content"
+    return False
+
+
+def _is_first_part(node: nodes.Getattr | nodes.Getitem, names: set[str]) -> bool:
+    """Whether a field of a part is read that is found by its number."""
+    from jinja2 import nodes
+
+    part = node.node
+    numbered = isinstance(part, nodes.Getitem) and type(_key(part)) is int and _is_content(part.node, names)
+    return numbered and _key(node) in ("text", "type")
+
+
+def _key(node: nodes.Getattr | nodes.Getitem) -> object:
+    """The name or number of what is read; None where that is no constant."""
+    from jinja2 import nodes
+
+    if isinstance(node, nodes.Getattr):
+        return node.attr
+    return node.arg.value if isinstance(node.arg, nodes.Const) else None
+
+
+def _rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    import jinja2
+
+    try:
+        return template.render(variables)
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as e:
+        raise ConfigError(f"chat template: {e}") from e
+
+
+def _environment() -> jinja2.Environment:
+    """The one that checkpoints are written for, which is transformers'."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _generation_tag() -> type[jinja2.ext.Extension]:
+    """``{% generation %}`` marks what the assistant wrote, for training; here it only has to be accepted."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    return Generation
+
+
+def _raise_exception(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own filter escapes HTML, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,1 @@
+"""A request from its prompt to its output."""

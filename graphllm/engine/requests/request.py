@@ -1,0 +1,311 @@
+"""What crosses between the front (text, HTTP) and the engine core (token ids): requests in, outputs of steps out.
+
+Plain data that msgspec writes to a socket; in one process the same objects are passed directly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from graphllm.config import ConfigError
+from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.runtime.rank_messages import Call
+from graphllm.weights.adapters.adapted import AdaptedLinear
+
+# Upper bounds of a step's seconds and of its tokens, for their distributions.
+STEP_SECONDS = (
+    0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05,
+    0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10,
+)  # fmt: skip
+STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class QueueFullError(ConfigError):
+    """The queue of waiting requests is full; send the request again later. retry_after: in so many seconds."""
+
+    retry_after = 1
+
+
+class Item(msgspec.Struct, frozen=True, kw_only=True):
+    """An input that an encoder graph turns into ``length`` rows, such as an image.
+
+    content_hash: hex; equal ones have equal rows, which are kept and shared. position: of the first prompt token that
+    the rows stand in for; -1 where every token sees them (cross-attention). data: the bytes of the encoder's input, an
+    array of that dtype (numpy's name) and shape.
+    """
+
+    content_hash: str
+    position: int
+    length: int
+    data: bytes = b""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True):
+    """How long a sequence may think. tokens: at most. start, end: the tokens of the tags. begun: the prompt ends within
+    the thinking."""
+
+    tokens: int
+    start: int
+    end: int
+    begun: bool
+
+    def forced(self, output: Sequence[int]) -> int | None:
+        """The token that must come next; None where any may."""
+        if not self.goes_on(output):
+            return None
+        begin = 0 if self.begun else output.index(self.start) + 1
+        return self.end if len(output) - begin >= self.tokens else None
+
+    def goes_on(self, output: Sequence[int]) -> bool:
+        """Whether the sequence thinks; once only, so tags in what follows mean nothing."""
+        if self.begun:
+            return self.end not in output
+        return self.start in output and self.end not in output[output.index(self.start) :]
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter. name: that users gave it. folder: of its files, in PEFT's format. digest: of all that its results
+    depend on; the prefix cache and the tables of adapters go by it, in every process."""
+
+    name: str
+    folder: str
+    digest: str
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate; a user's request with ``n`` completions becomes n of these.
+
+    prompt: token ids, at least one. stop_ids: tokens that end it. limit: output tokens at most; 0 ends it with its
+    prompt computed and no token. seed: of its random draws. priority: lower goes first. cache_salt: only requests with
+    the same salt share blocks of the prefix cache. fork_of: id of the sibling with the same prompt that computes it (""
+    for none). arrival: seconds, `time.monotonic` of the machine.
+    items: encoded inputs. thinking: how long it may think; structured outputs hold from its end on. second: of two
+    texts for a cross-encoder, the place of the first token of the second one; 0 where there is one text.
+    """
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    stop_ids: list[int]
+    limit: int
+    seed: int
+    priority: int = 0
+    cache_salt: str = ""
+    fork_of: str = ""
+    arrival: float = 0.0
+    adapter: Adapter | None = None
+    items: list[Item] = []
+    thinking: ThinkingBudget | None = None
+    second: int = 0
+
+
+class PositionLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities at one position, of the model's own distribution (before temperature, penalties and masks).
+
+    rank: 1 for the likeliest. top_ids, top_logprobs: the likeliest tokens, best first, as many as were asked for.
+    named: (token, log-probability, rank) of tokens that were asked for by their ids.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+    named: list[tuple[int, float, int]] = []
+
+
+class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
+    """News of one sequence from one step.
+
+    tokens: the new ones. finish_reason: "stop", "length", "abort" or "error" with its last update. stop_reason: the
+    token of stop_ids that ended it, None for an end-of-sequence token. error: what went wrong, for people. mistake: it
+    is the request's own, which asks for what cannot be. logprobs:
+    one entry for each new token, when asked for. prompt_logprobs: one entry for each prompt token but the first, once.
+    cached: prompt tokens that the prefix cache held. scheduled: seconds of `time.monotonic` at which its first step was
+    planned, with the first update that a step made; 0 in the others. pooled: float32 numbers, of a model that gives a
+    vector, or one for each token of the prompt. draft_tokens, accepted_tokens: of all its drafts that were verified,
+    and of those that became part of its output, with its last update.
+    """
+
+    id: str
+    tokens: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    mistake: bool = False
+    logprobs: list[PositionLogprobs] | None = None
+    prompt_logprobs: list[PositionLogprobs] | None = None
+    cached: int = 0
+    scheduled: float = 0.0
+    pooled: bytes = b""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+class CacheEntry(msgspec.Struct, frozen=True):
+    """One block or snapshot of an exported prefix. group: cache group of the block, -1 for a snapshot of recurrent
+    states. digest: of all that it depends on (`graphllm.engine.cache.digests`). data: as the executor gave it."""
+
+    group: int
+    digest: bytes
+    data: bytes
+
+
+class CoreInfo(msgspec.Struct, frozen=True):
+    """What the front must know of a core to check requests.
+
+    max_model_len: tokens of prompt and output together. capacity: tokens of the longest sequence that the cache holds.
+    task: "generate", or "pool" for a model that gives vectors. vector_size: numbers of such a vector. vectors: whether
+    a "sequence" gives one, or each "token". adapted: layers that adapters may change, none where there are no tables
+    for any, and max_lora_rank: the rank that these hold.
+    """
+
+    max_model_len: int
+    vocab: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    capacity: int
+    max_logprobs: int
+    max_logit_bias: int
+    device: str
+    task: str = "generate"
+    vector_size: int = 0
+    vectors: str = "sequence"
+    adapted: list[AdaptedLinear] = []
+    max_lora_rank: int = 0
+
+
+class Distribution(msgspec.Struct):
+    """Values, counted. counts[i]: those above bounds[i - 1] and up to bounds[i], the last ones without an upper bound.
+    total: their sum."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    total: float = 0.0
+
+    @classmethod
+    def over(cls, bounds: tuple[float, ...]) -> Distribution:
+        """No values yet."""
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value that came so many times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def cumulative(self) -> list[tuple[float, int]]:
+        """Every bound, the last one infinite, and how many values are up to it."""
+        return list(zip((*self.bounds, math.inf), itertools.accumulate(self.counts), strict=True))
+
+    def __add__(self, other: Distribution) -> Distribution:
+        """Both together; they have the same bounds."""
+        counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+        return Distribution(self.bounds, counts, self.total + other.total)
+
+
+def _step_seconds() -> Distribution:
+    return Distribution.over(STEP_SECONDS)
+
+
+def _step_tokens() -> Distribution:
+    return Distribution.over(STEP_TOKENS)
+
+
+class BucketStats(msgspec.Struct):
+    """Finished steps of one bucket of the artifact. seconds: of each step; where steps overlap, from the end of the one
+    before, so their total is the time in which any step ran. tokens: computed. padding: computed for nothing."""
+
+    seconds: Distribution = msgspec.field(default_factory=_step_seconds)
+    tokens: int = 0
+    padding: int = 0
+
+
+class CoreStats(msgspec.Struct):
+    """Gauges and counters of a core; counters only grow.
+
+    started: `time.monotonic` of the core's beginning; tells it from one that it replaces. steps: steps launched.
+    kv_usage: share of the blocks that running requests hold. prefix_queries, prefix_hits: prompt tokens looked up and
+    found in the prefix cache. free_blocks: blocks nobody holds (cached ones included). prompt_tokens, cached_tokens: of
+    the prompts that are computed, and how many of those came from the cache. step_tokens: of each finished step.
+    buckets: by the name of the bucket. expert_tokens: of each layer's experts, nothing where they are not counted.
+    expert_moves: copies of experts that were moved between ranks. expert_balancedness: lately, by layer, the mean of
+    the ranks' tokens over the most. drafts, draft_tokens, accepted_tokens: see `Acceptance`, the last one by place.
+    max_adapters: that have tables at a time. adapters_running, adapters_waiting: names of those that requests with and
+    without a slot have. token_vector_bytes, token_vector_hits: of vectors that are kept, and prompts that had theirs
+    from there.
+    """
+
+    started: float = 0.0
+    steps: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finished: dict[str, int] = {}
+    step_tokens: Distribution = msgspec.field(default_factory=_step_tokens)
+    buckets: dict[str, BucketStats] = {}
+    expert_tokens: list[list[int]] = []
+    expert_moves: int = 0
+    expert_balancedness: dict[int, float] = {}
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: list[int] = []
+    max_adapters: int = 0
+    adapters_running: list[str] = []
+    adapters_waiting: list[str] = []
+    token_vector_bytes: int = 0
+    token_vector_hits: int = 0
+
+    # vLLM's names, which loggers written for it read.
+    num_running_reqs = property(lambda self: self.running)
+    num_waiting_reqs = property(lambda self: self.waiting)
+    kv_cache_usage = property(lambda self: self.kv_usage)
+
+
+class Core(Protocol):
+    """What drives an engine core needs of it: `graphllm.engine.core.EngineCore` is the real one."""
+
+    @property
+    def info(self) -> CoreInfo: ...
+    @property
+    def unfinished(self) -> int: ...
+    @property
+    def kernels_done(self) -> int: ...
+    def add(self, request: EngineRequest) -> None: ...
+    def abort(self, ids: Iterable[str]) -> None: ...
+    def step(self) -> list[EngineCoreOutput]: ...
+    def stats(self) -> CoreStats: ...
+    def reset_prefix_cache(self) -> bool: ...
+    def collective_rpc(self, call: Call, timeout: float | None = None) -> list[Any]: ...
+    def warm_up(self) -> bool:
+        """Get something ready that no request has needed yet, in some tens of milliseconds, for whoever has none to
+        run; whether there is more."""
+
+    def check_health(self) -> None:
+        """Raise when what runs its steps is gone; for whoever has none to run."""
+
+    @property
+    def bell(self) -> int | None:
+        """A file descriptor that can be read when there is something to do without a request, if there ever is."""
+
+    def hear_bell(self) -> None:
+        """Look what there is to do; it is ``unfinished`` then."""
+
+    def close(self) -> None: ...

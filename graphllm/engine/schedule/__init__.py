@@ -1,0 +1,1 @@
+"""Which requests run in the next step, with how many tokens each. No torch."""

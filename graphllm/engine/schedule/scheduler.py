@@ -1,0 +1,577 @@
+"""Scheduler: which requests get how many tokens in the next step. Policy only, and no torch.
+
+Running requests go first, those with one token to compute before prompts, so that a long prompt never holds up a
+stream. What a step needs of a running request lies in arrays by slot (`request_table`), so a step in which all decode
+is a few array operations, and Python runs only where something happens: a block is full, a request comes or goes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+
+from graphllm.config import ConfigError
+from graphllm.engine.cache.cache_manager import CacheManager
+from graphllm.engine.cache.item_cache import ItemCache
+from graphllm.engine.cache.retention import NEVER
+from graphllm.engine.drafts.acceptance import Acceptance
+from graphllm.engine.requests.request import EngineRequest, Item, QueueFullError
+from graphllm.engine.requests.request_table import RequestState, RequestTable
+from graphllm.engine.schedule.adapter_table import AdapterTable
+from graphllm.engine.schedule.match_tracker import follow_guesses
+from graphllm.engine.schedule.results import Commit, take, take_verified
+from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
+from graphllm.program.schema import CacheLayout
+
+_MOST_HELD_BACK = 256  # requests that others may pass in one look, so that a step costs the same however many wait
+
+
+class Scheduler:
+    """The cache and the request table are this scheduler's alone. caching, secret: see `CacheManager`."""
+
+    def __init__(
+        self, limits: SchedulerLimits, layout: CacheLayout, caching: bool = True, secret: str | None = None
+    ) -> None:
+        self._limits, self._layout, self._query_lens = limits, layout, tuple(sorted(layout.query_lens))
+        self.acceptance = Acceptance(self.most_drafts, limits.verify_at_most)
+        self.requests = RequestTable(limits.max_num_seqs)
+        self.cache = CacheManager(
+            layout, limits.block_size, limits.max_num_seqs, limits.max_len, limits.max_num_batched_tokens, caching,
+            secret, limits.snapshot_interval,
+        )  # fmt: skip
+        self.items = ItemCache(layout.item_tokens, caching)
+        self.adapters = AdapterTable(layout.max_adapters)
+        self._waiting: list[RequestState] = []  # a heap
+        self._by_id: dict[str, RequestState] = {}
+        self._held_items: dict[str, list[str]] = {}  # content hashes, by request
+        self._guessing = layout.history > 0  # the device looks drafts up in what was said
+        self._begin_step()
+        self._arrivals = itertools.count()
+        self.preemptions = self.prefix_queries = self.prefix_hits = 0
+        self._planned = self._committed = 0  # steps
+
+    def _begin_step(self) -> None:
+        self._copies: list[tuple[int, int]] = []
+        self._resets: list[int] = []
+        self._loads: list[tuple[int, int]] = []
+        self._encodes: list[tuple[Item, int]] = []
+        self._admitted: list[RequestState] = []
+
+    @property
+    def most_drafts(self) -> int:
+        """Of a sequence in a step, one behind the other."""
+        return self._layout.ahead(max(self._query_lens, default=1)) - 1
+
+    @property
+    def running(self) -> int:
+        """Requests with a slot."""
+        return len(self.requests.running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests without one."""
+        return len(self._by_id) - len(self.requests.running)
+
+    def adapter_names(self) -> tuple[list[str], list[str]]:
+        """Of the adapters that requests with and without a slot have."""
+        if not self.adapters.count:
+            return [], []
+        found = {(s.slot >= 0, s.request.adapter.name) for s in self._by_id.values() if s.request.adapter is not None}
+        running, waiting = (sorted(name for has_slot, name in found if has_slot == slot) for slot in (True, False))
+        return running, waiting
+
+    @property
+    def unfinished(self) -> int:
+        """All of them."""
+        return len(self._by_id)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest sequence that fits into the cache alone."""
+        return self.cache.capacity
+
+    def check(self, request: EngineRequest) -> None:
+        """Raise ConfigError for a request that cannot run, QueueFullError when no more may wait."""
+        if request.id in self._by_id:
+            raise ConfigError(f"request_id: {request.id!r} is already running; ids must be unique")
+        queued = self._limits.max_num_queued_reqs
+        # Siblings come or are refused with their first, else one request with many completions would never fit.
+        if queued is not None and not request.fork_of and self.waiting >= queued:
+            raise QueueFullError(f"the queue is full: {queued} requests are waiting; send the request again later")
+        length = min(len(request.prompt) + request.limit, self._limits.max_len)
+        if length > self.capacity:
+            raise ConfigError(
+                f"request {request.id}: {len(request.prompt)} prompt tokens and up to {request.limit} of output are "
+                f"more than the {self.capacity} that the cache holds; shorten it, lower max_tokens, or give the cache "
+                "more memory"
+            )
+        scored = request.params.prompt_logprobs is not None
+        longest = min(self._limits.max_num_batched_tokens, self._limits.max_num_rows if scored else NEVER)
+        if self._layout.stateless and len(request.prompt) > longest:
+            raise ConfigError(
+                f"request {request.id}: {len(request.prompt)} prompt tokens; this model computes a prompt in one step, "
+                f"which has at most {longest}; shorten it, or compile with a larger --max-num-batched-tokens"
+            )
+        if request.adapter is not None and not self._layout.max_adapters:
+            raise ConfigError(
+                f"request {request.id}: adapter {request.adapter.name!r}: this artifact has no tables for adapters; "
+                "compile with --enable-lora"
+            )
+        rows = sum({item.content_hash: item.length for item in request.items}.values())
+        if rows > self._layout.item_tokens:
+            raise ConfigError(
+                f"request {request.id}: its encoded inputs have {rows} rows, more than the {self._layout.item_tokens} "
+                "that the artifact holds; give fewer or smaller ones"
+            )
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises as `check` does."""
+        self.check(request)
+        state = RequestState(request, (self.urgency(request), next(self._arrivals)))
+        self._by_id[request.id] = state
+        heapq.heappush(self._waiting, state)
+
+    def urgency(self, request: EngineRequest) -> int:
+        """The place of a request among others: lower goes first, and what came first of equal ones. A subclass may say
+        another."""
+        return request.priority if self._limits.policy == "priority" else 0
+
+    def abort(self, ids: Iterable[str]) -> list[RequestState]:
+        """Drop requests; what is in flight for them is ignored when it comes. Those that there were."""
+        dropped = []
+        for id in ids:
+            if (state := self._by_id.get(id)) is not None:
+                self._finish(state, "abort")
+                dropped.append(state)
+        return dropped
+
+    def fail(self, state: RequestState, error: str, mistake: bool = False) -> None:
+        """End a request with an error, which may be its own mistake."""
+        state.error, state.mistake = error, mistake
+        self.end(state, "error")
+
+    def fail_adapter(self, digest: str, error: str) -> list[RequestState]:
+        """End the requests that wait for an adapter that cannot be read; those that there were."""
+        self.adapters.forget(digest)
+        waiting = [
+            s for s in self._by_id.values() if s.slot < 0 and s.request.adapter and s.request.adapter.digest == digest
+        ]
+        for state in waiting:
+            self.fail(state, error)
+        return waiting
+
+    def end(self, state: RequestState, reason: str) -> None:
+        """End a request for a reason that only the caller knows."""
+        if state.finish_reason is None:
+            self._finish(state, reason)
+        else:
+            state.finish_reason = reason
+
+    def propose(self, state: RequestState, drafts: list[int]) -> None:
+        """Tell which tokens are expected behind all known ones of a request. They are verified as far as they reach
+        beyond those in flight, when a step has room; a hint, forgotten when one of them was wrong or the request has to
+        wait."""
+        self.requests.propose(state, drafts)
+
+    def next(self) -> SchedulerOutput | None:
+        """The next step's work; None when nothing can be done before the step in flight has ended."""
+        t = self.requests
+        self._begin_step()
+        entries: list[tuple[np.ndarray, np.ndarray]] = []  # slots, counts
+        budget, rows, preempted = self._limits.max_num_batched_tokens, self._limits.max_num_rows, self.preemptions
+        # Over all slots, which is faster than picking the used ones: a free one has nothing to do.
+        known = t.num_tokens + t.num_in_flight
+        todo = known - t.num_computed_tokens
+        ready = (known < t.limit) | (t.num_computed_tokens < t.num_prompt_tokens)
+        ready &= todo > 0
+        most = len(ready)
+        if self._limits.overlapping > 1:
+            ready &= self._apart(ready & (todo > 1))
+            share = -(-self.running // self._limits.overlapping)  # the others are for the other stages
+            most = max(share, self._limits.together)
+        if not (self._waiting or np.count_nonzero(ready)):
+            return None
+        decode = ready & (todo == 1)
+        chosen = self._with_blocks(decode, known)
+        chunks = np.count_nonzero(ready) > np.count_nonzero(decode)
+        query_len = 1
+        if len(chosen):
+            chosen = chosen[: min(budget, rows, most)]
+            if self._query_lens:
+                query_len = self._verify(chosen, known[chosen], alone=not (chunks or self._waiting))
+            entries.append((chosen, np.full(len(chosen), query_len, dtype=np.int32)))
+            budget, rows = budget - query_len * len(chosen), rows - query_len * len(chosen)
+        if chunks:
+            budget, rows = self._add_chunks(entries, t.order[(ready & ~decode)[t.order]], budget, rows)
+        if self._waiting and self.preemptions == preempted:
+            self._admit(entries, budget, rows)
+        if not entries:
+            return None
+        slots, counts = entries[0]
+        if len(entries) > 1:
+            slots, counts = (np.concatenate(parts, dtype=np.int32) for parts in zip(*entries, strict=True))
+        return self._plan(slots, counts, query_len, len(chosen) if query_len > 1 else 0)
+
+    def _apart(self, prompts: np.ndarray) -> np.ndarray:
+        """Which slots may be in the next step, where several run at once: one whose token is in flight is left out
+        until as many steps have begun as there are stages, so that none waits for another one's tokens. Few sequences
+        stay together, each step behind the one before, unless there are prompts to compute meanwhile; the host is a
+        step ahead of them. prompts: slots with tokens that are known."""
+        t, steps = self.requests, self._limits.overlapping
+        known = t.num_in_flight == 0
+        computing = np.count_nonzero(prompts) or (self._waiting and t.has_free_slot)
+        if self.running > self._limits.together or computing:
+            return known | (self._planned + 1 - t.sampled_at >= steps)
+        return known if self._planned - self._committed > 1 else np.ones_like(known)
+
+    def _plan(self, slots: np.ndarray, counts: np.ndarray, query_len: int, verified: int) -> SchedulerOutput:
+        t = self.requests
+        starts, in_flight, known = t.num_computed_tokens[slots], t.num_in_flight[slots], t.num_tokens[slots]
+        ends, ahead = starts + counts, self._layout.ahead(query_len)
+        drafts = pending = None
+        if self._query_lens and np.count_nonzero(unsure := t.num_unsure[slots]):
+            pending = unsure > 0
+        samples = ends == known + in_flight
+        rows = samples.astype(np.int32)
+        if verified:
+            samples[:verified], rows[:verified] = True, ahead
+            if not (self._limits.device_drafts or self._limits.late_drafts):
+                drafts = t.drafts(slots[:verified], query_len - 1)
+            t.num_unsure[slots[:verified]] += ahead - 1
+        if beside := self._limits.overlapping - 1:
+            flying = t.sampled_at[slots[in_flight > 0]]
+            beside = min(beside, self._planned - int(flying.max(initial=0)))
+            self._planned += 1
+            t.sampled_at[slots[samples]] = self._planned
+        in_flight += rows
+        rows[:verified] = query_len
+        by_slot = t.by_slot
+        requests: list[RequestState] = [by_slot[s] for s in slots.tolist()]
+        if np.count_nonzero(t.scoring):
+            for i in verified + np.flatnonzero(t.scoring[slots[verified:]]):
+                rows[i] = self._rows_of(requests[i], int(slots[i]), int(counts[i]))
+                requests[i].scored = max(requests[i].scored, int(min(ends[i], t.num_prompt_tokens[slots[i]] - 1)))
+        fed = starts >= known
+        if self._layout.lookahead:
+            self.cache.look_ahead(slots, ends)
+        ends[:verified] = starts[:verified] + ahead
+        t.num_computed_tokens[slots] = ends
+        t.num_in_flight[slots] = in_flight
+        num_drafts = None
+        if self._limits.device_drafts and not self._guessing:
+            num_drafts = self.acceptance.best(len(t.running), self._query_lens) - 1
+            t.num_made[slots] = num_drafts
+        saves = []
+        if self.cache.snapshots and self.cache.caching and verified < len(slots):
+            saves = self._reserve_snapshots(requests, slots, ends, known, pending, verified)
+        return SchedulerOutput(
+            requests, slots, starts, counts, rows, samples, fed, t.epoch[slots], self.cache.tables, query_len, ahead,
+            verified, drafts, pending, num_drafts, beside, self._copies, self._resets, self._loads, self._encodes,
+            saves, self._admitted, self.adapters.writes(),
+        )  # fmt: skip
+
+    def _reserve_snapshots(
+        self, requests: list[RequestState], slots: np.ndarray, ends: np.ndarray, known: np.ndarray,
+        pending: np.ndarray | None, verified: int,
+    ) -> list[tuple[int, int]]:  # fmt: skip
+        wanted = self.cache.wants_snapshot(ends, known)
+        wanted[:verified] = False  # which version of the states is valid then, nobody knows yet
+        if pending is not None:
+            wanted &= ~pending
+        found = [(i, self.cache.reserve_snapshot(requests[i], int(ends[i]))) for i in np.flatnonzero(wanted)]
+        return [(int(slots[i]), snapshot) for i, snapshot in found if snapshot >= 0]
+
+    def _verify(self, slots: np.ndarray, known: np.ndarray, alone: bool) -> int:
+        """Tokens for each of these slots, all of which decode: a compiled query length when there are drafts, all may
+        have them, and there is room for it; else 1. alone: nothing else wants a part of the step. Drafts behind a
+        request's limit are computed for nothing, which costs less than a step of its own for the others. How many a
+        draft model has made was decided with the step before."""
+        t, limits, n = self.requests, self._limits, len(slots)
+        if self.acceptance.off(n):
+            return 1
+        drafts = 0
+        if self._guessing:
+            drafts = self.most_drafts
+        elif limits.device_drafts:
+            drafts = int(t.num_made[slots].min())
+        elif np.count_nonzero(t.num_drafts):
+            flying = 0 if limits.late_drafts else t.num_in_flight[slots]
+            drafts = int((t.num_drafts[slots] - flying).max())
+        if drafts <= 0 or not t.verifiable[slots].all() or (known <= t.num_prompt_tokens[slots]).any():
+            return 1
+        budget = limits.max_num_batched_tokens if alone else limits.max_num_batched_tokens // 2
+        room = min(budget // n, limits.max_num_rows // n, limits.max_len - int(known.max()))
+        fitting = [q for q in self._query_lens if 1 < q <= room]
+        enough = next((i + 1 for i, q in enumerate(fitting) if q > drafts), len(fitting))
+        fitting = fitting[:enough]
+        if not fitting:
+            return 1
+        # Drafts that somebody proposes by hand are verified whatever came of others.
+        query_len = fitting[-1]
+        if self._guessing:
+            query_len = self.acceptance.best(
+                n, fitting, runs=t.run[slots].tolist(), ahead=t.num_in_flight[slots].tolist()
+            )
+        elif limits.late_drafts:
+            query_len = self.acceptance.best(n, fitting, np.count_nonzero(t.num_drafts[slots]) / n)
+        if query_len == 1:
+            return 1
+        late = (t.num_computed_tokens + query_len > self.cache.reach)[slots]
+        ends = t.num_computed_tokens[slots[late]] + query_len
+        return query_len if self.cache.extend_all(slots[late], ends) else 1
+
+    def _rows_of(self, state: RequestState, slot: int, count: int) -> int:
+        """Logit rows of a chunk: the last one if it is sampled from, and prompt positions yet to be scored."""
+        t = self.requests
+        start = int(t.num_computed_tokens[slot])
+        end = start + count
+        rows = int(end == t.num_tokens[slot] + t.num_in_flight[slot])
+        if t.scoring[slot]:
+            rows += max(0, min(end, int(t.num_prompt_tokens[slot]) - 1) - max(start, state.scored))
+        return rows
+
+    def _add_chunks(
+        self, entries: list[tuple[np.ndarray, np.ndarray]], slots: np.ndarray, budget: int, rows: int
+    ) -> tuple[int, int]:
+        """Chunks of running prompts, as far as the budget goes; what is left of it."""
+        planned = {slot for chosen, _ in entries for slot in chosen.tolist()}
+        for slot in slots.tolist():
+            state = self.requests.by_slot[slot]
+            if budget <= 0 or state is None:
+                continue
+            count = self._blocks_for_chunk(state, self._chunk(state, slot, budget, rows), planned)
+            if count:
+                entries.append((np.array([slot], dtype=np.int32), np.array([count], dtype=np.int32)))
+                planned.add(slot)
+                budget -= count
+                rows -= self._rows_of(state, slot, count)
+        return budget, rows
+
+    def _chunk(self, state: RequestState, slot: int, budget: int, rows: int) -> int:
+        """Tokens of a prompt that fit into what is left of a step."""
+        start, known = int(self.requests.num_computed_tokens[slot]), int(self.requests.num_tokens[slot])
+        if self._layout.stateless:  # nothing would be left of a part
+            count = known - start
+            return count if count <= budget and self._rows_of(state, slot, count) <= rows else 0
+        count = min(self.cache.next_snapshot(start, known) - start, budget)
+        if self._limits.long_prefill_token_threshold:
+            count = min(count, self._limits.long_prefill_token_threshold)
+        while count and self._rows_of(state, slot, count) > rows:
+            count -= min(count, max(1, self._rows_of(state, slot, count) - rows))
+        return count
+
+    def _with_blocks(self, decode: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """The decoding slots, in order, that have the blocks for their next tokens; others were preempted. decode,
+        ends: of all slots, whether they decode and how far their tokens then go."""
+        t, cache = self.requests, self.cache
+        slots = t.order[decode[t.order]]
+        starts = t.num_computed_tokens - t.num_unsure if self._query_lens else t.num_computed_tokens
+        events = cache.unready(starts, ends) & decode
+        if not np.count_nonzero(events):
+            return slots
+        before = self.preemptions
+        at = slots[events[slots]]
+        if cache.extend_each(at, ends[at]):
+            return slots
+        for slot, start, end in zip(at.tolist(), starts[at].tolist(), ends[at].tolist(), strict=True):
+            state = t.by_slot[slot]
+            if state is None:  # preempted for one before it
+                continue
+            while not cache.extend(slot, start, end, self._copies):
+                victim = t.running[-1]
+                self._preempt(victim)
+                if victim is state:
+                    break
+        if self.preemptions == before:
+            return slots
+        return slots[[t.by_slot[s] is not None for s in slots.tolist()]]
+
+    def _blocks_for_chunk(self, state: RequestState, count: int, planned: set[int]) -> int:
+        """Tokens of a running prompt's chunk for which there are blocks. Others not in the plan yet are preempted for
+        them."""
+        running, start = self.requests.running, int(self.requests.num_computed_tokens[state.slot])
+        while count:
+            if self.cache.extend(state.slot, start, start + count, self._copies):
+                return count
+            victim = next((s for s in reversed(running) if s.slot not in planned), None)
+            if victim is None or victim is state:
+                # What others hold of the step comes back with them; if nothing else runs, it starts anew.
+                if victim is state and not planned and len(running) > 1:
+                    self._preempt(state)
+                return 0
+            self._preempt(victim)
+        return 0
+
+    def _admit(self, entries: list[tuple[np.ndarray, np.ndarray]], budget: int, rows: int) -> None:
+        held_back: list[RequestState] = []
+        self.adapters.begin()
+        while (
+            len(held_back) < _MOST_HELD_BACK
+            and self._waiting
+            and self.requests.has_free_slot
+            and budget > 0
+            and rows > 0
+        ):
+            state = heapq.heappop(self._waiting)
+            if state.finish_reason is not None:
+                continue
+            # One that has begun to score its prompt by itself goes on by itself.
+            alone = state.output or (state.scored and state.scoring)
+            leader = None if alone else self._by_id.get(state.request.fork_of)
+            if leader is not None and not self._ready_to_fork(leader):
+                held_back.append(state)
+                continue
+            if not self.adapters.acquire(state):
+                held_back.append(state)
+                continue
+            count = self._enter(state, leader, budget, rows)
+            if not count:
+                self.adapters.release(state)
+                heapq.heappush(self._waiting, state)
+                break
+            slot = state.slot
+            if state.cached_tokens < 0:  # one that was preempted finds its own blocks again
+                state.cached_tokens = int(self.requests.num_computed_tokens[slot])
+                self.prefix_queries += state.num_tokens
+                self.prefix_hits += state.cached_tokens
+            self._admitted.append(state)
+            entries.append((np.array([slot], dtype=np.int32), np.array([count], dtype=np.int32)))
+            budget -= count
+            rows -= self._rows_of(state, slot, count)
+        for state in held_back:
+            heapq.heappush(self._waiting, state)
+
+    def _ready_to_fork(self, leader: RequestState) -> bool:
+        """Whether a leader's whole prompt is in the cache, or in a step that comes before; one that waits comes first.
+        Recurrent states are found by their snapshot, which is there when the host has seen the prompt's end."""
+        t, slot = self.requests, leader.slot
+        if slot < 0:
+            return False
+        if self.cache.recurrent:
+            return bool(t.num_tokens[slot] > t.num_prompt_tokens[slot]) or not self.cache.caching
+        return bool(t.num_computed_tokens[slot] >= t.num_prompt_tokens[slot])
+
+    def _enter(self, state: RequestState, leader: RequestState | None, budget: int, rows: int) -> int:
+        """Give a request a slot, what it can share, and room for its first chunk, whose tokens are returned; 0, and
+        nothing done, when the blocks for all of it are not free, its items find no place or no row is left."""
+        cache, t, request, length = self.cache, self.requests, state.request, state.num_tokens
+        if leader is not None and not cache.recurrent and cache.can_fork(leader.slot, length):
+            hit = cache.fork(leader.slot, length)
+        else:
+            hit = cache.lookup(state)
+        if not cache.fits(length, hit):
+            return 0
+        needed = [item for item in request.items if item.position < 0 or item.position + item.length > hit.num_tokens]
+        if (placed := self.items.acquire(needed)) is None:
+            return 0
+        slot = t.enter(state, hit.num_tokens, self._limits.max_len)
+        t.verifiable[slot] = True
+        cache.enter(slot, hit, len(request.prompt))
+        self._held_items[request.id] = [item.content_hash for item in needed]
+        starts, new = placed
+        first = dict(zip(self._held_items[request.id], starts, strict=True))
+        t.place_items(state, [first.get(item.content_hash, -1) for item in request.items])
+        count = self._chunk(state, slot, budget, rows)
+        if not count or not cache.extend(slot, hit.num_tokens, hit.num_tokens + count, self._copies):
+            if hit.snapshot >= 0 and cache.snapshots:
+                cache.snapshots.release(hit.snapshot)
+            self._leave(state)
+            self.items.forget(new)
+            return 0
+        self._encodes += new
+        if cache.recurrent:
+            if hit.snapshot >= 0:
+                self._loads.append((hit.snapshot, slot))
+            else:
+                self._resets.append(slot)
+        return count
+
+    def commit(
+        self,
+        output: SchedulerOutput,
+        tokens: np.ndarray,
+        num_kept: np.ndarray | None = None,
+        num_drafted: np.ndarray | None = None,
+        runs: np.ndarray | None = None,
+    ) -> Commit:
+        """Take a step's result.
+
+        tokens [R] int32: of the step's rows in order; negative where none could be chosen, which ends the request with
+        an error. num_kept [n], of a step that verifies: how many tokens of each entry that does count, one at least.
+        num_drafted [n]: how many drafts each had on the device, None for as many as it could. runs [R]: of the row that
+        ends an entry, on what run its next drafts rest, 0 of the others; None where drafts are not looked up there.
+        Requests that are gone or were preempted since are passed over.
+        """
+        self._committed += 1
+        t = self.requests
+        live = t.epoch[output.slots] == output.epochs
+        before = None if runs is None else (t.num_tokens[output.slots], t.run[output.slots])
+        commit, ends = Commit([], [], []), list[tuple[RequestState, str]]()
+        if v := output.verified:
+            assert num_kept is not None
+            drafted = np.full(v, output.ahead - 1) if num_drafted is None else num_drafted[:v]
+            if before is not None:
+                drafted = drafted * (before[1][:v] > 0)
+            if output.drafts is not None:  # the device takes those that there are not for tokens
+                drafted = (output.drafts >= 0).sum(axis=1)
+            self.acceptance.learn(num_kept[:v][live[:v]], drafted[live[:v]])
+            first = output if v == len(output.slots) else output.part(slice(v))
+            new = tokens[: v * output.query_len]
+            commit, ends = take_verified(self.requests, first, new, num_kept[:v], drafted, live[:v])
+        if v < len(output.slots):
+            rest = output.part(slice(v, None)) if v else output
+            others, their_ends = take(self.requests, rest, tokens[v * output.query_len :], live[v:])
+            commit, ends = commit.followed_by(others), ends + their_ends
+        if runs is not None and before is not None:
+            done = [state.slot for state, _ in ends]
+            follow_guesses(t, self.acceptance.runs, output, *before, runs, num_kept, live, done)
+        self._store_due(output, live)
+        for state, reason in ends:
+            if reason != "error":
+                self._store(state)
+            self._finish(state, reason)
+        return commit
+
+    def _store_due(self, output: SchedulerOutput, live: np.ndarray) -> None:
+        """Make findable what the step has computed, and let go of its snapshots."""
+        cache, t, slots = self.cache, self.requests, output.slots
+        if cache.caching:
+            done = output.starts + output.counts
+            for slot in slots[cache.due(slots, done) & live].tolist():
+                if (state := t.by_slot[slot]) is not None:
+                    self._store(state)
+        if cache.snapshots:
+            for slot, snapshot in output.snapshot_saves:
+                i = int(np.flatnonzero(slots == slot)[0])
+                if live[i]:
+                    cache.store_snapshot(output.requests[i], snapshot, int(output.starts[i] + output.counts[i]))
+                cache.snapshots.release(snapshot)
+            for snapshot, _ in output.snapshot_loads:
+                cache.snapshots.release(snapshot)
+
+    def _store(self, state: RequestState) -> None:
+        t, slot = self.requests, state.slot
+        self.cache.store(state, int(min(t.num_computed_tokens[slot], t.num_tokens[slot], state.num_tokens)))
+
+    def _preempt(self, state: RequestState) -> None:
+        """Take a request's blocks; it waits, in its old place, to be computed again. What is in flight is lost."""
+        self.preemptions += 1
+        state.preemptions += 1
+        self._store(state)  # with luck some of it is still there then
+        self._leave(state)
+        heapq.heappush(self._waiting, state)
+
+    def _leave(self, state: RequestState) -> None:
+        self.adapters.release(state)
+        self.cache.free(state.slot)
+        self.items.release(self._held_items.pop(state.request.id))
+        self.requests.leave(state)
+
+    def _finish(self, state: RequestState, reason: str) -> None:
+        state.finish_reason = reason
+        del self._by_id[state.request.id]
+        if state.slot >= 0:
+            self._leave(state)

@@ -1,0 +1,88 @@
+"""What the scheduler is given, its limits, and what it says of each step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from graphllm.engine.requests.request import Item
+from graphllm.engine.requests.request_table import RequestState
+
+
+class SchedulerLimits(NamedTuple):
+    """max_num_rows: sampled rows of one step. max_len: tokens of a sequence. block_size: see `CacheManager`. policy:
+    "fcfs" or "priority".
+
+    long_prefill_token_threshold: tokens of one prompt in one step, 0 for no limit. snapshot_interval: see
+    `CacheManager`. device_drafts: every sequence that has sampled a token has drafts on the device. late_drafts: those
+    of the host come when the step before is done, and `Scheduler.propose` tells how many there were the last time.
+    verify_at_most: sequences of a step that verifies; None: as it pays. overlapping: steps that run at once, none of
+    which needs the tokens of another one. together: sequences that stay in one step all the same, as it takes nearly as
+    long with a part of them.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_rows: int
+    max_len: int
+    block_size: int
+    max_num_queued_reqs: int | None = None
+    policy: str = "fcfs"
+    long_prefill_token_threshold: int = 0
+    snapshot_interval: int = 0
+    device_drafts: bool = False
+    late_drafts: bool = False
+    verify_at_most: int | None = None
+    overlapping: int = 1
+    together: int = 1
+
+
+class SchedulerOutput(NamedTuple):
+    """A step's work, an entry for each of n requests, those with one token first.
+
+    starts, counts [n] int32: first position and number of the tokens to compute. rows [n] int32: how many of the last
+    of them are sampled from or scored. samples [n] bool: whether the last row gives the sequence's next token. fed [n]
+    bool: the first token is still in flight and is taken from the device. epochs [n]: tell at `commit` whether the
+    slot is still the request's. tables: block tables of all slots, for each cache group [slots, blocks].
+
+    query_len, verified: the first ``verified`` entries verify drafts: they have query_len tokens each, their newest and
+    drafts [verified, query_len - 1] int32, negative for none; None where they lie on the device. ahead: by how many
+    tokens each of them may move on: query_len, fewer where the drafts are a tree. pending [n] bool, or
+    None: starts, positions and lengths are upper bounds, to be lowered on the device by the drafts that the step in
+    flight rejects. num_drafts: of each sequence, how many the device makes behind the step, None where it is not asked.
+    beside: how many of the newest steps in flight it takes no token of.
+
+    To do before the step: copies of blocks (from, to); resets: slots whose recurrent states become zero;
+    snapshot_loads (snapshot, slot); encodes (item, first row): encoder runs. After it: snapshot_saves (slot, snapshot).
+    admitted: requests new in their slot. adapters (entry, digest): tables to write before the step.
+    """
+
+    requests: list[RequestState]
+    slots: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    rows: np.ndarray
+    samples: np.ndarray
+    fed: np.ndarray
+    epochs: np.ndarray
+    tables: tuple[np.ndarray, ...]
+    query_len: int
+    ahead: int
+    verified: int
+    drafts: np.ndarray | None
+    pending: np.ndarray | None
+    num_drafts: int | None
+    beside: int
+    copies: list[tuple[int, int]]
+    resets: list[int]
+    snapshot_loads: list[tuple[int, int]]
+    encodes: list[tuple[Item, int]]
+    snapshot_saves: list[tuple[int, int]]
+    admitted: list[RequestState]
+    adapters: list[tuple[int, str]]
+
+    def part(self, which: slice) -> SchedulerOutput:
+        """Some of the entries, as `commit` looks at them."""
+        names = ("requests", "slots", "starts", "counts", "rows", "samples", "fed", "epochs")
+        return self._replace(**{name: getattr(self, name)[which] for name in names})

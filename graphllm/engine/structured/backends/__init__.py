@@ -1,0 +1,1 @@
+"""Further libraries for structured outputs, one file each, and what they share."""

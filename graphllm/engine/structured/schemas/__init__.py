@@ -1,0 +1,1 @@
+"""JSON schemas and patterns: what they mean, and what each grammar may say."""

@@ -1,0 +1,1 @@
+"""Requests for vectors: pooling, classification, scores, reranking."""

@@ -1,0 +1,1 @@
+"""This machine and this process: compilers, the driver, memory, imports, locks. Imports nothing heavy."""

@@ -1,0 +1,1 @@
+"""Settings and a checkpoint become an artifact: one from the cache, or a new one."""

@@ -1,0 +1,1 @@
+"""A model's name becomes a folder of files that the engine reads."""

@@ -1,0 +1,119 @@
+"""Files of older checkpoints, turned once into those that are read here, by a process of its own with limits.
+
+What it makes stays in the cache, named after the files that it was made of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from graphllm.config import ConfigError, Env
+from graphllm.config.fields import check_no_pointer
+from graphllm.config.setting import size_text
+from graphllm.host.build_lock import build_lock
+from graphllm.host.importing import import_path
+from graphllm.host.silence import Silence, threads_of
+from graphllm.loading.checkpoint.gguf_folder import gguf_tokenizer_folder
+from graphllm.program import artifact
+from graphllm.weights.checkpoint.checkpoint import BIN, gguf_in
+
+_WEIGHTS = "graphllm.loading.checkpoint.weights_worker"
+_TOKENIZER = "graphllm.loading.checkpoint.tokenizer_worker"
+_SECONDS = 120.0  # of a conversion, in which it could run; and more for large files
+_TICK = 0.25  # seconds between two looks at whether it could
+_SLOW = 20e6  # bytes of weights that are read and written in a second at least
+# What tokenizers are kept in beside tokenizer.json.
+_TOKENIZER_FILES = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "vocab.bpe")
+
+
+def safetensors_of(folder: Path, files: Sequence[str]) -> Path:
+    """A folder with the tensors of ``folder``'s .bin files as safetensors. Raises ConfigError when they hold anything
+    else, and when there is no room."""
+    index = [] if files == [BIN] else [f"{BIN}.index.json"]
+    return _converted(_WEIGHTS, folder, [folder / file for file in (*files, *index)], "weights")
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """The folder with the tokenizer.json of a checkpoint folder: itself, or one that transformers has written from
+    another kind of tokenizer. Raises ConfigError when that cannot be."""
+    if not (folder / "tokenizer.json").is_file() and (file := gguf_in(folder)) is not None:
+        return gguf_tokenizer_folder(file)
+    check_no_pointer(folder / "tokenizer.json")
+    kept = [file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)]
+    if (folder / "tokenizer.json").is_file() or not kept:
+        return folder
+    also = [file for pattern in ("*.json", "*.txt", "*.jinja") for file in folder.glob(pattern)]
+    return _converted(_TOKENIZER, folder, sorted({*kept, *also}), "tokenizer")
+
+
+def _converted(worker: str, folder: Path, files: Sequence[Path], what: str) -> Path:
+    """What a worker makes of some files of a folder: it is given the folder to write to and the files."""
+    for file in files:
+        check_no_pointer(file)
+    stats = [file.stat() for file in files]
+    facts = [[str(file.resolve()), s.st_size, s.st_mtime_ns] for file, s in zip(files, stats, strict=True)]
+    key = hashlib.sha256(json.dumps([worker, facts]).encode()).hexdigest()[:16]
+    place = Env.read().cache_dir / "converted" / f"{what}-{key}"
+    if place.is_dir():
+        return place
+    with build_lock(place):
+        if not place.is_dir():
+            building = artifact.begin(place)
+            try:
+                _run(worker, building, files, sum(s.st_size for s in stats), f"{folder}: its {what}", place)
+                building.rename(place)
+            except BaseException:
+                shutil.rmtree(building, ignore_errors=True)
+                raise
+    return place
+
+
+def _run(worker: str, building: Path, files: Sequence[Path], size: int, subject: str, place: Path) -> None:
+    logging.getLogger(__name__).warning("converting %s (%s) once, into %s", subject, size_text(size), place)
+    if shutil.disk_usage(building).free < size:
+        raise ConfigError(
+            f"{subject} need {size_text(size)} of {building.parent}; make room there or set GRAPHLLM_CACHE"
+        )
+    environment = {
+        **os.environ, "PYTHONPATH": import_path(), "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+    command = [sys.executable, "-P", "-m", worker, str(building), *map(str, files)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+    seconds, silence = _SECONDS + size / _SLOW, Silence(lambda: threads_of(process.pid), _TICK)
+    with process:
+        try:
+            while (said := _said(process)) is None:
+                if silence.look() > seconds:
+                    raise ConfigError(f"{subject} cannot be converted in {seconds:.0f} s; {_ELSEWHERE}")
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        told = said.decode(errors="replace").strip() or f"its limits are passed, or it died: {process.returncode}"
+        raise ConfigError(f"{subject} cannot be converted ({told:.500}); {_ELSEWHERE}")
+
+
+def _said(process: subprocess.Popen[bytes]) -> bytes | None:
+    """All that a process has said, once it has ended; None while it works, after a while."""
+    try:
+        return process.communicate(timeout=_TICK)[0]
+    except subprocess.TimeoutExpired:
+        return None
+
+
+_ELSEWHERE = (
+    "download the files again, or convert them where you trust them, with from_pretrained and save_pretrained of "
+    "transformers"
+)

@@ -1,0 +1,69 @@
+"""A GGUF file as a checkpoint folder: links to the file, and the config.json that its metadata stands for. The
+tokenizer is a folder of its own, made when it is asked for. Both stay in the cache, named after the file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from graphllm.config import ConfigError, Env
+from graphllm.config.fields import is_folder
+from graphllm.host.build_lock import build_lock
+from graphllm.loading.checkpoint.gguf_tokenizer import write_tokenizer
+from graphllm.program import artifact
+from graphllm.weights.checkpoint.checkpoint import gguf_in, weight_files
+from graphllm.weights.checkpoint.gguf import files_of, read_gguf
+from graphllm.weights.checkpoint.gguf_names import config_of
+
+
+def gguf_named(given: Path) -> Path | None:
+    """The GGUF file that a user's path means: itself, or the only one of a folder without other weights. Raises
+    ConfigError where there are several, and for a file that is not there."""
+    if given.suffix == ".gguf" and not is_folder(given):
+        if not given.is_file():
+            raise ConfigError(f"model: {given!s:.200} is not there; give the path of a GGUF file")
+        return given
+    if not is_folder(given) or (given / "config.json").exists() or weight_files(given):
+        return None
+    return gguf_in(given)
+
+
+def gguf_folder(file: Path) -> Path:
+    """The checkpoint folder. Raises ConfigError for a file that cannot be read."""
+
+    def write(folder: Path) -> None:
+        found = read_gguf(file)
+        (folder / "config.json").write_text(json.dumps(config_of(found), indent=2))
+        for part in found.files:
+            (folder / part.name).symlink_to(part.resolve())
+
+    return _kept("gguf", file, write)
+
+
+def gguf_tokenizer_folder(file: Path) -> Path:
+    """The folder with its tokenizer.json. Raises ConfigError for a tokenizer that cannot be read."""
+    return _kept("gguf-tokenizer", file, lambda folder: write_tokenizer(read_gguf(file).metadata, folder, file))
+
+
+def _kept(what: str, file: Path, write: Callable[[Path], None]) -> Path:
+    stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files_of(file)]
+    key = hashlib.sha256(json.dumps([_VERSION, stats]).encode()).hexdigest()[:16]
+    place = Env.read().cache_dir / "converted" / f"{what}-{key}"
+    if place.is_dir():
+        return place
+    with build_lock(place):
+        if not place.is_dir():
+            building = artifact.begin(place)
+            try:
+                write(building)
+                building.rename(place)
+            except BaseException:
+                shutil.rmtree(building, ignore_errors=True)
+                raise
+    return place
+
+
+_VERSION = 2  # of what is written; another one leaves what older ones wrote

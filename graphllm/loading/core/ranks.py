@@ -1,0 +1,165 @@
+"""Starting the ranks of an engine: this process is rank 0, the others have processes of their own, here and on other
+nodes. All load their shares at the same time, then meet, agree on the cache's size, and make their executors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from graphllm.config import CoreConfig
+from graphllm.loading.core.node_main import artifact_files, manifest_digest
+from graphllm.loading.core.rank import RankPlace, join_group
+from graphllm.loading.core.rank_main import COMMAND
+from graphllm.loading.memory import cache_counts
+from graphllm.runtime.rank_messages import Allocate, Counted, Loaded, Serving
+from graphllm.runtime.ranks.all_ranks import AllRanks, RanksOfHost
+from graphllm.runtime.ranks.node_messages import Begin
+from graphllm.runtime.ranks.rank_failure import SharedFate
+from graphllm.runtime.ranks.rank_processes import Orders, RankProcesses, WaitingRanks
+from graphllm.runtime.ranks.remote_ranks import NodesDoor, RemoteRanks, listen, receive_nodes
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphllm.runtime.ranks.groups import Meeting
+    from graphllm.runtime.ranks.multiproc_executor import MultiprocExecutor
+
+_log = logging.getLogger(__name__)
+
+
+class StartedRanks:
+    """Ranks that load, and where they meet this process. config: with the number of nodes that there are."""
+
+    def __init__(self, config: CoreConfig, degree: int, exits: bool, waiting: WaitingRanks | None) -> None:
+        self.config, self.all = config, AllRanks(degree, SharedFate(exits))
+        self.folder = Path(tempfile.mkdtemp(prefix="graphllm-ranks-"))
+        self._undo = self.all.undo
+        self._undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self.listener: int | None = None
+        self.meeting_url = f"file://{self.folder / 'meeting'}"
+        try:
+            remote = self._remote()
+            here = self.config.parallel.ranks_of_node(degree)
+            if waiting is not None and waiting.count != here - 1:
+                waiting.close()
+                waiting = None
+            own: list[RanksOfHost] = []
+            if here > 1:
+                load = msgspec.to_builtins(self.config)
+                orders = Orders(1, degree, str(self.folder), self.meeting_url, load)
+                waiting = waiting or WaitingRanks(COMMAND, here - 1)
+                own = [RankProcesses(waiting, orders, self.all.fate, self.all.hear)]
+            self.all.begin([*own, *remote])
+        except BaseException:
+            self.all.close()
+            raise
+
+    def _remote(self) -> list[RemoteRanks]:
+        """The ranks of other nodes, which are on their way."""
+        parallel, degree, secret = self.config.parallel, self.all.degree, ""
+        explain: Callable[[int], str] = _nothing_known
+        host, port = parallel.master_addr, parallel.master_port
+        nodes = None
+        if parallel.distributed_executor_backend == "ray":
+            from graphllm.loading.core.ray_nodes import RayNodes  # the library is an extra
+
+            nodes = self._undo.enter_context(RayNodes(self.config, degree))
+            secret, explain, host, port = secrets.token_hex(16), nodes.explain, nodes.address, 0
+            parallel = dataclasses.replace(parallel, nnodes=nodes.count)
+            self.config = dataclasses.replace(self.config, parallel=parallel)
+        if parallel.nnodes == 1:
+            return []
+        door = NodesDoor(self._undo.enter_context(listen(host, port)), secret)
+        store = self._undo.enter_context(listen(host, 0))
+        self.listener, address = store.fileno(), f"{host}:{store.getsockname()[1]}"
+        self.meeting_url = f"tcp://{address}"
+        here, load = parallel.ranks_of_node(degree), msgspec.to_builtins(self.config)
+        artifact = Path(self.config.load.artifact)
+        files, digest = functools.partial(artifact_files, artifact), manifest_digest(artifact)
+        remote = [
+            RemoteRanks(
+                Begin(node, node * here, here, degree, address, load, digest),
+                files, explain, self.all.fate, self.all.hear,
+            )
+            for node in range(1, parallel.nnodes)
+        ]  # fmt: skip
+        receive_nodes(door, remote, self.all.fate)
+        if nodes is not None:
+            nodes.start(door.port, secret)
+        else:
+            _log.info("waiting for %d nodes to come to %s", parallel.nnodes - 1, door.address)
+        return remote
+
+    @property
+    def meeting(self) -> Meeting:
+        """Where this process joins the others."""
+        from graphllm.runtime.ranks.groups import Meeting  # imports torch
+
+        return Meeting(self.meeting_url, self.listener)
+
+
+def _nothing_known(node: int) -> str:
+    """What somebody else says of the end of a node, where nobody does."""
+    return ""
+
+
+def start_ranks(
+    config: CoreConfig, degree: int, undo: contextlib.ExitStack, exits: bool, waiting: WaitingRanks | None
+) -> StartedRanks | None:
+    """Have all ranks but 0 load; None where there are none. undo: ends them. exits: see `SharedFate`. waiting:
+    processes that were started before it was known how many this machine has, and are used where it is as many."""
+    if degree == 1:
+        if waiting is not None:
+            waiting.close()
+        return None
+    ranks = StartedRanks(config, degree, exits, waiting)
+    undo.callback(ranks.all.close)
+    return ranks
+
+
+def join_ranks(
+    ranks: StartedRanks,
+    manifest: Mapping[str, Any],
+    place: RankPlace,
+    device: torch.device,
+    weights: Mapping[str, torch.Tensor],
+    threads: int,
+    clock: Callable[[str], None],
+) -> MultiprocExecutor:
+    """Meet the ranks, now that this one has its weights, and make the executor of all. Raises ConfigError, RankError
+    for a rank that cannot go on."""
+    from graphllm.runtime.ranks.multiproc_executor import MultiprocExecutor
+
+    config, others = ranks.config, ranks.all
+    loaded = others.answers(Loaded)
+    clock("wait for the ranks")
+    joined = contextlib.ExitStack()
+    try:
+        joined.enter_context(join_group(place, ranks.meeting, device))
+        blocks, snapshots = cache_counts(manifest, config.cache, place.here * config.parallel.data_parallel_size)
+        for counted in others.answers(Counted):
+            blocks, snapshots = min(blocks, counted.blocks), min(snapshots, counted.snapshots)
+        clock("join the ranks")
+        others.send(Allocate(blocks, snapshots))
+        artifact = Path(config.load.artifact)
+        executor = MultiprocExecutor(
+            ranks.all, joined, artifact, manifest, weights, blocks, threads, None, snapshots, place.stage
+        )
+        executor.others_serve(loaded, others.answers(Serving))
+    except BaseException:
+        joined.close()
+        raise
+    for rank, seconds in enumerate(executor.rank_seconds, 1):
+        told = ", ".join(f"{name} {s:.2f}" for name, s in seconds.items())
+        _log.info("rank %d of %d is ready; seconds: %s", rank, others.degree, told)
+    return executor

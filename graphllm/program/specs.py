@@ -1,0 +1,101 @@
+"""What a graph reads and leaves behind, as data: the inputs of a step, states that outlive it, and outputs.
+
+Models and ops declare them, `program.json` lists them, and whoever allocates or fills them follows that list. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from graphllm.config import ConfigError
+
+Dim = int | str
+BLOCK_TOKENS = "P"  # in the shape of a block state: the tokens of one block
+_SCALE_BYTES = 4
+
+Axis = Literal["block", "slot", "item", "adapter", "token"]
+Retention = Literal["full", "window", "last", "none"]
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """An array of one step.
+
+    shape: over T, S and R (tokens, sequences and sampled rows of the step). provider: the name of what fills it on the
+    host (`graphllm.engine.step.providers`); inputs of every graph have none. neutral: the value of padding entries,
+    where padding does not repeat the last one. ragged: of its rows and columns only the beginnings are filled. late: it
+    is filled once logits are known. shareable: whether cached states of a prefix stay valid whatever this input holds
+    for what follows the prefix. counts: its last dimension is T and it grows by one with each output token, so that
+    what a verification step rejects is taken off on the device.
+    """
+
+    name: str
+    shape: tuple[Dim, ...]
+    dtype: str = "int32"
+    provider: str = ""
+    neutral: float = 0
+    padding: Literal["neutral", "last"] = "neutral"
+    ragged: bool = False
+    late: bool = False
+    shareable: bool = True
+    counts: bool = False
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """Memory that outlives a step.
+
+    axis: what indexes its first dimension, which ``shape`` leaves out: "block" (block ids; ``shape`` holds "P", the
+    tokens of a block), "slot" (one entry for each running sequence and a scrap one), "item" (rows of encoded inputs
+    and a scrap one), "adapter" (tables written while serving; entry 0 is neutral), "token" (rows of the running step).
+    dtype: a torch dtype's name, "model" for the artifact's, or "cache" for that of `--kv-cache-dtype`. retention: what
+    of a sequence it keeps; "full" and "window" (of so many tokens) for blocks, "last" for recurrent slot states, which
+    are zeroed when a sequence enters, rolled back with rejected tokens and copied to snapshots; "none" for what only
+    programs and host use between them.
+    """
+
+    name: str
+    axis: Axis
+    shape: tuple[Dim, ...]
+    dtype: str = "model"
+    retention: Retention = "full"
+    window: int = 0
+
+    def typed(self, dtype: str, cache_dtype: str) -> StateSpec:
+        """With the names of torch dtypes for "model" and "cache". Rows of the last dimension of a cache in int8 have
+        a float32 scale each, in so many bytes more."""
+        if self.dtype == "model":
+            return replace(self, dtype=dtype)
+        if self.dtype != "cache":
+            return self
+        if cache_dtype != "int8":
+            return replace(self, dtype=cache_dtype)
+        *rows, width = self.shape
+        if not isinstance(width, int) or width % _SCALE_BYTES:
+            raise ConfigError(
+                f"kv_cache_dtype is int8: the model's heads have {width} numbers, no multiple of 4; use fp8"
+            )
+        return replace(self, dtype="int8", shape=(*rows, width + _SCALE_BYTES))
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """What a program leaves. shape: over T, S and R. host: whether every step copies it to the host."""
+
+    name: str
+    shape: tuple[Dim, ...]
+    dtype: str
+    host: bool = False
+
+
+def input_from(described: Mapping[str, Any]) -> InputSpec:
+    """The spec of which `plain` has made JSON."""
+    return InputSpec(**{**described, "shape": tuple(described["shape"])})
+
+
+def plain(spec: Any) -> dict[str, Any]:
+    """A spec as JSON, without what is as usual."""
+    fields = type(spec).__dataclass_fields__
+    return {n: getattr(spec, n) for n, f in fields.items() if getattr(spec, n) != f.default}

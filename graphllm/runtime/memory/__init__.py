@@ -1,0 +1,1 @@
+"""Device memory: arrays, caches, states between steps, staging of inputs."""

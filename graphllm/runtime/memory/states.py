@@ -1,0 +1,155 @@
+"""The states of a loaded artifact: memory for each, and what the host does with it between steps.
+
+Block states are views of a pool of equal blocks. Slots, snapshots and blocks are numbers here: who uses which one, the
+cache manager knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from graphllm.config import ConfigError
+from graphllm.program.schema import CacheGroup
+from graphllm.program.stages import own_states, own_tensors
+from graphllm.program.states import StatePlace, place_from
+from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
+from graphllm.runtime.memory.memory import Array, Memory
+
+
+class States:
+    """described: program.json. num_blocks: of the pool, block 0 is never written by a request. counts: entries by axis
+    of the other states. num_snapshots: copies of recurrent states. cache: the pool's memory on a CPU, None to make it
+    here. reads: the states of layers that this stage of a pipeline has, None for all. Raises ConfigError when the
+    memory cannot be allocated."""
+
+    def __init__(
+        self,
+        described: Mapping[str, Any],
+        memory: Memory,
+        num_blocks: int,
+        counts: Mapping[str, int],
+        num_snapshots: int = 0,
+        cache: CacheMemory | None = None,
+        reads: frozenset[str] | None = None,
+    ) -> None:
+        self._memory, self.num_blocks, self.num_snapshots = memory, num_blocks, num_snapshots
+        blocks = described["blocks"]
+        self.groups = tuple(CacheGroup(*g) for g in blocks["groups"])
+        self._cache = cache
+        own = described["states"] if reads is None else own_states(described, reads)
+        used = range(blocks["tensors"]) if reads is None else sorted(own_tensors(own))
+        self._pool = self._allocate(len(used), blocks["bytes"])
+        self._numbers = {tensor: at for at, tensor in enumerate(used)}  # of the pool's tensors, by those of all stages
+        places = {name: place_from(p) for name, p in own.items()}
+        self.tensors = {
+            name: self._block_view(p) if p.axis == "block" else memory.zeros((counts[p.axis], *p.shape), p.dtype)
+            for name, p in places.items()
+        }
+        self.adapters = {n.removeprefix("state."): p.shape for n, p in places.items() if p.axis == "adapter"}
+        self._version = self.tensors.get("state.version")  # of recurrent states, by slot: which one is valid
+        self._recurrent = [self.tensors[n] for n, p in places.items() if p.retention == "last"]
+        self._snapshots = [memory.zeros((num_snapshots, *t.shape[2:]), str(t.dtype)[6:]) for t in self._recurrent]
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether there are states that a sequence's entry must be zeroed or restored for."""
+        return bool(self._recurrent)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in all tensors."""
+        return sum(t[0].nbytes for t in self._pool)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Of one snapshot."""
+        return sum(t[0, 0].nbytes for t in self._recurrent)
+
+    def _allocate(self, tensors: int, block_bytes: int) -> list[Array]:
+        # Zeroed: a block's unused tail is multiplied by a weight of zero, which must not meet NaN.
+        if not tensors:
+            return []
+        if self._memory.device.type == "cpu":
+            self._cache = self._cache or CacheMemory(tensors, self.num_blocks, block_bytes)
+            return [self._memory.wrapped(t) for t in self._cache.tensors]
+        try:
+            return [self._memory.zeros((self.num_blocks, block_bytes), "uint8") for _ in range(tensors)]
+        except RuntimeError as failure:
+            raise ConfigError(
+                f"kv cache: {self.num_blocks} blocks do not fit in memory ({failure}); lower --kv-cache-memory-bytes "
+                "or --gpu-memory-utilization"
+            ) from failure
+
+    def _block_view(self, place: StatePlace) -> Array:
+        pool = self._pool[self._numbers[place.tensor]]
+        typed = self._memory.typed(self._memory.shaped(pool, "uint8", (pool.nbytes,)), place.dtype)
+        return self._memory.strided(typed, (self.num_blocks, *place.shape), place.stride, place.offset)
+
+    def release(self) -> None:
+        """Forget the memory."""
+        self._cache, self._version = None, None
+        self._pool, self.tensors, self._recurrent, self._snapshots = [], {}, [], []
+
+    def reach(self, block: int) -> None:
+        """Have the memory of all blocks up to this one, on a CPU."""
+        if self._cache is not None:
+            self._cache.reach(block)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (from, to) in every tensor of the pool."""
+        for tensor in self._pool:
+            for source, target in pairs:
+                tensor[target].copy_(tensor[source])
+
+    def reset_slots(self, slots: Sequence[int]) -> None:
+        """Zero the recurrent states of slots."""
+        for tensor in [*self._recurrent, *([] if self._version is None else [self._version])]:
+            for slot in slots:
+                tensor[slot].zero_()
+
+    def save_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy recurrent states (slot, snapshot), at the version that is valid."""
+        for tensor, kept in zip(self._recurrent, self._snapshots, strict=True):
+            for slot, snapshot in pairs:
+                entry = tensor[slot]
+                version = self._version
+                valid = entry[0] if version is None else entry.index_select(0, version[slot].view(1).long())[0]
+                kept[snapshot].copy_(valid)
+
+    def load_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy snapshots (snapshot, slot) into slots, as their first version."""
+        self.reset_slots([slot for _, slot in pairs])
+        for tensor, kept in zip(self._recurrent, self._snapshots, strict=True):
+            for snapshot, slot in pairs:
+                tensor[slot, 0].copy_(kept[snapshot])
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
+        """The bytes of blocks, all tensors one after another."""
+        return [b"".join(t[block].cpu().numpy().tobytes() for t in self._pool) for block in blocks]
+
+    def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Put back what `read_blocks` gave, maybe in another process."""
+        self.reach(max(blocks, default=0))
+        for block, content in zip(blocks, contents, strict=True):
+            self._scatter(content, [t[block] for t in self._pool])
+
+    def read_snapshots(self, snapshots: Sequence[int]) -> list[bytes]:
+        """The bytes of snapshots."""
+        return [b"".join(self._bytes_of(t[i]).cpu().numpy().tobytes() for t in self._snapshots) for i in snapshots]
+
+    def write_snapshots(self, snapshots: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Put back what `read_snapshots` gave."""
+        for i, content in zip(snapshots, contents, strict=True):
+            self._scatter(content, [self._bytes_of(t[i]) for t in self._snapshots])
+
+    def _bytes_of(self, snapshot: Array) -> Array:
+        return self._memory.shaped(snapshot.reshape(-1), "uint8", (snapshot.nbytes,))
+
+    def _scatter(self, content: bytes, into: Sequence[Array]) -> None:
+        whole, at = self._memory.wrapped(np.frombuffer(bytearray(content), dtype=np.uint8)), 0
+        for array in into:
+            array.copy_(whole[at : at + array.numel()])
+            at += array.numel()

@@ -1,0 +1,1 @@
+"""Execution on several ranks: their processes, messages, groups and collectives."""

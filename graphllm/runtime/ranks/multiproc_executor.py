@@ -1,0 +1,296 @@
+"""MultiprocExecutor: the executor of rank 0, which has the other ranks repeat whatever it does, in the same order.
+
+Rank 0 lives in the engine core's process, so its results come as from an executor alone, and the others' steps cost the
+host one write to memory that they share. Every rank samples for itself: after a sum over the ranks all have bitwise the
+same logits, and the random numbers are of the request's seed, so they choose the same tokens, and none has to be sent.
+That they do is checked: every rank makes a word of each step's tokens, and rank 0 compares some steps later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphllm.ir.groups import TENSOR, joined_group
+from graphllm.program.schema import ExpertMoves
+from graphllm.program.stages import Stage
+from graphllm.runtime.executor import Executor, Hook, StepHandle
+from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
+from graphllm.runtime.memory.staging import StepInput
+from graphllm.runtime.rank_messages import (
+    AdapterTable,
+    Answered,
+    Array,
+    Call,
+    Contents,
+    Encode,
+    Follow,
+    Loaded,
+    Move,
+    MoveExperts,
+    Read,
+    ResetSlots,
+    Sample,
+    Serving,
+    Start,
+    Write,
+    WriteAdapter,
+    WriteEntry,
+    packed,
+)
+from graphllm.runtime.ranks.all_ranks import AllRanks
+from graphllm.runtime.ranks.collectives import send_logits
+from graphllm.runtime.ranks.groups import abandon
+from graphllm.runtime.ranks.rank_failure import RankError
+from graphllm.runtime.ranks.rank_process import CHECKS, FIRST_CHECK, StepChecks
+from graphllm.runtime.stream import CpuStream, Job, Stream, nothing
+
+_LATER = 8  # steps after which all ranks have told what they sampled
+_ENDING = 5.0  # seconds that what runs may take to end after a failure
+_AGAIN = 0.01  # seconds until kernels of a GPU, which wait again and again, are let go again
+_PATIENCE = 0.25  # seconds of waiting between two looks at whether all ranks live
+
+
+class MultiprocExecutor(Executor):
+    """As `Executor`, for an artifact of several ranks. ranks: the others, about to allocate as many blocks. joined: the
+    groups that this process has entered, which it leaves in the end."""
+
+    def __init__(
+        self,
+        ranks: AllRanks,
+        joined: contextlib.ExitStack,
+        folder: Path,
+        manifest: Mapping[str, Any],
+        weights: Mapping[str, torch.Tensor],
+        num_blocks: int,
+        threads: int | None = None,
+        cache: CacheMemory | None = None,
+        num_snapshots: int = 0,
+        stage: Stage | None = None,
+    ) -> None:
+        super().__init__(folder, manifest, weights, num_blocks, threads, cache, num_snapshots, stage)
+        self.ranks, self._joined = ranks, joined
+        self.worker.world_size = ranks.degree
+        self.rank_seconds: list[dict[str, float]] = []  # of the start of each other rank, by phase
+        self._block_bytes, self._snapshot_bytes = [self.states.block_bytes], [self.states.snapshot_bytes]  # by rank
+        self._stream = self._watched = _WatchedStream(self._stream, ranks)
+        self._checks = StepChecks(self.in_flight)
+        self._words = [0] * CHECKS
+        self._closed = False
+
+    def others_serve(self, loaded: Sequence[Loaded], serving: Sequence[Serving]) -> None:
+        """What the other ranks have said of their start; before the first step."""
+        for before, after in zip(loaded, serving, strict=True):
+            self.rank_seconds.append(before.seconds | after.seconds)
+            self._block_bytes.append(after.block_bytes)
+            self._snapshot_bytes.append(after.snapshot_bytes)
+
+    def start(self, step: StepInput, program: str = "plain", drafts: bool = False) -> StepHandle:
+        """As of one rank."""
+        if self._checks.full():
+            number, word = self._checks.retire()
+            self._words[number % CHECKS] = word
+            self._compare(number - _LATER)
+        self.ranks.send(Start.of(step, program, drafts))
+        handle = super().start(step, program, drafts)
+        self._checks.add(handle)
+        return handle
+
+    def follow(self, but: int) -> None:
+        """As of one rank; all of them have the same order of layers and what is behind them."""
+        self.ranks.send(Follow(but))
+        super().follow(but)
+
+    def _compare(self, number: int) -> None:
+        """Raise RankError unless all ranks sampled the same in a step."""
+        own = self._words[number % CHECKS]
+        for rank in range(1, self.ranks.degree) if number > 0 else ():
+            word = self.ranks.word(rank, FIRST_CHECK + number % CHECKS)
+            if word >> 32 == own >> 32 and word != own:
+                raise RankError(f"rank {rank} chose other tokens than rank 0 in step {number}")
+
+    def sample(
+        self,
+        handle: StepHandle,
+        mask: np.ndarray | None = None,
+        scores: bool = False,
+        whole: Sequence[int] = (),
+        hook: Hook | None = None,
+    ) -> None:
+        """As of one rank; the hook runs on rank 0 and the others get the logits that it leaves."""
+        self.ranks.send(Sample(None if mask is None else Array.of(mask), scores, hook is not None))
+
+        def edit(logits: torch.Tensor) -> None:
+            assert hook is not None
+            hook(logits)
+            send_logits(logits)
+
+        super().sample(handle, mask, scores, whole, None if hook is None else edit)
+
+    def encode(self, data: np.ndarray, length: int, start: int) -> None:
+        """As of one rank."""
+        self.ranks.send(Encode(Array.of(data), length, start))
+        super().encode(data, length, start)
+
+    def write_entry(self, entry: int, values: Mapping[str, np.ndarray]) -> None:
+        """As of one rank."""
+        self.ranks.send(WriteEntry(entry, packed(values)))
+        super().write_entry(entry, values)
+
+    def write_adapter(self, entry: int, tables: Mapping[str, torch.Tensor]) -> None:
+        """As of one rank; the others get whole tables, of which each takes what is its own."""
+        for name, table in tables.items():
+            self.ranks.send(AdapterTable.of(name, table))
+        self.ranks.send(WriteAdapter(entry))
+        super().write_adapter(entry, tables)
+
+    def move_experts(self, moves: ExpertMoves) -> None:
+        """As of one rank."""
+        self.ranks.send(MoveExperts.of(moves))
+        super().move_experts(moves)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """As of one rank."""
+        self._move("copy_blocks", pairs)
+        super().copy_blocks(pairs)
+
+    def reset_slots(self, slots: Sequence[int]) -> None:
+        """As of one rank."""
+        self.ranks.send(ResetSlots(list(slots)))
+        super().reset_slots(slots)
+
+    def save_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """As of one rank."""
+        self._move("save_snapshots", pairs)
+        super().save_snapshots(pairs)
+
+    def load_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """As of one rank."""
+        self._move("load_snapshots", pairs)
+        super().load_snapshots(pairs)
+
+    def _move(self, method: str, pairs: Sequence[tuple[int, int]]) -> None:
+        self.ranks.send(Move(method, list(pairs)))
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
+        """The bytes of blocks, of all ranks one behind the other."""
+        return self._read("read_blocks", blocks, super().read_blocks)
+
+    def read_snapshots(self, snapshots: Sequence[int]) -> list[bytes]:
+        """The bytes of snapshots, of all ranks one behind the other."""
+        return self._read("read_snapshots", snapshots, super().read_snapshots)
+
+    def _read(self, method: str, numbers: Sequence[int], own: Callable[[Sequence[int]], list[bytes]]) -> list[bytes]:
+        self.ranks.send(Read(method, list(numbers)))
+        shares = [own(numbers), *(answer.data for answer in self.ranks.answers(Contents))]
+        return [b"".join(parts) for parts in zip(*shares, strict=True)]
+
+    def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Put back what `read_blocks` gave. Raises ConfigError for contents of another size."""
+        self._check_size("block", contents, sum(self._block_bytes))
+        own, *others = _divided(contents, self._block_bytes)
+        self.ranks.send(Write("write_blocks", list(blocks), others))
+        super().write_blocks(blocks, own)
+
+    def write_snapshots(self, snapshots: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Put back what `read_snapshots` gave. Raises ConfigError for contents of another size."""
+        self._check_size("snapshot", contents, sum(self._snapshot_bytes))
+        own, *others = _divided(contents, self._snapshot_bytes)
+        self.ranks.send(Write("write_snapshots", list(snapshots), others))
+        super().write_snapshots(snapshots, own)
+
+    def call(self, call: Call, timeout: float | None = None) -> list[Answered]:
+        """As of one rank; what the others answer follows its own."""
+        self.ranks.send(call)
+        return [*super().call(call), *self.ranks.answers(Answered, timeout)]
+
+    def check_health(self) -> None:
+        """Raise RankError when a rank is gone."""
+        self.ranks.fate.check()
+
+    def close(self) -> None:
+        """Have all ranks finish, and end their processes. After a failure nobody waits for long: what runs may wait for
+        the rank that is gone, on a host that is silent. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        library, ended = None, True
+        if not self.ranks.fate.failed:
+            with contextlib.suppress(RankError):
+                self.ranks.stop()
+        elif self.device.type == "cpu":
+            ended = self._watched.has_ended(_ENDING)
+        else:
+            library, ended = abandon(), self._gone_on(_ENDING)
+        if ended:
+            super().close()
+        if library is not None:
+            library.join(_ENDING)
+            ended = ended and not library.is_alive()
+        if ended:
+            self._joined.close()
+        self.ranks.close()
+
+    def _gone_on(self, seconds: float) -> bool:
+        """Let kernels of this GPU go on that wait for ranks that are gone. Whether all have ended within the time."""
+        until, group = time.monotonic() + seconds, joined_group(TENSOR)
+        while not (ended := self._watched.has_ended(_AGAIN)) and time.monotonic() < until:
+            if group is not None:
+                group.let_go()
+        return ended
+
+
+def _divided(contents: Sequence[bytes], shares: Sequence[int]) -> list[list[bytes]]:
+    """What each rank has of contents that hold all ranks' shares one behind the other."""
+    ends = list(itertools.accumulate(shares))
+    return [[c[end - size : end] for c in contents] for end, size in zip(ends, shares, strict=True)]
+
+
+class _WatchedStream:
+    """A stream whose jobs are waited for only while all ranks live."""
+
+    def __init__(self, stream: Stream, ranks: AllRanks) -> None:
+        self._stream, self._ranks = stream, ranks
+        if isinstance(stream, CpuStream):
+            ranks.fate.ends(stream.let_exit)
+
+    def submit(self, work: Callable[[], Any]) -> Job:
+        return _WatchedJob(self._stream.submit(work), self._ranks)
+
+    def has_ended(self, seconds: float) -> bool:
+        """Whether its work is done within that time. If not it is left to itself."""
+        ended = self._stream.submit(nothing).wait(seconds)
+        if not ended and isinstance(self._stream, CpuStream):
+            self._stream.abandon()
+        return ended
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class _WatchedJob:
+    def __init__(self, job: Job, ranks: AllRanks) -> None:
+        self._job, self._ranks = job, ranks
+
+    def wait(self, seconds: float) -> bool:
+        return self._job.wait(seconds)
+
+    def result(self) -> Any:
+        """Wait until it is done. Raises RankError when a rank is gone before, and what the job raised."""
+        while not self._job.wait(_PATIENCE):
+            self._ranks.fate.check()
+        try:
+            return self._job.result()
+        except Exception as failure:
+            try:
+                self._ranks.fate.check_soon()
+            except RankError as gone:
+                raise gone from failure
+            raise

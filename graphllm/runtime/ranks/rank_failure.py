@@ -1,0 +1,78 @@
+"""What becomes of an engine of several ranks when one of them is gone: they wait for each other in every layer, so none
+can go on alone. The first failure counts, ends all of them, and is what everyone is told who waits for their work."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from graphllm.config import ConfigError
+from graphllm.host.silence import Silence, threads_of
+
+_NOTICE = 2.0  # seconds in which the death of a rank is noticed after rank 0 has felt it
+_HUNG = 8.0  # seconds without interest in the death of a rank, in which this process could have had it
+_TICK = 0.25  # seconds between two looks at that
+
+_log = logging.getLogger(__name__)
+
+
+class RankError(RuntimeError):
+    """A rank is gone, and the others with it."""
+
+
+class SharedFate:
+    """Of all ranks of an engine, as one process sees it. exits: this process ends when nobody asks after a failure, as
+    the thread that would ask hangs in what it waits for."""
+
+    def __init__(self, exits: bool = False) -> None:
+        self._exits = exits
+        self._failure: RankError | ConfigError | None = None
+        self._failed, self._told = threading.Event(), threading.Event()
+        self._first = threading.Lock()
+        self._ends: list[Callable[[], None]] = []
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank is gone."""
+        return self._failed.is_set()
+
+    def ends(self, end: Callable[[], None]) -> None:
+        """Have something done as soon as a rank is gone, in whichever thread notices."""
+        self._ends.append(end)
+
+    def fail(self, failure: RankError | ConfigError) -> None:
+        """A rank is gone, or could not be loaded as it was told to."""
+        with self._first:
+            if self._failed.is_set():
+                return
+            self._failure = failure
+            self._failed.set()
+        for end in self._ends:
+            end()
+        if self._exits:
+            threading.Thread(target=self._exit_unheard, name="graphllm-rank-failure", daemon=True).start()
+
+    def _exit_unheard(self) -> None:
+        silence = Silence(lambda: threads_of(os.getpid()), _TICK)
+        while not self._told.wait(_TICK):
+            if silence.look() > _HUNG:
+                _log.error("%s; the engine core hangs and ends", self._failure)
+                os._exit(1)
+
+    def settle(self) -> None:
+        """The ranks are ended: nobody waits for their work."""
+        self._told.set()
+
+    def check(self) -> None:
+        """Raise RankError when a rank is gone, ConfigError where it could not be loaded."""
+        if self._failed.is_set():
+            assert self._failure is not None
+            self._told.set()
+            raise type(self._failure)(str(self._failure))
+
+    def check_soon(self) -> None:
+        """The same, with the time that it takes to notice."""
+        self._failed.wait(_NOTICE)
+        self.check()

@@ -1,0 +1,1 @@
+"""The HTTP interfaces of the server, one folder or file each."""

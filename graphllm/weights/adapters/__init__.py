@@ -1,0 +1,1 @@
+"""LoRA adapters: their files, and the linear layers that they change."""

@@ -1,0 +1,1 @@
+"""Checkpoint files: which tensors they hold, under which names."""

@@ -1,0 +1,1 @@
+"""Weights from files to memory: readers, loaders, weights kept in an artifact."""

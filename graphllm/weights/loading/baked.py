@@ -1,0 +1,184 @@
+"""Baked weights: an artifact's finished parameters in one file, which a start maps instead of making them again.
+
+``weights.bin`` holds a page that says what it is, then every parameter from a page boundary on. ``baked.json`` says
+where they are and which checkpoint they were made of (`graphllm.program.baked_table`). Nothing here needs torch
+before `bake` or `open_weights`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphllm.config.setting import size_text
+from graphllm.program.baked_table import AGAIN, DATA, FORMAT, PAGE, TABLE, BakedError, check, read_table, stamp
+from graphllm.weights.checkpoint.checkpoint import Checkpoint, fingerprint
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphllm.weights.loading.host_array import HostArray
+    from graphllm.weights.loading.readers import Loading
+
+_HUGE = 2 << 20  # written at once, so that the operating system can keep and map it as one page
+_SAMPLE = 1024  # bytes of each tensor that tell checkpoints apart
+
+
+def bake(artifact: Path, checkpoint: Checkpoint) -> None:
+    """Make the parameters of an artifact that is being built, by its weight plan, and add them to it.
+
+    Raises WeightError when the checkpoint does not fit the plan, BakedError when the disk is full.
+    """
+    from graphllm.weights.formats.integers import KERNELS
+    from graphllm.weights.loading.loader import load_weights
+    from graphllm.weights.plan.plan import WeightPlan
+
+    plan = WeightPlan.from_json((artifact / "weights.json").read_text())
+    tensors = load_weights(plan, checkpoint, "cpu", kernels=artifact / KERNELS)
+    places, size = _lay_out(tensors)
+    try:
+        digest = _write(artifact / DATA, places, tensors, size)
+        table = {
+            "format": FORMAT,
+            "checkpoint": fingerprint(checkpoint),
+            "sample": sample(checkpoint),
+            "size": size,
+            "sha256": digest,
+            "tensors": places,
+        }
+        (artifact / TABLE).write_text(json.dumps(table, indent=1))
+        with (artifact / DATA).open("r+b") as file:
+            file.write(stamp(table))
+    except OSError as full:
+        raise BakedError(
+            f"bake_weights: {artifact / DATA} needs {size_text(size)} and cannot be written ({full.strerror}); make "
+            "room there, or leave --bake-weights out"
+        ) from full
+
+
+def _lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, dict[str, Any]], int]:
+    """Where each parameter goes, those that share their memory to one place; and the size of the file."""
+    places: dict[str, dict[str, Any]] = {}
+    taken: dict[tuple[int, tuple[int, ...], torch.dtype], int] = {}
+    end = PAGE
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        same = (tensor.data_ptr() or id(tensor), shape, tensor.dtype)
+        if same not in taken:
+            taken[same] = end
+            end += -(-tensor.nbytes // PAGE) * PAGE
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        places[name] = {"dtype": dtype, "shape": shape, "offset": taken[same], "nbytes": tensor.nbytes}
+    return places, end
+
+
+def _write(file: Path, places: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, torch.Tensor], size: int) -> str:
+    """Write the parameters; SHA-256 of everything behind the first page."""
+    import torch
+
+    digest, at = hashlib.sha256(), PAGE
+    window = memoryview(bytearray(_HUGE))  # of the file, from a multiple of it on
+    with file.open("wb") as out:
+        os.posix_fallocate(out.fileno(), 0, size)  # a full disk is found out before hours of writing
+        for name, place in places.items():
+            if place["offset"] < at:
+                continue  # shares the memory of one that is there
+            data = tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data
+            for part in (data, memoryview(bytes(-len(data) % PAGE))):
+                digest.update(part)
+                done = 0
+                while done < len(part):
+                    start = at % _HUGE
+                    count = min(len(part) - done, _HUGE - start)
+                    window[start : start + count] = part[done : done + count]
+                    done, at = done + count, at + count
+                    if at % _HUGE == 0:
+                        out.write(window)
+        out.write(window[: at % _HUGE])
+    return digest.hexdigest()
+
+
+def sample(checkpoint: Checkpoint) -> str:
+    """SHA-256 over a little from the middle of every tensor: what tells two checkpoints of one shape apart, without
+    reading gigabytes."""
+    found = hashlib.sha256()
+    files: dict[Path, int] = {}
+    try:
+        for name, info in sorted(checkpoint.tensors.items()):
+            if info.file not in files:
+                files[info.file] = os.open(info.file, os.O_RDONLY)
+            start = max(0, info.nbytes // 2 - _SAMPLE // 2)
+            read = os.pread(files[info.file], min(_SAMPLE, info.nbytes - start), info.offset + start)
+            found.update(name.encode() + b"\0" + read)
+    finally:
+        for fd in files.values():
+            os.close(fd)
+    return found.hexdigest()
+
+
+def check_source(artifact: Path, checkpoint: Checkpoint) -> None:
+    """Raise BakedError unless the weights were made of this checkpoint, as far as a sample of it shows."""
+    table = read_table(artifact)
+    if table["checkpoint"] != fingerprint(checkpoint):
+        raise BakedError(f"{artifact / DATA} was made of another model than {checkpoint.folder}; {AGAIN}")
+    if table["sample"] != sample(checkpoint):
+        raise BakedError(
+            f"{artifact / DATA} was made of other weights than those in {checkpoint.folder}, which have the same "
+            f"shapes; {AGAIN}"
+        )
+
+
+def begin_weights(artifact: Path, device: torch.device) -> Loading:
+    """Copies of the parameters on a GPU, as `loader.begin_weights` gives them. Parameters that share memory do so here.
+    Raises BakedError as `check` does."""
+    import torch
+
+    from graphllm.weights.loading.loader import begin_tensors
+
+    places = check(artifact)["tensors"]
+    made = {p["offset"]: torch.zeros(p["shape"], dtype=getattr(torch, p["dtype"]), device=device)
+            for p in places.values()}  # fmt: skip
+    tensors = {name: made[p["offset"]] for name, p in places.items()}
+    return begin_tensors(artifact / DATA, tensors, {name: p["offset"] for name, p in places.items()})
+
+
+def open_weights(artifact: Path) -> dict[str, torch.Tensor]:
+    """The parameters by name on a CPU: the file itself, mapped for reading only and shared with other processes.
+    Parameters that share memory do so here. Raises BakedError as `check` does."""
+    import torch
+
+    table = check(artifact)
+    memory = _mapped(artifact)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor shall it be
+        whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map open
+    return dict(_views(whole, table["tensors"]))
+
+
+def open_on_host(artifact: Path) -> dict[str, HostArray]:
+    """The same on a CPU, without torch."""
+    import numpy as np  # here: to look at an artifact takes none of it
+
+    from graphllm.weights.loading.host_array import HostArray
+
+    places = check(artifact)["tensors"]
+    whole = np.frombuffer(_mapped(artifact), np.uint8)
+    return {name: HostArray.of(whole[p["offset"] :], p["shape"], p["dtype"]) for name, p in places.items()}
+
+
+def _mapped(artifact: Path) -> mmap.mmap:
+    with (artifact / DATA).open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+
+
+def _views(whole: torch.Tensor, places: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    for name, p in places.items():
+        yield name, whole[p["offset"] : p["offset"] + p["nbytes"]].view(getattr(torch, p["dtype"])).view(p["shape"])

@@ -1,0 +1,118 @@
+"""Random parameters in the place of a checkpoint's, for benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from graphllm.weights.encodings import Encoding, encoding_of
+from graphllm.weights.loading.loader import allocate
+from graphllm.weights.plan.evaluate import evaluate
+from graphllm.weights.plan.expr import Concat, Encode, Expr, Stack, Values
+from graphllm.weights.plan.plan import WeightPlan
+
+# A CPU draws only some 50 million normal numbers a second: random weights there repeat one block of them, each tensor
+# from a start of its own. The length is prime, so that the rows of a matrix all differ.
+_BLOCK = 1_048_573
+_SHIFTS = 1 << 14
+
+
+def random_weights(
+    plan: WeightPlan, device: str | torch.device = "cpu", seed: int = 0, kernels: Path | None = None
+) -> dict[str, Tensor]:
+    """Normal numbers with deviation 0.02, norms are ones, computed ones are what the plan says; encoded ones stand for
+    such numbers.
+
+    kernels: see `load_weights`.
+    """
+    device = torch.device(device)
+    noise = _Noise(device, seed)
+    tensors = allocate(plan, device)
+    matrices: dict[tuple[str, Expr], dict[str, Tensor]] = {}
+    for e in plan:
+        tensor = tensors[e.name]
+        if e.tie:
+            continue
+        if isinstance(e.expr, Values):
+            tensor.copy_(evaluate(e.expr, lambda region: torch.empty(0)))
+            continue
+        encoded = list(_encoded(e.expr, tensor))
+        if encoded:
+            for part, into in encoded:
+                matrices.setdefault((part.encoding, part.matrix), {})[part.part] = into
+        elif len(e.shape) == 1 and "norm" in e.name and "bias" not in e.name:
+            tensor.fill_(1.0)
+        else:
+            noise.fill(tensor)
+    for (name, matrix), parts in matrices.items():
+        rows, inner = matrix.shape
+        _fill_encoded(encoding_of(name), parts, rows, inner, noise, kernels)
+    return tensors
+
+
+class _Noise:
+    """Normal numbers with deviation 0.02."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._device, self._on_cpu = device, device.type == "cpu"
+        length = _BLOCK + _SHIFTS if self._on_cpu else 0
+        self._block = torch.empty(length, device=device).normal_(0.0, 0.02, generator=self._generator)
+
+    def fill(self, tensor: Tensor) -> None:
+        """Any tensor: integers get random bits."""
+        if not tensor.dtype.is_floating_point:
+            bits = tensor.view(torch.uint8) if tensor.dim() else tensor
+            bits.random_(0, 2 if tensor.dtype == torch.bool else 256, generator=self._generator)
+        elif self._on_cpu:
+            start = self._start()
+            for part in tensor.view(-1).split(_BLOCK):
+                part.copy_(self._block[start : start + len(part)])
+        elif tensor.itemsize > 1:
+            tensor.normal_(0.0, 0.02, generator=self._generator)
+        else:  # torch draws none of 8 bits
+            tensor.copy_(self.matrix(1, tensor.numel()).view(tensor.shape))
+
+    def matrix(self, rows: int, inner: int) -> Tensor:
+        """A float32 matrix."""
+        start = self._start() if self._on_cpu else 0
+        if rows * inner <= len(self._block) - start:
+            return self._block[start : start + rows * inner].view(rows, inner)
+        return torch.empty(rows, inner, device=self._device).normal_(0.0, 0.02, generator=self._generator)
+
+    def _start(self) -> int:
+        return int(torch.randint(_SHIFTS, (), generator=self._generator))
+
+
+def _encoded(expr: Expr, dst: Tensor) -> Iterator[tuple[Encode, Tensor]]:
+    """The parts of encoded matrices that an entry consists of, where their encoding can be made of numbers."""
+    if isinstance(expr, Encode) and encoding_of(expr.encoding).writes:
+        yield expr, dst
+    elif isinstance(expr, Stack):
+        for part, into in zip(expr.parts, dst, strict=True):
+            yield from _encoded(part, into)
+    elif isinstance(expr, Concat):
+        at = 0
+        for part in expr.parts:
+            extent = part.shape[expr.dim]
+            yield from _encoded(part, dst.narrow(expr.dim, at, extent))
+            at += extent
+
+
+def _fill_encoded(
+    encoding: Encoding, parts: dict[str, Tensor], rows: int, inner: int, noise: _Noise, kernels: Path | None
+) -> None:
+    """The first rows are random, at most as many as there is noise for, and the others repeat them."""
+    unit = encoding.block[0]
+    some = min(rows, max(1, _BLOCK // inner // unit) * unit)
+    made = encoding.encoded(noise.matrix(some, inner), kernels)
+    for name, dst in parts.items():
+        where = encoding.along(encoding.part(name), 0, (rows, inner)) if some < rows else None
+        if where is None:
+            dst.copy_(made[name])
+            continue
+        for part in dst.split(made[name].shape[where[0]], where[0]):
+            part.copy_(made[name].narrow(where[0], 0, part.shape[where[0]]))

@@ -1,0 +1,93 @@
+"""Weight expressions evaluated with torch: the general path of the loader, and the meaning of every expression."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from graphllm.config import ConfigError
+from graphllm.weights.encodings import encoding_of
+from graphllm.weights.plan.expr import (
+    Cast,
+    Concat,
+    Decode,
+    Encode,
+    Expr,
+    Pad,
+    Permute,
+    Read,
+    Repeat,
+    Reshape,
+    Rounded,
+    Slice,
+    Stack,
+    Values,
+    walk,
+)
+from graphllm.weights.plan.simplify import Region, region_of
+
+
+def evaluate(expr: Expr, fetch: Callable[[Region], Tensor]) -> Tensor:
+    """What an expression gives. fetch: a box of a checkpoint tensor, as it is stored. Ranks must be numbers."""
+    if (region := region_of(expr)) is not None:
+        return fetch(region)
+    match expr:
+        case Values():
+            return torch.tensor(expr.values, dtype=torch.float64).view(expr.shape)
+        case Slice():
+            return evaluate(expr.part, fetch).narrow(expr.dim, expr.start, expr.stop - expr.start)
+        case Concat():
+            return torch.cat([evaluate(p, fetch) for p in expr.parts], expr.dim)
+        case Stack():
+            return torch.stack([evaluate(p, fetch) for p in expr.parts])
+        case Reshape():
+            return evaluate(expr.part, fetch).reshape(expr.to)
+        case Permute():
+            return evaluate(expr.part, fetch).permute(expr.dims)
+        case Repeat():
+            return torch.cat([evaluate(expr.part, fetch)] * expr.times, expr.dim)
+        case Pad():
+            inner = evaluate(expr.part, fetch)
+            out = inner.new_full(expr.shape, expr.value)
+            out.narrow(expr.dim, expr.before, inner.shape[expr.dim]).copy_(inner)
+            return out
+        case Cast():
+            return evaluate(expr.part, fetch).to(getattr(torch, expr.dtype))
+        case Decode():
+            encoding = encoding_of(expr.encoding)
+            names = (p.name for p in encoding.parts)
+            parts = {n: evaluate(p, fetch) for n, p in zip(names, expr.parts, strict=True)}
+            with _named(expr):
+                return encoding.decode(parts, *expr.matrix)
+        case Rounded():
+            return encoding_of(expr.encoding).decode(encoded(expr.encoding, expr.matrix, fetch), *expr.shape)
+        case Encode():
+            return encoded(expr.encoding, expr.matrix, fetch)[expr.part]
+    raise ValueError(f"{expr} cannot be evaluated")
+
+
+@contextmanager
+def _named(matrix: Decode) -> Iterator[None]:
+    """Errors within name the tensor that the matrix is stored in."""
+    try:
+        yield
+    except ConfigError as problem:
+        first = next(e for e in walk(matrix) if isinstance(e, Read))
+        raise ConfigError(f"{first.sources[0]}: {problem}") from problem
+
+
+def encoded(
+    name: str, matrix: Expr, fetch: Callable[[Region], Tensor], library: Path | None = None
+) -> Mapping[str, Tensor]:
+    """The parts of a matrix in an encoding: repacked where the checkpoint stores it in one that stands for the same
+    numbers, else rounded. library: see `Encoding`."""
+    if isinstance(matrix, Decode) and (repack := encoding_of(matrix.encoding).repacker(name)) is not None:
+        names = (p.name for p in encoding_of(matrix.encoding).parts)
+        parts = {n: evaluate(p, fetch) for n, p in zip(names, matrix.parts, strict=True)}
+        with _named(matrix):
+            return repack(parts, *matrix.matrix, library)
+    return encoding_of(name).encoded(evaluate(matrix, fetch), library)

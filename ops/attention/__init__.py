@@ -1,0 +1,1 @@
+"""Attention over the paged cache, without a cache, and rotary positions."""

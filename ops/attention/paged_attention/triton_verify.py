@@ -1,0 +1,312 @@
+"""Triton kernel for steps that verify drafts: every sequence has a few query tokens, split-KV as in triton_decode.
+
+One program attends for one sequence, one range of the context and one KV head: the query heads of all the sequence's
+tokens are the rows of a tile, which for few tokens is no larger than the one that decode pads. The step's own keys and
+values are a first, small tile of range 0, which also stores them into the cache.
+"""
+
+# mypy: allow-untyped-defs
+# ruff: noqa: SIM108  (a branch on a constexpr is not a conditional expression)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphllm.ir import CallSite
+from graphllm.ops.attention.paged_attention.op import paged_attention
+from graphllm.ops.attention.paged_attention.triton_common import (
+    Rotary,
+    as_entries,
+    as_queries,
+    attends,
+    count_bits,
+    load_angles,
+    load_bits,
+    load_heads,
+    load_norm,
+    load_scales,
+    load_sinks,
+    multiply,
+    power_of_2,
+    prefetch_lines,
+    problem,
+    rotate,
+    soft_cap,
+    tile_blocks,
+    tile_slots,
+)
+from graphllm.ops.attention.paged_attention.triton_decode import (
+    FEW_RANGES,
+    Config,
+    join_as_last,
+    joined_rows,
+    launch_split,
+    plan_splits,
+    split_bounds,
+)
+
+_MOST_ROWS = 64  # query heads of a KV head, times tokens
+_MANY, _LONG = 256, 2048  # pairs of sequence and KV head from which on ranges have at least so many tokens
+
+
+@triton.jit
+def _verify_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cache_ptr,
+    out_ptr,
+    partial_ptr,  # float32 [S, Q, SPLITS, H, E]
+    lse_ptr,
+    arrived_ptr,  # [S * KV heads] int32, zero before and after
+    table_ptr,
+    query_start_ptr,
+    seq_len_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    sinks_ptr,
+    kv_scales_ptr,
+    ancestors_ptr,
+    Q_ROW: tl.constexpr,
+    Q_HEAD: tl.constexpr,
+    K_ROW: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    V_ROW: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
+    CACHE_KV: tl.constexpr,
+    CACHE_HEAD: tl.constexpr,
+    CACHE_POS: tl.constexpr,
+    TABLE_ROW: tl.constexpr,
+    SCALE: tl.constexpr,  # of q.k, times log2(e) without a soft cap, divided by the cap with one
+    LOG2E_CAP: tl.constexpr,  # soft cap times log2(e); 0 is off
+    WINDOW: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,  # query heads of a KV head
+    Q: tl.constexpr,  # most query tokens of a sequence
+    BLOCK_Q: tl.constexpr,  # at least Q
+    M: tl.constexpr,  # rows of a tile: at least Q * G
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    P: tl.constexpr,
+    SPLITS: tl.constexpr,
+    RANGES: tl.constexpr,  # at least SPLITS, a power of two
+    FEW: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LINE: tl.constexpr,  # entries in 128 bytes, a line of the cache
+    LINES: tl.constexpr,  # such lines that a head's entries surely fill
+    JOINED: tl.constexpr,  # rows whose ranges are joined at once
+    FEW_JOINED: tl.constexpr,
+    F: tl.constexpr,
+    NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
+    EMULATED: tl.constexpr,
+    TREE: tl.constexpr,  # rows may be nodes of a tree
+):
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+    head = tl.program_id(0)
+    s = tl.program_id(1)
+    split = tl.program_id(2)  # the programs without work are the last ones
+    row = tl.load(query_start_ptr + s)
+    queries = tl.load(query_start_ptr + s + 1) - row
+    before = tl.load(seq_len_ptr + s) - queries  # tokens that the cache holds
+    start, first, tiles, per_split = split_bounds(before + 1, WINDOW, BLOCK_N, SPLITS, MIN_TILES)
+    lo = first + split * per_split
+    hi = tl.minimum(lo + per_split, first + tiles)
+    table_row = table_ptr + s.to(tl.int64) * TABLE_ROW
+    head_ptr = cache_ptr + head * CACHE_HEAD
+    cache_block = tile_blocks(table_row, lo, before, P, BLOCK_N)
+    j = tl.arange(0, BLOCK_Q)
+    new = j < queries
+    new_block = tl.load(table_row + (before + j) // P, mask=new, other=0).to(tl.int64)
+    q_weight, q_other_weight = load_norm(q_norm_ptr, E, E_PAD, F, NORM)
+    k_weight, k_other_weight = load_norm(k_norm_ptr, E, E_PAD, F, NORM)
+    k_scale, v_scale = load_scales(kv_scales_ptr, SCALED)
+    if not EMULATED:
+        if lo < hi:  # the first tile is on its way while the queries are still being made
+            slot = head_ptr + tile_slots(cache_block, lo, CACHE_BLOCK, CACHE_POS, P, BLOCK_N)
+            prefetch_lines(slot, CACHE_KV, LINE, LINES)
+        tl.extra.cuda.gdc_wait()
+    if (queries > 0) & ((split == 0) | (lo < hi)):
+        m = tl.arange(0, M)
+        e = tl.arange(0, E_PAD)
+        in_e = (e < E)[None, :]
+        query = m // G
+        heads = head * G + m % G
+        valid = query < queries
+        token = (row + query).to(tl.int64)
+        q_row = q_ptr + (token * Q_ROW + heads * Q_HEAD)[:, None]
+        q, q_other = load_heads(q_row, valid[:, None], E, E_PAD, F)
+        q_cos, q_sin = load_angles(token[:, None], valid[:, None], cos_ptr, sin_ptr, E_PAD, F)
+        q = rotate(q, q_other, q_weight, q_other_weight, q_cos, q_sin, E, F, NORM, EPS)
+        q, powers = as_queries(q, cache_ptr.dtype.element_ty)
+        row_scale = (SCALE * k_scale * powers)[:, None]
+        stands = query  # how far behind the first row; windows count by that
+        bits = load_bits(ancestors_ptr, token, valid, TREE)
+        if TREE and WINDOW > 0:
+            stands = tl.where(bits < 0, query, count_bits(bits, 64) - 1)
+        top = tl.full([M], float("-inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, E_PAD], tl.float32)
+        if split == 0:  # begins with the sinks and the step's own tokens
+            new_token = (row + j).to(tl.int64)
+            k_row = k_ptr + (new_token * K_ROW + head * K_HEAD)[:, None]
+            k_new, k_other = load_heads(k_row, new[:, None], E, E_PAD, F)
+            v_row = v_ptr + (new_token * V_ROW + head * V_HEAD)[:, None]
+            v_new = tl.load(v_row + e[None, :], mask=new[:, None] & in_e, other=0.0)
+            k_cos, k_sin = load_angles(new_token[:, None], new[:, None], cos_ptr, sin_ptr, E_PAD, F)
+            k_new = rotate(k_new, k_other, k_weight, k_other_weight, k_cos, k_sin, E, F, NORM, EPS)
+            k_entry = as_entries(k_new, k_scale, cache_ptr.dtype.element_ty, SCALED, EMULATED)
+            v_entry = as_entries(v_new, v_scale, cache_ptr.dtype.element_ty, SCALED, EMULATED)
+            slot = (head_ptr + new_block * CACHE_BLOCK + ((before + j) % P) * CACHE_POS)[:, None] + e[None, :]
+            tl.store(slot, k_entry, mask=new[:, None] & in_e)
+            tl.store(slot + CACHE_KV, v_entry, mask=new[:, None] & in_e)
+            new_scores = multiply(q, tl.trans(k_entry.to(q.dtype)), tl.zeros([M, BLOCK_Q], tl.float32), EMULATED)
+            if LOG2E_CAP > 0:
+                new_scores = soft_cap(new_scores, LOG2E_CAP, row_scale)
+            else:
+                new_scores = new_scores * row_scale
+            seen = j[None, :] <= query[:, None]
+            if TREE:
+                node = ((bits[:, None] >> j[None, :].to(tl.int64)) & 1) != 0
+                seen = tl.where((bits < 0)[:, None], seen, node)
+            seen = seen & new[None, :]
+            if WINDOW > 0:
+                new_stands = j
+                if TREE:
+                    new_bits = load_bits(ancestors_ptr, new_token, new, TREE)
+                    new_stands = tl.where(new_bits < 0, j, count_bits(new_bits, 64) - 1)
+                seen = seen & (new_stands[None, :] > stands[:, None] - WINDOW)
+            new_scores = tl.where(seen, new_scores, float("-inf"))
+            top = tl.max(new_scores, axis=1)
+            if SINKS:
+                sink = load_sinks(sinks_ptr, heads, valid)
+                top = tl.maximum(top, sink)
+                total = tl.exp2(sink - top)
+            new_p = tl.exp2(new_scores - tl.where(top == float("-inf"), 0.0, top)[:, None])
+            total += tl.sum(new_p, axis=1)
+            acc = multiply(new_p.to(q.dtype), v_entry.to(q.dtype), acc, EMULATED)
+
+        for tile in range(lo, hi):
+            at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            there = at < before
+            if WINDOW > 0:
+                there = there & (at >= start)
+            columns = tile_slots(cache_block, tile, CACHE_BLOCK, CACHE_POS, P, BLOCK_N)
+            slots = head_ptr + columns[:, None] + e[None, :]
+            if E_PAD == E:
+                inside = there[:, None]
+            else:
+                inside = there[:, None] & in_e
+            keys = tl.load(slots, mask=inside, other=0.0).to(q.dtype)
+            values = tl.load(slots + CACHE_KV, mask=inside, other=0.0).to(q.dtype)
+            cache_block = tile_blocks(table_row, tile + 1, before, P, BLOCK_N)
+            scores = multiply(q, tl.trans(keys), tl.zeros([M, BLOCK_N], tl.float32), EMULATED)
+            if LOG2E_CAP > 0:
+                scores = soft_cap(scores, LOG2E_CAP, row_scale)
+            else:
+                scores = scores * row_scale
+            counts = there[None, :]
+            if WINDOW > 0:
+                counts = counts & (at[None, :] > before + stands[:, None] - WINDOW)
+            scores = tl.where(counts, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            shift = new_top
+            if WINDOW > 0:  # later tokens may see nothing of a tile
+                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            rescale = tl.exp2(top - shift)
+            p = tl.exp2(scores - shift[:, None])
+            total = total * rescale + tl.sum(p, axis=1)
+            acc = multiply(p.to(values.dtype), values, acc * rescale[:, None], EMULATED)
+            top = new_top
+
+        if WINDOW > 0:
+            total = tl.where(total > 0, total, 1.0)
+        acc = acc * (v_scale / total)[:, None]
+        if tiles <= per_split:
+            out = out_ptr + ((token * H + heads) * E)[:, None] + e[None, :]
+            tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & in_e)
+        else:
+            base = s.to(tl.int64) * Q * SPLITS
+            at_split = (base + query * SPLITS + split) * H + heads
+            tl.store(partial_ptr + (at_split * E)[:, None] + e[None, :], acc, mask=valid[:, None] & in_e)
+            tl.store(lse_ptr + at_split, top + tl.log2(total), mask=valid)
+            join_as_last(arrived_ptr + s * tl.num_programs(0) + head, partial_ptr, lse_ptr, out_ptr, base, tiles,
+                         per_split, row.to(tl.int64), head, queries * G, H, Q * G, G, SPLITS, E, E_PAD, RANGES, FEW,
+                         JOINED, FEW_JOINED)  # fmt: skip
+
+
+def is_verification(site: CallSite) -> bool:
+    """Whether this kernel serves the site."""
+    rows = site.bucket.query_len * site.args["q_THE"].shape[1] // site.args["kv_cache"].shape[2]
+    return site.bucket.kind == "decode" and site.bucket.query_len > 1 and rows <= _MOST_ROWS and attends(site)
+
+
+def is_mixed(site: CallSite) -> bool:
+    """Whether kernels of ragged batches serve the site; steps of one token or few of each sequence have their own."""
+    few = is_verification(site)
+    return (site.bucket.kind == "mixed" or site.bucket.query_len > 1) and not few and attends(site)
+
+
+def verify_configs(site: CallSite) -> list[Config]:
+    """The plan of decode, with one KV head a program. There are more rows than in decode: joining their ranges takes
+    longer, so where there are programs enough these are long, and rows are joined many at once, however few ranges,
+    since each turn waits for memory; half as many where registers for more would leave room for one program less on a
+    processor."""
+    cache, table, queries = site.args["kv_cache"], site.args["block_table"], site.bucket.query_len
+    H, (_, K, P, E) = site.args["q_THE"].shape[1], cache.shape[1:]
+    plan = plan_splits(site.bucket.hi, H, K, table.shape[1] * P, cache.dtype, E)
+    least = plan["min_tiles"] // plan["heads"]
+    if site.bucket.hi * K >= _MANY:
+        least = max(least, _LONG // plan["block_n"])
+    ranges = power_of_2(plan["splits"], 2)
+    joined = joined_rows(queries * H // K, E, ranges if ranges >= FEW_RANGES else 2 * ranges)
+    return [
+        {
+            "queries": queries, "splits": plan["splits"], "min_tiles": max(1, least),
+            "joined": joined,
+            "block_n": plan["block_n"], "warps": 4, "stages": 2,
+        }
+    ]  # fmt: skip
+
+
+@paged_attention.impl("triton_verify", device="cuda", supports=is_verification, configs=verify_configs, remedy=problem)
+def triton_verify(
+    q_THE: Tensor,
+    k_TKE: Tensor,
+    v_TKE: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_H: Tensor | None = None,
+    kv_scales: Tensor | None = None,
+    ancestors_T: Tensor | None = None,
+    rotary: Rotary | None = None,
+    *,
+    queries: int,
+    **plan: int,
+) -> Tensor:
+    """Every sequence has at most so many query tokens. rotary: for `rope_attention`."""
+    out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
+    H, E, K = *q_THE.shape[1:], kv_cache.shape[2]
+    rows = queries * H // K
+    launch_split(
+        _verify_kernel, q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window,
+        softcap, sinks_H, kv_scales, rotary, q_THE if ancestors_T is None else ancestors_T,
+        heads=1, tokens=queries, few_joined=joined_rows(rows, E, FEW_RANGES),
+        Q=queries, BLOCK_Q=power_of_2(queries), M=power_of_2(rows), TREE=ancestors_T is not None, **plan,
+    )  # fmt: skip
+    return out_THE

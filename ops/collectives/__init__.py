@@ -1,0 +1,1 @@
+"""Exchange among the ranks of a group."""

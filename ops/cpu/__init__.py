@@ -1,0 +1,1 @@
+"""Headers of C++ kernels; no ops."""

@@ -1,0 +1,1 @@
+"""Headers of C++ kernels over integer weights; no ops."""

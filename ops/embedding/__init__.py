@@ -1,5 +1,0 @@
-"""embedding: specification in op.py; Inductor compiles and fuses the reference well, so there is no kernel."""
-
-from graphllm.ops.embedding.op import embedding
-
-__all__ = ["embedding"]

@@ -1,0 +1,1 @@
+"""Encoded weights as the kernels read them; no ops."""

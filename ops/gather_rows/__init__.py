@@ -1,6 +1,0 @@
-"""gather_rows: specification in op.py, how a step runs it beside it."""
-
-from graphllm.ops.gather_rows import extern  # noqa: F401
-from graphllm.ops.gather_rows.op import gather_rows
-
-__all__ = ["gather_rows"]

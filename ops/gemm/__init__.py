@@ -1,0 +1,1 @@
+"""Linear layers: dense, encoded, with fused neighbours."""

@@ -1,0 +1,6 @@
+"""scaled_linear: specification in op.py, the library's product and a Triton kernel beside it."""
+
+from graphllm.ops.gemm.scaled_linear import library, triton_tile  # noqa: F401
+from graphllm.ops.gemm.scaled_linear.op import scaled_linear
+
+__all__ = ["scaled_linear"]

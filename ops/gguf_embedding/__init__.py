@@ -1,6 +1,0 @@
-"""gguf_embedding: specification in op.py, kernels beside it."""
-
-from graphllm.ops.gguf_embedding import cpu  # noqa: F401
-from graphllm.ops.gguf_embedding.op import gguf_embedding
-
-__all__ = ["gguf_embedding"]

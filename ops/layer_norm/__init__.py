@@ -1,5 +1,0 @@
-"""layer_norm: specification in op.py; Inductor compiles and fuses the reference well, so there is no kernel."""
-
-from graphllm.ops.layer_norm.op import layer_norm
-
-__all__ = ["layer_norm"]

@@ -1,0 +1,1 @@
+"""Low-rank adapters, a different one for each token."""

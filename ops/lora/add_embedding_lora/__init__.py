@@ -1,0 +1,10 @@
+"""add_embedding_lora: specification in op.py, a kernel beside it."""
+
+import importlib.util
+
+from graphllm.ops.lora.add_embedding_lora.op import add_embedding_lora
+
+if importlib.util.find_spec("triton"):
+    from graphllm.ops.lora.add_embedding_lora import triton_add_embedding_lora  # noqa: F401
+
+__all__ = ["add_embedding_lora"]

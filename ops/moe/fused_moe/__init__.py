@@ -1,0 +1,16 @@
+"""fused_moe: specification in op.py, kernels beside it."""
+
+import importlib.util
+
+from graphllm.ops.moe.fused_moe import cpu, tuning  # noqa: F401
+from graphllm.ops.moe.fused_moe.op import fused_moe
+
+if importlib.util.find_spec("triton"):
+    from graphllm.ops.moe.fused_moe import (  # noqa: F401
+        gluon_one_token,
+        gluon_tokens,
+        triton_few_tokens,
+        triton_many_tokens,
+    )
+
+__all__ = ["fused_moe"]

@@ -1,0 +1,166 @@
+"""What the Triton kernels for fused_moe share: the activation, and the sum over the experts of a token."""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphllm.ir import CallSite, launch_triton
+from graphllm.ops.encodings.encoded_weights import BITS, span_of
+from graphllm.ops.moe.fused_moe.op import LORA_TABLES
+from graphllm.ops.moe.fused_moe.triton_adapters import Lora, lora_supported
+
+
+@triton.jit
+def activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
+    """`fused_moe`'s act(gate) * up."""
+    if ACTIVATION == "clamped":
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.clamp(up, -LIMIT, LIMIT) + 1.0
+        scaled = 1.702 * gate
+    elif ACTIVATION == "gelu_tanh":
+        scaled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        scaled = gate
+    return gate / (1.0 + tl.exp(-scaled)) * up
+
+
+@triton.jit
+def write_pairs(
+    acc, pair, block, scale_ptr, out_ptr,
+    ROWS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """What an expert gave: [BLOCK_N, BLOCK_T], the rows of pairs. Negative ones are none."""
+    there = pair >= 0
+    if GATED:
+        halves = tl.permute(tl.reshape(acc, [BLOCK_N // 2, 2, BLOCK_T]), (0, 2, 1))
+        gate, up = tl.split(halves)
+        out = tl.trans(activated(gate, up, ACTIVATION, LIMIT))
+        column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        width = ROWS // 2
+    else:
+        out = tl.trans(acc) * tl.load(scale_ptr + pair, mask=there, other=0.0)[:, None]
+        column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        width = ROWS
+    inside = there[:, None] & (column < width)[None, :]
+    tl.store(out_ptr + pair[:, None] * width + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_kernel(
+    y_ptr, experts_ptr, residual_ptr, out_ptr, A: tl.constexpr, D: tl.constexpr, RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for a in tl.static_range(A):
+        if tl.load(experts_ptr + token * A + a) >= 0:
+            total += tl.load(y_ptr + (token * A + a) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual_ptr + token * D + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+_ADD_BLOCK = 1024
+
+
+def added(y_PD: Tensor, experts_TA: Tensor, residual_TD: Tensor | None) -> Tensor:
+    """[T, D]: the sum of what the experts of each token gave, y_PD [T * A, D], and of the residual if there is one."""
+    (T, A), D = experts_TA.shape, y_PD.shape[1]
+    out_TD = y_PD.new_empty((T, D))
+    launch_triton(
+        _add_kernel, (T, -(-D // _ADD_BLOCK)), y_PD, experts_TA,
+        y_PD if residual_TD is None else residual_TD, out_TD, A=A, D=D, RESIDUAL=residual_TD is not None,
+        BLOCK=_ADD_BLOCK, EMULATED=triton.knobs.runtime.interpret, num_warps=4,
+    )  # fmt: skip
+    return out_TD
+
+
+SHARED = 227 * 1024  # bytes of shared memory that the programs on a multiprocessor of sm_90 have
+
+
+def programs_at_once(site: CallSite, rows: int, tokens: int, inner: int, stages: int) -> int:
+    """Of those that have tiles of so many rows of weights and of x in shared memory, ``inner`` entries of each in every
+    stage."""
+    size = site.args["x_TD"].element_size()
+    weight = rows * BITS.get(site.args["form"], 8 * size)
+    return SHARED // ((weight + tokens * 8 * size) // 8 * inner * stages)
+
+
+class Experts(NamedTuple):
+    """The matrices of experts and the sizes of a call. scales, zeros: where they are encoded, None or both stacks'."""
+
+    gate_up: Tensor
+    down: Tensor
+    biases: tuple[Tensor | None, Tensor | None]
+    scales: tuple[Tensor | None, Tensor | None]
+    zeros: tuple[Tensor | None, Tensor | None]
+    form: str
+    group: int
+    activation: str
+    limit: float
+    lora: Lora | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """N, D and F."""
+        return self.gate_up.shape[0], self.down.shape[1], self.gate_up.shape[1] // 2
+
+    def encoding(self, i: int, inner: int) -> dict[str, Any]:
+        """Constants of the first or second product that say how its weights are encoded."""
+        scales, zeros = self.scales[i], self.zeros[i]
+        return {
+            "FORM": self.form, "GROUP": self.group, "ZEROS": zeros is not None,
+            "GROUPS": 1 if scales is None else scales.shape[1],
+            "WEIGHT_ROW": (self.gate_up, self.down)[i].shape[2],
+            "SPAN": span_of(self.form, inner, self.group) if self.form else 0,
+        }  # fmt: skip
+
+
+def experts_of(
+    gate_up_N2FD: Tensor, down_NDF: Tensor, activation: str = "silu", limit: float = 0.0,
+    gate_up_bias_N2F: Tensor | None = None, down_bias_ND: Tensor | None = None,
+    gate_up_scales_NG2F: Tensor | None = None, gate_up_zeros_NG2F: Tensor | None = None,
+    down_scales_NGD: Tensor | None = None, down_zeros_NGD: Tensor | None = None, form: str = "", group: int = 0,
+    lora: Lora | None = None,
+) -> Experts:  # fmt: skip
+    """From the op's arguments."""
+    return Experts(
+        gate_up_N2FD, down_NDF, (gate_up_bias_N2F, down_bias_ND), (gate_up_scales_NG2F, down_scales_NGD),
+        (gate_up_zeros_NG2F, down_zeros_NGD), form, group, activation, limit, lora,
+    )  # fmt: skip
+
+
+_ENCODED = (
+    "gate_up_N2FD", "down_NDF", "gate_up_scales_NG2F", "gate_up_zeros_NG2F", "down_scales_NGD", "down_zeros_NGD",
+)  # fmt: skip
+
+
+def supports(site: CallSite) -> bool:
+    """Whether the kernels can read the tensors of a site."""
+    x_TD, form, group = (site.args[n] for n in ("x_TD", "form", "group"))
+    tensors = {n: t for n in (*_ENCODED, "gate_up_bias_N2F", "down_bias_ND") if (t := site.args[n]) is not None}
+    F = tensors["gate_up_N2FD"].shape[1] // 2
+    halves = (torch.bfloat16, torch.float16) if form else (torch.bfloat16, torch.float16, torch.float32)
+    return (
+        x_TD.dtype in halves
+        and x_TD.stride(-1) == 1
+        and all(t.is_contiguous() for t in tensors.values())
+        and all(t.dtype == x_TD.dtype for n, t in tensors.items() if not form or n not in _ENCODED)
+        and all(n % 8 == 0 for n in (x_TD.shape[1], F))
+        and lora_supported(site.args, LORA_TABLES)
+        and group % (64 if BITS.get(form) == 8 else 32) == 0
+        and site.args["experts_TA"].is_contiguous()
+        and site.args["weights_TA"].is_contiguous()
+    )

@@ -1,0 +1,420 @@
+"""Triton kernels for fused_moe with few tokens, bound by the weights of the chosen experts, which are read once.
+
+For one token, programs multiply whole rows of its experts' weights, and the second product adds its experts up. For up
+to 64, each program takes all tokens and some weight rows of one expert, finds the tokens that chose it in the table of
+choices, and ends at once where there are none: nothing is sorted. The weights are the left operand, so that few tokens
+waste little of the tensor cores; what an expert does not compute is masked.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphllm.ir import CallSite, launch_triton
+from graphllm.ops.gemm.fused_linear.triton_direct import direct_product
+from graphllm.ops.gemm.fused_linear.triton_encoded import encoded_product, tiles_of
+from graphllm.ops.moe.fused_moe.op import fused_moe
+from graphllm.ops.moe.fused_moe.triton_adapters import NO_LORA, lora_of, plus_low_rank
+from graphllm.ops.moe.fused_moe.triton_common import (
+    Experts,
+    activated,
+    added,
+    experts_of,
+    programs_at_once,
+    supports,
+    write_pairs,
+)
+from graphllm.ops.moe.fused_moe.triton_float8 import launch_halves, supports_halves
+from graphllm.ops.moe.fused_moe.triton_one_encoded import launch_one
+
+
+@triton.jit
+def one_hidden_kernel(
+    x_ptr,  # [D]
+    weight_ptr,  # [N, 2F, D]
+    bias_ptr,  # [N, 2F]
+    experts_ptr,  # [A]
+    norm_ptr,  # [D]
+    h_ptr,  # [A, F]
+    EPS: tl.constexpr,
+    NORM: tl.constexpr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    block = tl.program_id(0)
+    a = tl.program_id(1)
+    expert = tl.load(experts_ptr + a).to(tl.int64)
+    if expert < 0:
+        return
+    r = tl.arange(0, BLOCK_N)  # rows of the gate and of up by turns
+    f = block * (BLOCK_N // 2) + r // 2
+    row = expert * (2 * F) + f + (r % 2) * F
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for start in tl.static_range(0, D, BLOCK_K):
+        inside = start + k < D
+        weight = tl.load(
+            weight_ptr + row[:, None] * D + (start + k)[None, :], mask=(f < F)[:, None] & inside[None, :], other=0.0
+        )
+        x = tl.load(x_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+        acc += weight.to(tl.float32) * x[None, :]
+    out = tl.sum(acc, axis=1)
+    if NORM:
+        out *= tl.rsqrt(tl.sum(squares, axis=0) / D + EPS)
+    if BIAS:
+        out += tl.load(bias_ptr + row, mask=f < F, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(out, [BLOCK_N // 2, 2]))
+    h = activated(gate, up, ACTIVATION, LIMIT)
+    column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    tl.store(h_ptr + a * F + column, h.to(h_ptr.dtype.element_ty), mask=column < F)
+
+
+@triton.jit
+def one_sum_kernel(
+    h_ptr,  # [A, F]
+    weight_ptr,  # [N, D, F]
+    bias_ptr,  # [N, D]
+    scale_ptr,  # [A] float32
+    experts_ptr,  # [A]
+    residual_ptr,  # [D]
+    out_ptr,  # [D]
+    RESIDUAL: tl.constexpr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    A: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    biases = tl.zeros([BLOCK_N], tl.float32)
+    for a in tl.static_range(A):
+        expert = tl.load(experts_ptr + a).to(tl.int64)
+        scale = tl.load(scale_ptr + a)
+        row = tl.maximum(expert, 0) * D + d
+        for start in tl.static_range(0, F, BLOCK_K):
+            inside = start + k < F
+            weight = tl.load(
+                weight_ptr + row[:, None] * F + (start + k)[None, :], mask=(d < D)[:, None] & inside[None, :], other=0.0
+            )
+            h = tl.load(h_ptr + a * F + start + k, mask=inside, other=0.0).to(tl.float32) * scale
+            acc += weight.to(tl.float32) * tl.where(expert >= 0, h, 0.0)[None, :]
+        if BIAS:
+            bias = tl.load(bias_ptr + row, mask=d < D, other=0.0).to(tl.float32)
+            biases += tl.where(expert >= 0, bias * scale, 0.0)
+    out = tl.sum(acc, axis=1) + biases
+    if RESIDUAL:
+        out += tl.load(residual_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(out_ptr + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize_on_alignment=["T"])
+def few_kernel(
+    x_ptr,  # [T, K], or [P, K] by pair of a token and an expert
+    weight_ptr,  # [N, ROWS, K], or encoded
+    scales_ptr,  # of encoded weights [N, GROUPS, ROWS]
+    zeros_ptr,
+    bias_ptr,  # [N, ROWS]
+    scale_ptr,  # [P] float32
+    experts_ptr,  # [T, A]
+    ids_ptr,  # of adapters [T]
+    low_ptr,  # [P, RANK], for each of the gate and up; x @ A.T
+    lora_b_ptr,  # [L, N, RANK, ROWS]
+    out_ptr,  # [P, ROWS / 2], or [P, ROWS]
+    T,
+    X_ROW: tl.constexpr,
+    WEIGHT_ROW: tl.constexpr,
+    GROUPS: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    A: tl.constexpr,
+    A_PAD: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,  # the first of the two products: with an activation, from tokens; else scaled
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BY_PAIR: tl.constexpr,  # programs are for pairs, of which there are fewer than experts; else for experts
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPAN: tl.constexpr,  # of encoded weights
+    BLOCK_S: tl.constexpr,  # tokens of an expert that are multiplied at a time, with weights read into registers; or 0
+    WARPS: tl.constexpr,
+    RANK: tl.constexpr,  # of adapters, 0 without
+    BLOCK_R: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    block = tl.program_id(0)
+    expert = tl.program_id(1)
+    if BY_PAIR:
+        expert = tl.load(experts_ptr + tl.program_id(1))
+    t = tl.arange(0, BLOCK_T)
+    a = tl.arange(0, A_PAD)
+    choice = t[:, None] * A + a[None, :]
+    chosen = tl.load(experts_ptr + choice, mask=(t < T)[:, None] & (a < A)[None, :], other=-1)
+    pair = tl.max(tl.where(chosen == expert, choice, -1), axis=1)
+    there = pair >= 0
+    if BY_PAIR:  # the first pair of an expert works for all of them
+        first = tl.min(tl.where(there, pair, T * A), axis=0)
+        if (first != tl.program_id(1)) | (expert < 0):
+            return
+    elif tl.max(pair, axis=0) < 0:
+        return
+    r = tl.arange(0, BLOCK_N)
+    if GATED:  # rows of the gate and of up by turns
+        column = block * (BLOCK_N // 2) + r // 2
+        row, in_row = column + (r % 2) * (ROWS // 2), column < ROWS // 2
+    else:
+        row = block * BLOCK_N + r
+        in_row = row < ROWS
+    bias = tl.zeros([BLOCK_N], tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + expert * ROWS + row, mask=in_row, other=0.0).to(tl.float32)
+    weight_index = expert.to(tl.int64) * ROWS + row
+    scale = expert.to(tl.int64) * (GROUPS * ROWS) + row
+    if BLOCK_S:
+        rank = tl.cumsum(there.to(tl.int32), axis=0)
+        s = tl.arange(0, BLOCK_S)
+        for start in range(0, tl.max(rank, axis=0), BLOCK_S):
+            here = there[:, None] & (rank[:, None] == (start + 1 + s)[None, :])
+            of_slot = tl.max(tl.where(here, pair[:, None], -1), axis=0)
+            from_row = of_slot // A if GATED else of_slot
+            acc = direct_product(
+                weight_ptr, weight_index, in_row, scales_ptr + scale, zeros_ptr + scale, x_ptr, from_row.to(tl.int64),
+                of_slot >= 0, x_ptr, X_ROW, WEIGHT_ROW, ROWS, K, FORM, GROUP, ZEROS, False, BLOCK_N, BLOCK_S, BLOCK_K,
+                WARPS, 2, False, EMULATED,
+            )  # fmt: skip
+            write_pairs(
+                acc + bias[:, None], of_slot, block, scale_ptr, out_ptr, ROWS, GATED, ACTIVATION, LIMIT, BLOCK_N,
+                BLOCK_S,
+            )  # fmt: skip
+        return
+    x_row = x_ptr + (t if GATED else pair)[:, None] * X_ROW
+    k = tl.arange(0, BLOCK_K)
+    weight_row = weight_ptr + weight_index[:, None] * WEIGHT_ROW
+    EVEN: tl.constexpr = K % (BLOCK_K if FORM == "" else SPAN) == 0
+    if FORM != "":
+        acc = encoded_product(
+            weight_row, scales_ptr + scale, zeros_ptr + scale, in_row, x_row, there, 0, tiles_of(K, BLOCK_K, SPAN),
+            ROWS, K, FORM, GROUP, ZEROS, SPAN, BLOCK_N, BLOCK_T, BLOCK_K, EVEN and ROWS % BLOCK_N == 0, EMULATED,
+        )  # fmt: skip
+    else:
+        acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            at = start + k
+            if EVEN:
+                weight = tl.load(weight_row + at[None, :], mask=in_row[:, None], other=0.0)
+                x = tl.load(x_row + at[None, :], mask=there[:, None], other=0.0)
+            else:
+                weight = tl.load(weight_row + at[None, :], mask=in_row[:, None] & (at < K)[None, :], other=0.0)
+                x = tl.load(x_row + at[None, :], mask=there[:, None] & (at < K)[None, :], other=0.0)
+            if EMULATED:
+                weight, x = weight.to(tl.float32), x.to(tl.float32)
+            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    if RANK:
+        for p in tl.static_range(2 if GATED else 1):
+            of_part = in_row & (r % 2 == p) if GATED else in_row
+            acc = plus_low_rank(
+                acc, pair, ids_ptr, low_ptr + p * RANK, lora_b_ptr, expert, row, of_part, A, N, ROWS, RANK,
+                2 * RANK if GATED else RANK, BLOCK_R, EMULATED,
+            )  # fmt: skip
+    write_pairs(acc + bias[:, None], pair, block, scale_ptr, out_ptr, ROWS, GATED, ACTIVATION, LIMIT, BLOCK_N, BLOCK_T)
+
+
+Config = Mapping[str, int]
+_MOST_TOKENS = 64
+_ONE = (  # rows, inner entries and warps of the first product, then of the second
+    (4, 1024, 4, 2, 512, 2), (8, 2048, 4, 2, 512, 2), (4, 1024, 4, 2, 1024, 4), (8, 1024, 4, 1, 256, 2),
+    (4, 512, 4, 2, 512, 4), (8, 512, 4, 4, 512, 4),
+)  # fmt: skip
+_FEW = (  # weight rows, inner entries, stages, warps
+    (64, 128, 3, 4), (64, 128, 4, 4), (64, 64, 6, 4), (128, 64, 4, 4), (64, 64, 4, 4),
+)  # fmt: skip
+_ENCODED_FEW = (  # weight rows, tiles of a span, stages, warps
+    (128, 1, 3, 4), (128, 1, 4, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 2, 4, 4),
+)  # fmt: skip
+_DIRECT = ((16, 8, 4), (16, 8, 8))  # weight rows, tokens, warps
+_ONE_ENCODED = ((16, 4, 2), (16, 4, 4), (16, 4, 6), (16, 2, 4), (16, 8, 3))  # for one token: weight rows, warps, steps
+_HALVES = ((64, 64, 3), (128, 64, 3), (128, 128, 3))  # in float8: weight rows of each of the two products, stages
+_MOST_DIRECT = 2  # tokens, in an expert's product on registers: with more, tiles in shared memory are faster
+
+
+def supports_one(site: CallSite) -> bool:
+    plain = site.args["form"] == "" and site.args["adapter_ids_T"] is None
+    return site.rows("x_TD") == 1 and plain and supports(site)
+
+
+def configs_of_one(site: CallSite) -> list[Config]:
+    return [dict(zip(("n1", "k1", "w1", "n2", "k2", "w2"), numbers, strict=True)) for numbers in _ONE]
+
+
+@fused_moe.impl("triton_one", device="cuda", supports=supports_one, configs=configs_of_one)
+def triton_one(
+    x_TD: Tensor,
+    gate_up_N2FD: Tensor,
+    down_NDF: Tensor,
+    weights_TA: Tensor,
+    experts_TA: Tensor,
+    activation: str = "silu",
+    limit: float = 0.0,
+    gate_up_bias_N2F: Tensor | None = None,
+    down_bias_ND: Tensor | None = None,
+    **config: int,
+) -> Tensor:
+    """For one token. h is rounded to x's dtype."""
+    experts = experts_of(gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND)
+    return one_token(x_TD, experts, weights_TA, experts_TA, config)
+
+
+def one_token(
+    x_TD: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, config: Config,
+    residual_TD: Tensor | None = None, norm_D: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """residual + the experts of the norm of x, as `fused_moe` and `residual_moe` say."""
+    A, (_, D, F) = experts_TA.shape[1], experts.sizes
+    emulated, (first, second) = triton.knobs.runtime.interpret, experts.biases
+    h_AF, out_TD = x_TD.new_empty((A, F)), x_TD.new_empty(x_TD.shape)
+    launch_triton(
+        one_hidden_kernel, (-(-2 * F // config["n1"]), A), x_TD, experts.gate_up,
+        experts.gate_up if first is None else first, experts_TA, x_TD if norm_D is None else norm_D, h_AF, EPS=eps,
+        NORM=norm_D is not None, D=D, F=F, BIAS=first is not None, ACTIVATION=experts.activation, LIMIT=experts.limit,
+        BLOCK_N=config["n1"], BLOCK_K=config["k1"], EMULATED=emulated, num_warps=config["w1"],
+    )  # fmt: skip
+    launch_triton(
+        one_sum_kernel, (-(-D // config["n2"]),), h_AF, experts.down, experts.down if second is None else second,
+        weights_TA, experts_TA, h_AF if residual_TD is None else residual_TD, out_TD,
+        RESIDUAL=residual_TD is not None, D=D, F=F, A=A, BIAS=second is not None, BLOCK_N=config["n2"],
+        BLOCK_K=config["k2"], EMULATED=emulated, num_warps=config["w2"],
+    )  # fmt: skip
+    return out_TD
+
+
+def supports_few(site: CallSite) -> bool:
+    return site.rows("x_TD") <= _MOST_TOKENS and supports(site)
+
+
+def configs_of_few(site: CallSite) -> list[Config]:
+    block_t = max(16, 1 << (max(1, site.rows("x_TD")) - 1).bit_length())
+    # The inner entries of encoded tiles are their format's, whole spans or halves.
+    form, rows, plain = site.args["form"], site.rows("x_TD"), site.args["adapter_ids_T"] is None
+    common = {"block_t": block_t, "block_k": 0, "parts": 1, "block_s": 0, "stages": 1, "one": 0, "ahead": 2,
+              "halves": 0}  # fmt: skip  # else: weight rows of the second product in float8
+    found: list[Config] = []
+    if form and rows == 1 and plain:
+        one = {**common, "one": 1}
+        found += [{**one, "block_n": n, "warps": warps, "ahead": ahead} for n, warps, ahead in _ONE_ENCODED]
+    elif form and rows <= _MOST_DIRECT and plain:  # adapters need tiles of at least 16 tokens
+        found += [{**common, "block_n": n, "block_s": tokens, "warps": warps} for n, tokens, warps in _DIRECT]
+    for n, inner, stages, warps in _ENCODED_FEW if form else _FEW:
+        if programs_at_once(site, n, block_t, 256 // inner if form else inner, stages):
+            which = {"parts": inner} if form else {"block_k": inner}
+            found.append({**common, **which, "block_n": n, "stages": stages, "warps": warps})
+    if rows > _MOST_DIRECT and supports_halves(site):
+        found += [{**common, "halves": more, "block_n": n, "stages": s, "warps": 4} for n, more, s in _HALVES]
+    return found
+
+
+@fused_moe.impl("triton_few", device="cuda", supports=supports_few, configs=configs_of_few)
+def triton_few(
+    x_TD: Tensor,
+    gate_up_N2FD: Tensor,
+    down_NDF: Tensor,
+    weights_TA: Tensor,
+    experts_TA: Tensor,
+    activation: str = "silu",
+    limit: float = 0.0,
+    gate_up_bias_N2F: Tensor | None = None,
+    down_bias_ND: Tensor | None = None,
+    gate_up_scales_NG2F: Tensor | None = None,
+    gate_up_zeros_NG2F: Tensor | None = None,
+    down_scales_NGD: Tensor | None = None,
+    down_zeros_NGD: Tensor | None = None,
+    form: str = "",
+    group: int = 0,
+    gate_up_lora_a_LNRD: Tensor | None = None,
+    gate_up_lora_b_LNrO: Tensor | None = None,
+    down_lora_a_LNrF: Tensor | None = None,
+    down_lora_b_LNrD: Tensor | None = None,
+    adapter_ids_T: Tensor | None = None,
+    **config: int,
+) -> Tensor:
+    """For up to 64 tokens. h and what each expert gives are rounded to x's dtype."""
+    experts = experts_of(
+        gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
+        gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
+        lora_of(gate_up_lora_a_LNRD, gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD, adapter_ids_T),
+    )  # fmt: skip
+    return few_tokens(x_TD, experts, weights_TA, experts_TA, config)
+
+
+def few_tokens(
+    x_TD: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, config: Config,
+    residual_TD: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """residual + the experts of x, as `fused_moe` and `residual_moe` say."""
+    T, A = experts_TA.shape
+    N, D, F = experts.sizes
+    h_PF, y_PD = x_TD.new_empty((T * A, F)), x_TD.new_empty((T * A, D))
+    products = (
+        (x_TD, experts.gate_up, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": 2 * F, "K": D, "GATED": True}),
+        (h_PF, experts.down, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "GATED": False}),
+    )
+    for i, (x, weight, out, sizes) in enumerate(products):
+        if config["one"]:
+            launch_one(i, x, out, experts, weights_TA, experts_TA, config["block_n"], config["warps"], config["ahead"])
+            continue
+        if config["halves"]:
+            rows = (config["block_n"], config["halves"])[i]
+            launch_halves(i, x, out, experts, weights_TA, experts_TA, config["block_t"], rows, config["stages"])
+            continue
+        bias, lora = experts.biases[i], experts.lora
+        tables, of_lora = (x, x, x), NO_LORA
+        if lora is not None:
+            tables = lora.ids, lora.shrink_pairs(i, x, experts_TA, int(sizes["X_ROW"])), lora.b[i]
+            of_lora = lora.constants()
+        encoding = experts.encoding(i, int(sizes["K"]))
+        constants = {
+            "BLOCK_K": encoding["SPAN"] // config["parts"] or config["block_k"], **sizes, **encoding, **of_lora,
+            "N": N, "A": A, "A_PAD": 1 << (A - 1).bit_length(), "BY_PAIR": T * A < N, "BIAS": bias is not None,
+            "ACTIVATION": experts.activation, "LIMIT": experts.limit, "BLOCK_T": config["block_t"],
+            "BLOCK_N": config["block_n"], "BLOCK_S": config["block_s"], "WARPS": config["warps"],
+            "EMULATED": triton.knobs.runtime.interpret, "num_warps": config["warps"], "num_stages": config["stages"],
+        }  # fmt: skip
+        launch_triton(
+            few_kernel, (-(-int(sizes["ROWS"]) // config["block_n"]), min(N, T * A)), x, weight,
+            *(weight if t is None else t for t in (experts.scales[i], experts.zeros[i])), x if bias is None else bias,
+            weights_TA, experts_TA, *tables, out, T, **constants,
+        )  # fmt: skip
+    return added(y_PD, experts_TA, residual_TD)

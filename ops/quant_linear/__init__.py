@@ -1,6 +1,0 @@
-"""quant_linear: specification in op.py, kernels beside it."""
-
-from graphllm.ops.quant_linear import cpu  # noqa: F401
-from graphllm.ops.quant_linear.op import quant_linear
-
-__all__ = ["quant_linear"]

@@ -1,6 +1,0 @@
-"""quant_moe: specification in op.py, kernels beside it."""
-
-from graphllm.ops.quant_moe import cpu  # noqa: F401
-from graphllm.ops.quant_moe.op import quant_moe
-
-__all__ = ["quant_moe"]

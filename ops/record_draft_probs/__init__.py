@@ -1,5 +1,0 @@
-"""record_draft_probs: specification in op.py."""
-
-from graphllm.ops.record_draft_probs.op import record_draft_probs
-
-__all__ = ["record_draft_probs"]

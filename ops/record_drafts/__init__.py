@@ -1,5 +1,0 @@
-"""record_drafts: specification in op.py; Inductor compiles it."""
-
-from graphllm.ops.record_drafts.op import record_drafts
-
-__all__ = ["record_drafts"]

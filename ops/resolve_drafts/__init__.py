@@ -1,5 +1,0 @@
-"""resolve_drafts: specification in op.py; Inductor compiles it."""
-
-from graphllm.ops.resolve_drafts.op import resolve_drafts
-
-__all__ = ["resolve_drafts"]

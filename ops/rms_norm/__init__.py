@@ -1,5 +1,0 @@
-"""rms_norm: specification in op.py; Inductor compiles and fuses the reference well, so there is no kernel."""
-
-from graphllm.ops.rms_norm.op import rms_norm
-
-__all__ = ["rms_norm"]

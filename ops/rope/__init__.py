@@ -1,5 +1,0 @@
-"""rope: specification in op.py; Inductor compiles and fuses the reference well, so there is no kernel."""
-
-from graphllm.ops.rope.op import rope
-
-__all__ = ["rope"]

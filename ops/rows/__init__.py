@@ -1,0 +1,1 @@
+"""Rows copied, kept or averaged."""

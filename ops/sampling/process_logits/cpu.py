@@ -1,0 +1,69 @@
+"""process_logits on the CPU: one pass over the vocabulary, in chunks that stay in the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from graphllm.ir.kernels import CKernel
+from graphllm.ir.op import CallSite, each_alone
+from graphllm.ops.sampling.process_logits.op import process_logits
+
+_SCHEMA = (
+    "(Tensor logits, Tensor slot, Tensor mask_row, Tensor mask, Tensor bias_count, Tensor repetition, Tensor frequency,"
+    " Tensor presence, Tensor counts, Tensor bias_token, Tensor bias_value, Tensor drafts, Tensor logits_indices,"
+    " Tensor place, Tensor? ancestors, Tensor(a!) out, SymInt S, SymInt V,"
+    " SymInt logits_stride, SymInt mask_stride, SymInt counts_stride, SymInt token_stride, SymInt value_stride) -> ()"
+)
+_SOURCE = Path(__file__).with_name("cpu.cpp")
+_kernels = {
+    torch.float32: CKernel("graphllm_process_logits_f32", _SCHEMA, _SOURCE),
+    torch.bfloat16: CKernel("graphllm_process_logits_bf16", _SCHEMA, _SOURCE),
+}
+_INTS = (
+    "slot_S", "mask_row_S", "mask_SW", "bias_count_S", "counts_NV", "bias_token_NB", "drafts_T", "logits_indices_S",
+    "place_S",
+)  # fmt: skip
+_FLOATS = ("repetition_S", "frequency_S", "presence_S", "bias_value_NB")
+
+
+def _supports(site: CallSite) -> bool:
+    args = site.args
+    return (
+        args["logits_SV"].dtype in _kernels
+        and all(args[n].dtype == torch.int32 for n in _INTS)
+        and all(args[n].dtype == torch.float32 for n in _FLOATS)
+        and all(t.stride(-1) == 1 for t in args.values() if t is not None)
+    )
+
+
+@process_logits.impl("cpu", device="cpu", supports=_supports, row_order=each_alone)
+def cpu_process_logits(
+    logits_SV: Tensor,
+    slot_S: Tensor,
+    mask_row_S: Tensor,
+    mask_SW: Tensor,
+    bias_count_S: Tensor,
+    repetition_S: Tensor,
+    frequency_S: Tensor,
+    presence_S: Tensor,
+    counts_NV: Tensor,
+    bias_token_NB: Tensor,
+    bias_value_NB: Tensor,
+    drafts_T: Tensor,
+    logits_indices_S: Tensor,
+    place_S: Tensor,
+    ancestors_T: Tensor | None = None,
+) -> Tensor:
+    """Parallel over rows and chunks of the vocabulary."""
+    S, V = logits_SV.shape
+    out_SV = logits_SV.new_empty((S, V), dtype=torch.float32)
+    _kernels[logits_SV.dtype](
+        *(logits_SV, slot_S, mask_row_S, mask_SW, bias_count_S, repetition_S, frequency_S, presence_S),
+        *(counts_NV, bias_token_NB, bias_value_NB, drafts_T, logits_indices_S, place_S),
+        *(ancestors_T, out_SV, S, V),
+        *(t.stride(0) for t in (logits_SV, mask_SW, counts_NV, bias_token_NB, bias_value_NB)),
+    )
+    return out_SV

@@ -1,5 +1,0 @@
-"""soft_cap: specification in op.py; Inductor compiles and fuses the reference well, so there is no kernel."""
-
-from graphllm.ops.soft_cap.op import soft_cap
-
-__all__ = ["soft_cap"]

@@ -1,0 +1,1 @@
+"""Drafts: proposing, accepting, keeping."""

@@ -1,0 +1,11 @@
+"""ngram_drafts: specification in op.py, kernels beside it."""
+
+import importlib.util
+
+from graphllm.ops.speculation.ngram_drafts import cpu  # noqa: F401
+from graphllm.ops.speculation.ngram_drafts.op import ngram_drafts
+
+if importlib.util.find_spec("triton"):
+    from graphllm.ops.speculation.ngram_drafts import triton_ngram_drafts  # noqa: F401
+
+__all__ = ["ngram_drafts"]

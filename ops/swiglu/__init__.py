@@ -1,5 +1,0 @@
-"""swiglu: specification in op.py; Inductor compiles and fuses the reference well, so there is no kernel."""
-
-from graphllm.ops.swiglu.op import swiglu
-
-__all__ = ["swiglu"]

@@ -1,0 +1,110 @@
+"""Engine cores that have the experts of a layer together: each with its own requests, the text, log-probabilities and
+router choices of transformers; one without requests keeps step, and none runs where all have none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from graphllm import LLM, SamplingParams
+from graphllm.config import ConfigError
+from graphllm.engine.process.core_group import CoreGroup
+from graphllm.engine.process.messages import EngineDeadError
+from tests.engine.experts.test_moving_experts import OPTIONS, PROMPTS, check, checkpoint, model  # noqa: F401
+from tests.waiting import gone, until, until_async
+
+SHARING = {**OPTIONS, "enable_eplb": False, "count_expert_tokens": True}
+
+
+def cores_of(llm: LLM) -> list[int]:
+    """Their processes."""
+    group: Any = llm.llm_engine.core._client  # type: ignore[attr-defined]
+    return [client.pid for client in group._clients]
+
+
+def seconds_of(pid: int) -> float:
+    """That a process has computed."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("cores", "backend"),
+    [
+        (2, "eager"),
+        pytest.param(4, "eager", marks=pytest.mark.slow),
+        pytest.param(2, "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_text_and_counts(checkpoint: Path, model: Any, cores: int, backend: str) -> None:  # noqa: F811
+    with LLM(checkpoint, **SHARING | {"data_parallel_size": cores, "backend": backend}) as llm:
+        core: Any = llm.llm_engine.core
+        counted = check(model, llm, PROMPTS[:1])
+        steps = [stats.steps for stats in core.engine_stats()]
+        assert sorted(steps)[:-1] == [0] * (cores - 1)  # the others ran steps of padding alone
+        for prompts in (PROMPTS, PROMPTS[2:3], PROMPTS * 3):
+            counted += check(model, llm, prompts)
+        assert all(stats.steps for stats in core.engine_stats())
+        assert np.array_equal(core.stats().expert_tokens, counted)
+        clients = core._client._clients
+        before = [(client._beat.at, seconds_of(client.pid)) for client in clients]
+        core._wait(until_async(lambda: all(c._beat.at > at + 1 for c, (at, _) in zip(clients, before, strict=True))))
+        for client, (at, seconds) in zip(clients, before, strict=True):  # all sleep
+            assert seconds_of(client.pid) - seconds < (client._beat.at - at) / 5
+        check(model, llm, PROMPTS[:1])
+        pids = cores_of(llm)
+    until(lambda: gone(*pids))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("busy", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_core_that_dies(checkpoint: Path, model: Any, busy: bool) -> None:  # noqa: F811
+    """The others say which one, at once, and end: they miss its experts. Also where nobody has work."""
+    with LLM(checkpoint, **SHARING | {"data_parallel_size": 2}) as llm:
+        core: Any = llm.llm_engine.core
+        pids = cores_of(llm)
+        llm.generate([{"prompt_token_ids": PROMPTS[0]}], SamplingParams(max_tokens=2), use_tqdm=False)
+        if busy:
+            for i in range(8):
+                params = SamplingParams(max_tokens=80, ignore_eos=True)
+                llm.llm_engine.add_request(f"{i}", {"prompt_token_ids": PROMPTS[0]}, params)
+            llm.llm_engine.step()
+        os.kill(pids[1], signal.SIGKILL)
+        until(lambda: gone(pids[0]))
+        with pytest.raises(EngineDeadError):
+            until(core.check_health)
+        causes = [health.cause.message for health in core._client.healths()]
+        assert f"engine core 1 of 2 (process {pids[1]}) is gone, and with it the experts" in causes[0], causes
+        if not busy:  # all are brought back, as --restart-engine does
+            core._wait(_restarted(core._client))
+            check(model, llm)
+            pids += cores_of(llm)
+    until(lambda: gone(*pids))
+
+
+async def _restarted(group: CoreGroup) -> None:
+    await asyncio.gather(group.restart(0), group.restart(1))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data_parallel_size": 3}, "data_parallel_size is 3: the 8 experts of a layer are no multiple of it"),
+        ({"data_parallel_size": 2, "enable_eplb": True}, "enable_eplb is True: that is not there for 2 engine cores"),
+        (
+            {"data_parallel_size": 2, "pipeline_parallel_size": 2},
+            "pipeline_parallel_size is 2: engine cores that share experts have one stage; use 1",
+        ),
+        ({}, "enable_expert_parallel: one rank has all experts; set tensor_parallel_size or data_parallel_size"),
+    ],
+)
+def test_settings_that_cannot_be(checkpoint: Path, given: dict[str, Any], message: str) -> None:  # noqa: F811
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        LLM(checkpoint, **SHARING | given)
