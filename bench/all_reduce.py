@@ -3,7 +3,7 @@
     python bench/all_reduce.py [--ranks 2] [--out FILE.json]
 
 us of one all-reduce of bf16: a graph of 64 of them, one behind the other, replayed; the mean of the median replay of
-each rank. "used" is what a routine of the group takes for that size (`runtime.symmetric_memory.method_for`), "in place"
+each rank. "used" is what a routine of the group takes for that size (`method_for`), "in place"
 two-shot of what lies in shared memory already, "exchange" the kernel of the op `all_reduce`. norm: the sum, the
 addition of a residual and the norm, by the group's fastest method and a kernel ("apart"), or in one kernel ("fused");
 "alone" without the sum. gather: of logits [rows, 128,256 / ranks] from each rank. error: the largest of a sum, in parts

@@ -26,7 +26,7 @@ from real_size import SHAPES
 
 from graphllm.embedded import MODEL_DIR
 from graphllm.host.machine import compiler_version, detect_target, usable_cores
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 
 DUMMY = ("--load-format", "dummy")
 KINDS: dict[str, tuple[str, ...]] = {
@@ -51,8 +51,8 @@ def compile_once(model: Path, options: tuple[str, ...], cache: Path) -> dict[str
     start = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "GRAPHLLM_CACHE": str(cache)})
     whole = time.perf_counter() - start
-    manifest = artifact.read_manifest(place)
-    stages, compilers = manifest["seconds"], manifest["compilers"]
+    manifest = Artifact.trusted(place).manifest
+    stages, compilers = manifest.seconds, manifest.compilers
     rest = {"start, import torch, end": whole - sum(stages.values())}
     return {"whole": whole, **rest, **stages, **{f"g++ {name}": s for name, s in compilers.items()}}
 

@@ -26,7 +26,7 @@ import torch
 from cpu_kernels import huge, probe
 from gpu_step import batch
 
-from graphllm.program import artifact as files
+from graphllm.program.artifact import Artifact
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.kernels import CpuLaunch
 from graphllm.runtime.stream import alone
@@ -115,9 +115,9 @@ def main() -> None:
     library = probe()
     with alone():
         pool = huge(POOL)
-        manifest = files.verify(args.artifact)
-        weights = random_weights(WeightPlan.from_json((args.artifact / "weights.json").read_text()), "cpu")
-        executor = Executor(args.artifact, manifest, weights, 8192, args.threads)
+        artifact = Artifact.open(args.artifact)
+        weights = random_weights(WeightPlan.from_json(artifact.weights), "cpu")
+        executor = Executor(artifact, weights, 8192, threads=args.threads)
         for entry in range(1, args.adapters + 1):
             tables = {name: torch.randn(shape) / 64 for name, shape in executor.adapters.items()}
             executor.write_adapter(entry, tables)

@@ -29,7 +29,7 @@ from graphllm.compile.pipeline import compile_model
 from graphllm.config import EngineArgs
 from graphllm.loading.artifact.resolve import compile_config
 from graphllm.loading.checkpoint.source import open_source
-from graphllm.program import artifact as files
+from graphllm.program.artifact import Artifact
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.memory.staging import ragged
 from graphllm.weights.loading.random import random_weights
@@ -97,11 +97,11 @@ def main() -> None:
         places.append(place)
         seconds.append(round(taken, 1))
     for place in places:
-        manifest = files.verify(place)
+        artifact = Artifact.open(place)
         if weights is None:
-            weights = random_weights(WeightPlan.from_json((place / "weights.json").read_text()), args.target)
+            weights = random_weights(WeightPlan.from_json(artifact.weights), args.target)
         blocks = (max(args.decode) + 1) * (args.context + PROMPT) // 16 + max(args.prefill) // 16
-        executors.append(Executor(place, manifest, weights, blocks, args.threads))
+        executors.append(Executor(artifact, weights, blocks, threads=args.threads))
     found: dict[str, Any] = {"shape": args.shape, "context": args.context, "compile s": seconds, "ms": {}}
     print(f"compiled in {seconds[0]} s, deterministic in {seconds[1]} s\n")
     print("| step | ms | deterministic | ratio |\n|---|---|---|---|")

@@ -148,17 +148,17 @@ def logits() -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from graphllm.loading.checkpoint.source import open_source
-    from graphllm.program import artifact as files
+    from graphllm.program.artifact import Artifact
     from graphllm.runtime.executor import Executor
     from graphllm.runtime.memory.staging import ragged
     from graphllm.weights.loading.loader import load_weights
     from graphllm.weights.plan.plan import WeightPlan
 
     folder, artifact = prepared("llama3.1-8b", weights=True)
-    manifest, source = files.verify(artifact), open_source(folder)
-    plan = WeightPlan.from_json((artifact / "weights.json").read_text())
+    opened, source = Artifact.open(artifact), open_source(folder)
+    plan = WeightPlan.from_json(opened.weights)
     assert source.checkpoint is not None
-    executor = Executor(artifact, manifest, load_weights(plan, source.checkpoint, "cuda"), 512)
+    executor = Executor(opened, load_weights(plan, source.checkpoint, "cuda"), 512)
     ids = np.random.default_rng(0).integers(0, 128256, 600).astype(np.int32)
     blocks = np.arange(1, 40, dtype=np.int32)[None]
 

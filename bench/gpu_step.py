@@ -74,10 +74,10 @@ def worker(folder: Path, artifact: Path) -> None:
     def mark(name: str) -> None:
         clock.append((name, time.perf_counter()))
 
-    from graphllm.program import artifact as files
+    from graphllm.program.artifact import Artifact
 
-    manifest = files.verify(artifact)
-    files.check_machine(artifact, manifest)
+    opened = Artifact.open(artifact)
+    opened.check_machine()
     mark("verify artifact")
     import torch
 
@@ -90,13 +90,13 @@ def worker(folder: Path, artifact: Path) -> None:
     from graphllm.weights.loading.random import random_weights
     from graphllm.weights.plan.plan import WeightPlan
 
-    plan = WeightPlan.from_json((artifact / "weights.json").read_text())
+    plan = WeightPlan.from_json(opened.weights)
     real = (folder / "model.safetensors.index.json").exists()
     weights = load_weights(plan, Checkpoint.open(folder), "cuda") if real else random_weights(plan, "cuda")
     torch.cuda.synchronize()
     mark("weights from page cache" if real else "random weights")
     pages = 256 * (CONTEXT + 256) // 16
-    executor = Executor(artifact, manifest, weights, pages)
+    executor = Executor(opened, weights, pages)
     mark("executor")
     executor.run(batch(1, 128, 0, executor))
     mark("prefill of 128, first token")

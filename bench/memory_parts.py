@@ -68,11 +68,11 @@ def ours(artifact: Path, file: Path, sequences: int, length: int) -> dict[str, A
     from graphllm.loading.artifact.model import resolve_model
     from graphllm.loading.checkpoint.gguf_folder import gguf_tokenizer_folder
     from graphllm.loading.core.load import load_core
-    from graphllm.program.artifact import read_manifest
+    from graphllm.program.artifact import Artifact
 
-    manifest = read_manifest(artifact)
-    blocks = 2 + sequences * -(-length // manifest["factors"]["compile"]["block_size"])
-    size = blocks * manifest["memory"]["block"]
+    opened = Artifact.trusted(artifact)
+    blocks = 2 + sequences * -(-length // opened.config.block_size)
+    size = blocks * opened.memory.block
     args = EngineArgs(file, artifact=artifact, target="cpu", skip_tokenizer_init=True, kv_cache_memory_bytes=size)
     config = resolve_model(args).config
     part("graphllm's modules")

@@ -68,10 +68,10 @@ class Ours:
     """graphllm's executor driven directly: token ids in, token ids out."""
 
     def __init__(self, folder: Path, artifact: Path, threads: int) -> None:
-        from graphllm.program import artifact as files
+        from graphllm.program.artifact import Artifact
 
-        manifest = files.verify(artifact)
-        files.check_machine(artifact, manifest)
+        opened = Artifact.open(artifact)
+        opened.check_machine()
         import torch
 
         torch.set_num_threads(threads)
@@ -80,9 +80,9 @@ class Ours:
         from graphllm.weights.loading.loader import load_weights
         from graphllm.weights.plan.plan import WeightPlan
 
-        plan = WeightPlan.from_json((artifact / "weights.json").read_text())
+        plan = WeightPlan.from_json(opened.weights)
         weights = load_weights(plan, Checkpoint.open(folder), "cpu")
-        self.executor = Executor(artifact, manifest, weights, 8 * 96)
+        self.executor = Executor(opened, weights, 8 * 96)
 
     def step(self, rows: list[list[int]], starts: list[int]) -> list[int]:
         import numpy as np

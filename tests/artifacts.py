@@ -16,7 +16,7 @@ from graphllm.host.build_lock import build_lock
 from graphllm.loading.artifact.build import artifact_folder
 from graphllm.loading.artifact.resolve import compile_config
 from graphllm.loading.checkpoint.source import Source, open_source
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from graphllm.runtime.executor import Executor
 from graphllm.weights.loading.loader import load_weights
 from graphllm.weights.plan.plan import WeightPlan
@@ -65,4 +65,4 @@ def open_executor(model: Path | Source, place: Path, num_blocks: int = 16, devic
     source = model if isinstance(model, Source) else open_source(model)
     assert source.checkpoint is not None
     plan = WeightPlan.from_json((place / "weights.json").read_text())
-    return Executor(place, artifact.verify(place), load_weights(plan, source.checkpoint, device), num_blocks=num_blocks)
+    return Executor(Artifact.open(place), load_weights(plan, source.checkpoint, device), num_blocks)

@@ -153,7 +153,7 @@ def test_the_description_of_the_artifact_is_complete(compiled_artifact: Path) ->
     from graphllm.runtime.memory import padding
 
     text = (DOCS / "artifact.md").read_text()
-    manifest = artifact.verify(compiled_artifact)
+    manifest = artifact.read_json(compiled_artifact)
     names = [*manifest, *manifest["factors"], *json.loads((compiled_artifact / "program.json").read_text()), *POLICIES]
     assert [n for n in names if f"`{n}`" not in text] == []
     kinds = set()

@@ -54,12 +54,12 @@ def build(args: EngineArgs, output: Path | None, bake: bool = False) -> None:
     source = find_source(args)
     config = compile_config(source.config, args)
     with compile_progress() as progress, build_errors():
-        place, manifest = find_or_build(source, config, Env.read(), "rebuild", progress, output, bake)
-    memory = manifest["memory"]
-    print(place)
+        artifact = find_or_build(source, config, Env.read(), "rebuild", progress, output, bake)
+    memory = artifact.memory
+    print(artifact.folder)
     console.print(
-        f"compiled in {time.perf_counter() - started:.1f} s: weights {size_text(memory['weights'])}, "
-        f"arena {size_text(memory['arena'])}, cache {memory['cache bytes a token']} bytes a token"
+        f"compiled in {time.perf_counter() - started:.1f} s: weights {size_text(memory.weights)}, "
+        f"arena {size_text(memory.arena)}, cache {memory.token} bytes a token"
     )
 
 

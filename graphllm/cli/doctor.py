@@ -11,17 +11,17 @@ import resource
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from graphllm.config import ConfigError, Env
 from graphllm.host.machine import available_memory, compiler_version, detect_target, usable_cores
-from graphllm.program import artifact as artifacts
+from graphllm.program.artifact import Artifact
 from graphllm.version import __version__
 
 if TYPE_CHECKING:
@@ -115,35 +115,35 @@ def _version(name: str) -> str:
 
 
 def _artifact(console: Console, folder: Path) -> Iterator[Finding]:
-    manifest = artifacts.verify(folder)
-    compiled, memory = manifest["factors"]["compile"], manifest["memory"]
-    console.print(f"artifact  {folder}, {compiled['target']['device']}, {compiled['dtype']}, {compiled['backend']}")
+    artifact = Artifact.open(folder)
+    compiled, memory = artifact.config, artifact.memory
+    console.print(f"artifact  {folder}, {artifact.device}, {compiled.dtype}, {compiled.backend}")
     try:
-        artifacts.check_machine(folder, manifest)
+        artifact.check_machine()
     except ConfigError as other:
         yield Finding(str(other), "graphllm compile makes it for this machine", True)
         return
-    need = memory["weights"] + memory["arena"] + memory["state"] + memory["block"] * memory["blocks of a sequence"]
+    need = memory.weights + memory.arena + memory.state + memory.block * memory.blocks_of_sequence
     import torch
 
-    on_gpu = compiled["target"]["device"] == "cuda"
+    on_gpu = artifact.device == "cuda"
     free = torch.cuda.mem_get_info()[0] if on_gpu else available_memory()
     console.print(f"          needs {need / 1e9:.2f} GB for one longest sequence, {free / 1e9:.1f} GB are free")
     if need > free:
         remedy = "use --quantization, a smaller --max-model-len, or end what else uses the memory"
         yield Finding(f"it needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free", remedy, True)
         return
-    if compiled["backend"] == "eager":
+    if compiled.backend == "eager":
         yield Finding(
             "it is interpreted (backend eager)", "compile with --backend inductor, which is many times as fast"
         )
         return
-    rates = _rates(compiled["target"]["device"], compiled["dtype"])
+    rates = _rates(artifact.device, compiled.dtype)
     table = Table("step", "expected, ms", "seen, ms", "times", title="full steps of each bucket, nothing in the cache")
     far = []
-    for name, seconds in _steps(folder, manifest).items():
-        cost = manifest["cost"][name]
-        expected = max(cost["bytes"] / rates.read, cost["flops"] / rates.products)
+    for name, seconds in _steps(artifact).items():
+        cost = artifact.manifest.cost[name]
+        expected = max(cost.bytes / rates.read, cost.flops / rates.products)
         table.add_row(name, f"{1e3 * expected:.3f}", f"{1e3 * seconds:.3f}", f"{seconds / expected:.2f}")
         if seconds > _FAR * expected:
             far.append(f"{name} {seconds / expected:.1f}")
@@ -174,7 +174,7 @@ def _rates(device: str, dtype: str) -> Rates:
     return Rates(2 * _READ_BYTES / read, 2 * side**3 / seconds(torch.matmul, square, square), dtype)
 
 
-def _steps(folder: Path, manifest: Mapping[str, Any]) -> dict[str, float]:
+def _steps(artifact: Artifact) -> dict[str, float]:
     """Median seconds of a full step of each bucket, with random weights."""
     from graphllm.runtime.executor import Executor
     from graphllm.runtime.memory.staging import ragged
@@ -182,9 +182,9 @@ def _steps(folder: Path, manifest: Mapping[str, Any]) -> dict[str, float]:
     from graphllm.weights.loading.random import random_weights
     from graphllm.weights.plan.plan import WeightPlan
 
-    plan = WeightPlan.from_json((folder / "weights.json").read_text())
-    device = manifest["factors"]["compile"]["target"]["device"]
-    executor = Executor(folder, manifest, random_weights(plan, device, kernels=folder / KERNELS), 2)
+    plan = WeightPlan.from_json(artifact.weights)
+    weights = random_weights(plan, artifact.device, kernels=artifact.folder / KERNELS)
+    executor = Executor(artifact, weights, 2)
     found = {}
     program = "plain" if executor.task == "generate" else executor.task
     for bucket in executor.buckets:

@@ -4,77 +4,73 @@ from __future__ import annotations
 
 import json as json_module
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from graphllm.config import Bucket
 from graphllm.program import artifact, baked_table
 
 
 def inspect(folder: Path, json: bool) -> None:
     """Verify the artifact, also the weights in it, then print target, buckets, pieces, passes, kernels and memory."""
-    manifest = artifact.verify(folder)
-    if baked_table.is_baked(folder):
+    opened = artifact.Artifact.open(folder)
+    if opened.is_baked:
         baked_table.check_contents(folder)
     if json:
-        print(json_module.dumps(manifest, indent=1))
+        print(json_module.dumps(artifact.read_json(folder), indent=1))
         return
     console = Console()
-    factors = manifest["factors"]
-    compiled = factors["compile"]
+    manifest, factors, compiled = opened.manifest, opened.manifest.factors, opened.config
     console.print(f"[bold]{folder}[/bold]  key {artifact.key_of(factors)[:16]}")
-    target = compiled["target"]
-    console.print(
-        f"target    {target['device']}: {manifest['made_with']['machine']} ({' '.join(target['arch'][:3])} ...)"
-    )
-    versions = ", ".join(f"{k} {v}" for k, v in factors["versions"].items())
-    console.print(f"versions  graphllm {factors['graphllm']['version']} ({factors['graphllm']['source']}), {versions}")
-    model = factors["model"]
-    rounded = f", weights {compiled['quantization']}" if compiled["quantization"] else ""
-    cache = f", cache {compiled['kv_cache_dtype']}" if compiled["kv_cache_dtype"] != "auto" else ""
-    origin = manifest["origin"]
+    target = compiled.target
+    console.print(f"target    {target.device}: {manifest.made_with['machine']} ({' '.join(target.arch[:3])} ...)")
+    versions = ", ".join(f"{k} {v}" for k, v in factors.versions.items())
+    console.print(f"versions  graphllm {factors.graphllm['version']} ({factors.graphllm['source']}), {versions}")
+    rounded = f", weights {compiled.quantization}" if compiled.quantization else ""
+    cache = f", cache {compiled.kv_cache_dtype}" if compiled.kv_cache_dtype != "auto" else ""
+    origin = manifest.origin
     if origin.get("commit"):
         console.print(f"from      {origin['name']}, commit {origin['commit']}")
     console.print(
-        f"model     {', '.join(model.get('architectures', ['?']))}, {compiled['dtype']}{rounded}{cache}, "
-        f"backend {compiled['backend']}"
+        f"model     {', '.join(factors.model.get('architectures', ['?']))}, {compiled.dtype}{rounded}{cache}, "
+        f"backend {compiled.backend}"
     )
     console.print(
-        f"limits    {compiled['max_model_len']} tokens of context, {compiled['max_num_seqs']} sequences and "
-        f"{compiled['max_num_batched_tokens']} tokens a step, blocks of {compiled['block_size']}"
+        f"limits    {compiled.max_model_len} tokens of context, {compiled.max_num_seqs} sequences and "
+        f"{compiled.max_num_batched_tokens} tokens a step, blocks of {compiled.block_size}"
     )
-    pieces = Table("piece", *(_bucket(b) for b in compiled["buckets"]), title="pieces and kernels")
-    for name, buckets in manifest["pieces"].items():
+    pieces = Table("piece", *(_bucket(b) for b in compiled.buckets), title="pieces and kernels")
+    for name, buckets in manifest.pieces.items():
         pieces.add_row(name, *(_kernels(chosen) for chosen in buckets.values()))
     console.print(pieces)
     passes = Table("pass", "numerics", "unit", "changed", "ms", title="passes")
-    for p in manifest["passes"]:
+    for p in manifest.passes:
         passes.add_row(p["pass"], p["numerics"], p["unit"], str(p["changed"]), str(p["ms"]))
     console.print(passes)
     memory = Table("what", "bytes", title="memory")
-    for name, amount in manifest["memory"].items():
+    for name, amount in msgspec.to_builtins(manifest.memory).items():
         rows = amount.items() if isinstance(amount, dict) else [("", amount)]
         for part, number in rows:
             memory.add_row(f"{name} {part}".strip(), f"{number:,}")
     console.print(memory)
     weights = Table("weight", "layers", "kept as", "stored as", "bits", title="weights")
-    for row in manifest["weights"]:
+    for row in manifest.weights:
         weights.add_row(row["name"], _ranges(row["layers"]), row["kept"], row["stored"], f"{row['bits']:g}")
     console.print(weights)
-    if baked_table.is_baked(folder):
+    if opened.is_baked:
         console.print(f"weights   baked, {(folder / baked_table.DATA).stat().st_size:,} bytes, checksum verified")
-    files = sum(size for size, _ in manifest["files"].values())
-    stages = ", ".join(f"{k} {v:.1f}" for k, v in manifest["seconds"].items())
-    console.print(f"{len(manifest['files'])} files, {files:,} bytes; compiled in seconds: {stages}")
-    if tuning := manifest.get("tuning"):
+    files = sum(size for size, _ in manifest.files.values())
+    stages = ", ".join(f"{k} {v:.1f}" for k, v in manifest.seconds.items())
+    console.print(f"{len(manifest.files)} files, {files:,} bytes; compiled in seconds: {stages}")
+    if tuning := manifest.tuning:
         console.print(
-            f"kernels timed for {tuning['seconds']:.1f} s of these: {tuning['candidates']} candidates at "
-            f"{tuning['timed']} of {tuning['sites']} sites, the others being equal"
+            f"kernels timed for {tuning['seconds']:.1f} s of these: {tuning['candidates']:g} candidates at "
+            f"{tuning['timed']:g} of {tuning['sites']:g} sites, the others being equal"
         )
-    if compilers := ", ".join(f"{k} {v:.1f}" for k, v in manifest.get("compilers", {}).items()):
+    if compilers := ", ".join(f"{k} {v:.1f}" for k, v in manifest.compilers.items()):
         console.print(f"C++ compilers beside them, in seconds: {compilers}")
 
 
@@ -89,10 +85,10 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in found)
 
 
-def _bucket(b: Mapping[str, Any]) -> str:
+def _bucket(b: Bucket) -> str:
     """Kind and sizes of a bucket; several tokens a sequence where drafts are verified."""
-    verifies = f" of {b['query_len']} tokens" if b["query_len"] > 1 else ""
-    return f"{b['kind']} {b['lo']}..{b['hi']}{verifies}"
+    verifies = f" of {b.query_len} tokens" if b.query_len > 1 else ""
+    return f"{b.kind} {b.lo}..{b.hi}{verifies}"
 
 
 def _kernels(chosen: list[str]) -> str:

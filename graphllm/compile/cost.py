@@ -14,6 +14,7 @@ from graphllm.compile.trace import TracedGraph
 from graphllm.config import Bucket
 from graphllm.ir.graph import Shapes, TensorSpec
 from graphllm.ir.op import Cost, op_of
+from graphllm.program import manifest
 from graphllm.rewrite import fake_values
 
 
@@ -23,7 +24,7 @@ def step_costs(
     buckets: Sequence[Sequence[Bucket]],
     shapes: Shapes,
     max_num_seqs: int,
-) -> dict[str, dict[str, int]]:
+) -> dict[str, manifest.Cost]:
     """Bytes and operations of a full step of each bucket and program. Ops that cut a step into pieces are left out:
     what attention reads is known by the lengths only. buckets: of each graph. shapes: of the pieces."""
     found = {}
@@ -33,10 +34,9 @@ def step_costs(
             costs = {piece.id: _cost(piece.graph, shapes, sizes) for piece in linked.pieces_of(number)}
             for name, program in linked.programs[number].items():
                 run = [costs[call.piece] for call in program.calls]
-                found[f"{bucket.name} {graph.graph.prefix}{name}"] = {
-                    "bytes": sum(cost.bytes for cost in run),
-                    "flops": sum(cost.flops for cost in run),
-                }
+                found[f"{bucket.name} {graph.graph.prefix}{name}"] = manifest.Cost(
+                    bytes=sum(cost.bytes for cost in run), flops=sum(cost.flops for cost in run)
+                )
     return found
 
 

@@ -20,6 +20,7 @@ from graphllm.compile.variants import optional_inputs, without
 from graphllm.config import CompileConfig
 from graphllm.ir.graph import GraphError, Shapes, copy_nodes, digest, to_json
 from graphllm.ir.op import op_of
+from graphllm.program.program import ProgramCall
 from graphllm.program.schema import NEUTRAL
 from graphllm.rewrite import Unit, results_of
 
@@ -34,19 +35,10 @@ class Piece(NamedTuple):
     label: str
 
 
-class Call(NamedTuple):
-    """One run of a piece: the names of the values it reads and makes, in the piece's order."""
+class CallOrder(NamedTuple):
+    """A program before its memory is planned; the fields are those of `GraphProgram`."""
 
-    piece: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
-class Program(NamedTuple):
-    """One order of calls. parts: the index of the first call of each part after the first; parts run one by one.
-    results: the values that must be there in the end."""
-
-    calls: list[Call]
+    calls: tuple[ProgramCall, ...]
     parts: dict[str, int]
     results: tuple[str, ...]
 
@@ -56,7 +48,7 @@ class Linked(NamedTuple):
     inputs without which its programs are there a second time, with `NEUTRAL` behind their names."""
 
     pieces: dict[str, Piece]
-    programs: list[dict[str, Program]]
+    programs: list[dict[str, CallOrder]]
     optional: list[list[str]]
 
     def pieces_of(self, graph: int) -> list[Piece]:
@@ -68,7 +60,7 @@ class Linked(NamedTuple):
 def link(graphs: Sequence[TracedGraph], layout: Layout, config: CompileConfig | None = None) -> Linked:
     """Chain the units of every program and cut at boundaries. config: where units may be joined for its target."""
     pieces: dict[str, Piece] = {}
-    programs: list[dict[str, Program]] = []
+    programs: list[dict[str, CallOrder]] = []
     optional = [optional_inputs(graph.units.values()) for graph in graphs]
     for number, graph in enumerate(graphs):
         forms = {"": graph}
@@ -94,7 +86,7 @@ class _Chain:
         self._values: dict[str, torch.fx.Node] = {}
         self._body: list[tuple[str, torch.fx.Node]] = []
 
-    def program(self, program: trace.Program, pieces: dict[str, Piece], config: CompileConfig | None) -> Program:
+    def program(self, program: trace.Program, pieces: dict[str, Piece], config: CompileConfig | None) -> CallOrder:
         for name in program.units:
             if name in ("layers", "context"):
                 kind = name.removesuffix("s")
@@ -142,7 +134,7 @@ def _cut(
     begins: dict[str, str],
     shapes: Shapes,
     pieces: dict[str, Piece],
-) -> Program:
+) -> CallOrder:
     segments: list[list[tuple[str, torch.fx.Node]]] = [[]]
     placed: set[torch.fx.Node] = set()
     for unit, node in body:
@@ -160,7 +152,7 @@ def _cut(
         names.setdefault(node, f"v{i}")
     needed_after = {node: max((where[u] for u in node.users if u in where), default=-1) for node in where}
 
-    calls: list[Call] = []
+    calls: list[ProgramCall] = []
     parts: dict[str, int] = {}
     for i, segment in enumerate(segments):
         nodes = [n for _, n in segment]
@@ -171,8 +163,8 @@ def _cut(
         if segment[0][0] in begins:
             parts.setdefault(begins[segment[0][0]], len(calls))
         names_in = tuple(n.meta["label"] if n.op == "placeholder" else names[n] for n in inputs)
-        calls.append(Call(piece.id, names_in, tuple(names[n] for n in outputs)))
-    return Program(calls, parts, tuple(results))
+        calls.append(ProgramCall(piece.id, names_in, tuple(names[n] for n in outputs)))
+    return CallOrder(tuple(calls), parts, tuple(results))
 
 
 def _is_boundary(node: torch.fx.Node) -> bool:

@@ -10,7 +10,6 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,9 +36,10 @@ from graphllm.ir.model import Model, derived_model
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_models, load_ops, load_passes
 from graphllm.program import artifact
-from graphllm.program.linking import Call, LinkedProgram, plan_memory
-from graphllm.program.schema import NEUTRAL
-from graphllm.program.specs import plain
+from graphllm.program.linking import LinkedProgram, PieceCall, plan_memory
+from graphllm.program.manifest import Manifest, MemoryTable
+from graphllm.program.program import BlockPool, DraftReach, GraphProgram, Program, ProgramGraph
+from graphllm.program.schema import NEUTRAL, ExpertLayout
 from graphllm.program.states import place_bytes
 from graphllm.rewrite import Pass, PassReport, Unit
 from graphllm.weights.adapters.adapted import AdaptedLinear, adapted_layer
@@ -235,11 +235,11 @@ def compile_model(
     except BaseException:
         shutil.rmtree(building)
         raise
-    manifest = {
-        "factors": artifact.key_factors(model_config, tensors, config),
-        "origin": dict(origin),
-        "unread": unread_fields(fields),
-        "passes": [
+    manifest = Manifest(
+        factors=artifact.key_factors(model_config, tensors, config),
+        origin=dict(origin),
+        unread=unread_fields(fields),
+        passes=[
             *traced.reports,
             *(
                 {**report, "unit": f"{linked.pieces[piece].label} {bucket.name}"}
@@ -247,20 +247,20 @@ def compile_model(
                 for report in b.reports
             ),
         ],
-        "pieces": {
+        pieces={
             f"{piece.label} [{piece.id}]": {b.name: list(built[piece.id, b].chosen) for id, b in jobs if id == piece.id}
             for piece in linked.pieces.values()
         },
-        "weights": table(traced.plan),
-        "memory": memory,
-        "cost": step_costs(
+        weights=table(traced.plan),
+        memory=memory,
+        cost=step_costs(
             graphs, linked, [graph_buckets(graph, c, config) for graph in graphs], units[0].shapes, config.max_num_seqs
         ),
-        "seconds": seconds,
-        "tuning": {**tuner.counts, "seconds": round(tuner.seconds, 3)} if tuner else {},
-        "compilers": objects.seconds,
-        "made_with": {"g++": compiler_version(), "machine": config.target.name},
-    }
+        seconds=seconds,
+        tuning={**tuner.counts, "seconds": round(tuner.seconds, 3)} if tuner else {},
+        compilers=objects.seconds,
+        made_with={"g++": compiler_version(), "machine": config.target.name},
+    )
     return artifact.write(folder, building, manifest)
 
 
@@ -324,15 +324,21 @@ def piece_buckets(graphs: list[TracedGraph], linked: Linked, c: Any, config: Com
     )
 
 
-def draft_reach(graphs: list[TracedGraph], c: Any, config: CompileConfig) -> dict[str, Any]:
-    """What the cache manager must know of a draft graph: see `CacheLayout`."""
+def draft_reach(graphs: list[TracedGraph], c: Any, config: CompileConfig) -> DraftReach:
+    """What the host must know of the draft graph."""
     for graph in (g.graph for g in graphs if g.graph.task == "draft"):
         reach = drafting.lookahead(graph, c, config)
         block = 0 if graph.context is None else reach
-        return {"lookahead": reach, "next_seen": reach > 0 and not drafting.one_row_more(graph, c) and not block,
-                "one_row_more": drafting.one_row_more(graph, c), "at_once": graph.drafts_at_once(c),
-                "by_levels": drafting.by_levels(graph, c, config), "block": block}  # fmt: skip
-    return {"lookahead": 0, "next_seen": False, "one_row_more": False, "at_once": 0, "by_levels": False, "block": 0}
+        one_more = drafting.one_row_more(graph, c)
+        return DraftReach(
+            lookahead=reach,
+            next_seen=reach > 0 and not one_more and not block,
+            one_row_more=one_more,
+            at_once=graph.drafts_at_once(c),
+            by_levels=drafting.by_levels(graph, c, config),
+            block=block,
+        )
+    return DraftReach()
 
 
 def values_read(graph: TracedGraph) -> set[str]:
@@ -358,21 +364,21 @@ def adapted_linears(added: Iterable[tuple[Unit, PassReport]], plan: WeightPlan) 
     return [found for entry in entries if (found := adapted_layer(plan, entry)) is not None]
 
 
-def moving_experts(plan: WeightPlan, config: CompileConfig) -> dict[str, Any]:
-    """What is moved with an expert, by layer, and how many experts and slots there are; see `ExpertLayout`."""
+def moving_experts(plan: WeightPlan, config: CompileConfig) -> ExpertLayout:
+    """What is moved with an expert, by layer, and how many experts and slots there are."""
     layers: dict[int, list[str]] = {}
     for entry in plan:
         head, _, rest = entry.name.partition(".")
         if head == "layers" and entry.expert_axis is not None and not entry.tie:
             layers.setdefault(int(rest.partition(".")[0]), []).append(entry.name)
     slots = next(e.shape[0] for e in plan if e.name.endswith(ROUTING_TABLES[1]))
-    return {
-        "experts": slots - config.num_redundant_experts,
-        "slots": slots,
-        "ranks": config.tensor_parallel_size,
-        "layers": layers,
-        "bytes": max(sum(plan[n].nbytes // plan[n].shape[0] for n in names) for names in layers.values()),
-    }
+    return ExpertLayout(
+        experts=slots - config.num_redundant_experts,
+        slots=slots,
+        ranks=config.tensor_parallel_size,
+        layers=layers,
+        bytes=max(sum(plan[n].nbytes // plan[n].shape[0] for n in names) for names in layers.values()),
+    )
 
 
 def write_program(
@@ -385,72 +391,67 @@ def write_program(
     adapted: list[AdaptedLinear],
     c: Any,
     config: CompileConfig,
-) -> dict[str, Any]:
-    """Write pieces, programs with their memory plans, and the weight plan; returns the memory table, in bytes."""
+) -> MemoryTable:
+    """Write pieces, programs with their memory plans, and the weight plan; returns what they take."""
     for (piece, bucket), b in built.items():
         (folder / "pieces" / f"{piece}-{bucket.name}.json").write_text(json.dumps(b.bundle, separators=(",", ":")))
         for name, blob in b.blobs.items():
             (folder / "pieces" / name).write_bytes(blob)
     read: set[str] = set()
-    described, arenas, zeroed, shareable = [], {}, 0, True
+    arenas: dict[str, int] = {}
+    written: list[ProgramGraph] = []
+    zeroed, shareable = 0, True
     for number, graph in enumerate(graphs):
         buckets = graph_buckets(graph, c, config)
         programs = {}
         for name, program in linked.programs[number].items():
             plans = {}
             for bucket in buckets:
-                calls = [Call(built[c.piece, bucket].bundle, c.inputs, c.outputs) for c in program.calls]
+                calls = [PieceCall(built[c.piece, bucket].bundle, c.inputs, c.outputs) for c in program.calls]
                 limits = bucket.limits(config.max_num_seqs, config.longest_query)
                 plan = plan_memory(LinkedProgram(calls, program.results, program.parts), limits)
                 plans[bucket.name] = plan
                 arenas[f"{bucket.name} {graph.graph.prefix}{name}"] = plan.arena_bytes
                 zeroed = max(zeroed, plan.zeroed)
-            programs[name] = {
-                "calls": [[call.piece, list(call.inputs), list(call.outputs)] for call in program.calls],
-                "parts": program.parts,
-                "results": program.results,
-                "host": {o.name: o.shape[0] for o in graph.programs[name.removesuffix(NEUTRAL)].results if o.host},
-                "memory": plans,
-            }
+            host = {o.name: o.shape[0] for o in graph.programs[name.removesuffix(NEUTRAL)].results if o.host}
+            programs[name] = GraphProgram(program.calls, program.parts, program.results, host, plans)
         used = {i for program in linked.programs[number].values() for call in program.calls for i in call.inputs}
         read |= used
         inputs = {n: s for n, s in layout.inputs[number].items() if f"step.{n}" in used}
         deciding = values_read(graph)
         shareable &= all(s.shareable for n, s in inputs.items() if f"step.{n}" in deciding)
         shareable &= graph.vector[0] != "T"  # of a beginning that is not computed there are no vectors
-        described.append(
-            {"name": graph.graph.name, "task": graph.graph.task, "inputs": {n: plain(s) for n, s in inputs.items()},
-             "buckets": [asdict(b) for b in buckets], "optional": linked.optional[number], "programs": programs}
-        )  # fmt: skip
+        written.append(
+            ProgramGraph(graph.graph.name, graph.graph.task, inputs, buckets, tuple(linked.optional[number]), programs)
+        )
     states = {n: place for n, place in layout.states.items() if n in read}
     blocks = layout.blocks
-    description = {
-        "graphs": described,
-        "states": states,
-        "blocks": {"groups": blocks.groups, "tensors": blocks.tensors, "bytes": blocks.block_bytes},
-        "entries": layout.entries,
-        "shareable": shareable,
-        "vector": graphs[0].vector,
-        "drafts": draft_reach(graphs, c, config),
-        "adapted": adapted,
-        "experts": moving_experts(traced.plan, config) if config.enable_eplb else None,
-        "vocab": c.V,
-        "torch": takes_torch(built.values(), folder / "pieces"),
-    }
-    (folder / "program.json").write_text(json.dumps(description, indent=1))
+    Program(
+        graphs=tuple(written),
+        states=states,
+        blocks=BlockPool(blocks.groups, blocks.tensors, blocks.block_bytes),
+        entries=layout.entries,
+        shareable=shareable,
+        vector=graphs[0].vector,
+        drafts=draft_reach(graphs, c, config),
+        adapted=list(adapted),
+        experts=moving_experts(traced.plan, config) if config.enable_eplb else None,
+        vocab=c.V,
+        torch=takes_torch(built.values(), folder / "pieces"),
+    ).write(folder)
     (folder / "weights.json").write_text(traced.plan.to_json())
-    return {
-        "weights": traced.plan.total_bytes,
-        "arena": max(arenas.values()),
-        "arena by bucket": arenas,
-        "zeroed": zeroed,
-        "state": sum(place_bytes(p, layout.entries[p.axis]) for p in states.values() if p.axis != "block"),
-        "snapshot": sum(place_bytes(p, 1) // p.shape[0] for p in states.values() if p.retention == "last"),
-        "block": blocks.bytes_per_block,
-        "cache bytes a token": sum(blocks.bytes_per_block // g.block_size for g in blocks.groups),
-        "blocks of a sequence": sum(-(-config.max_model_len // g.block_size) for g in blocks.groups),
-        "unused of a block": blocks.tensors * max(blocks.unused, default=0),
-    }
+    return MemoryTable(
+        weights=traced.plan.total_bytes,
+        arena=max(arenas.values()),
+        arenas=arenas,
+        zeroed=zeroed,
+        state=sum(place_bytes(p, layout.entries[p.axis]) for p in states.values() if p.axis != "block"),
+        snapshot=sum(place_bytes(p, 1) // p.shape[0] for p in states.values() if p.retention == "last"),
+        block=blocks.bytes_per_block,
+        token=sum(blocks.bytes_per_block // g.block_size for g in blocks.groups),
+        blocks_of_sequence=sum(-(-config.max_model_len // g.block_size) for g in blocks.groups),
+        unused_of_block=blocks.tensors * max(blocks.unused, default=0),
+    )
 
 
 def write_graphs(

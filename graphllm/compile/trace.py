@@ -251,7 +251,7 @@ class _Tracer:
             order = (*(s.name for s in before), *first, *own, *(s.name for s in after))
             made_here = {*names, *(n for s in after for n in s.outputs)}
             if name == "plain" and self._config.tensor_parallel_size > 1:
-                made_here.discard("logits")  # no rank need have those of all tokens: `compile.shares`
+                made_here.discard("logits")  # no rank need have those of all tokens: `compile.tasks.sample_from_shares`
             programs[name] = Program(
                 order,
                 {s.name: s.part for s in after if s.part},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 from graphllm.config import ConfigError
 from graphllm.engine.requests.request import Adapter, CoreInfo
-from graphllm.program.artifact import read_manifest
+from graphllm.program.artifact import Artifact
 from graphllm.weights.adapters.adapted import linear_from
 
 
@@ -78,14 +77,14 @@ class AdapterFiles:
         return [self.requested(request) for request in listed]
 
 
-def check_adapters(artifact: Path, given: Sequence[tuple[str, str]]) -> None:
+def check_adapters(artifact: Artifact, given: Sequence[tuple[str, str]]) -> None:
     """Raise ConfigError for adapters (name, folder) that an engine with this artifact cannot serve."""
     if not given:
         return
     from graphllm.weights.adapters.adapters import check_adapter
 
-    linears = [linear_from(plain) for plain in json.loads((artifact / "program.json").read_text())["adapted"]]
-    rank = read_manifest(artifact)["factors"]["compile"]["max_lora_rank"]
+    linears = [linear_from(plain) for plain in artifact.program.adapted]
+    rank = artifact.config.max_lora_rank
     for name, folder in given:
         try:
             check_adapter(Path(folder), linears, rank)

@@ -20,13 +20,12 @@ from graphllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
-    Target,
     definitions,
 )
 from graphllm.loading.artifact.build import POLICIES
 from graphllm.loading.artifact.resolve import compile_config
 from graphllm.loading.checkpoint.source import find_source
-from graphllm.program.artifact import read_manifest
+from graphllm.program.artifact import Artifact
 
 if TYPE_CHECKING:
     import torch
@@ -100,8 +99,7 @@ def vllm_config(args: config.EngineArgs) -> VllmConfig:
     source = find_source(args)
     compiled = vars(compile_config(source.config, args))
     if args.artifact not in POLICIES:  # then its folder says what was compiled
-        compiled = compiled | read_manifest(Path(args.artifact))["factors"]["compile"]
-        compiled["target"] = Target(**compiled["target"])
+        compiled = vars(Artifact.trusted(Path(args.artifact)).config)
     said = vars(args) | compiled
 
     def of(*groups: type) -> dict[str, Any]:

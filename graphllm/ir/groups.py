@@ -10,7 +10,7 @@ from torch import Tensor
 
 TENSOR = "tensor"  # the ranks that hold one model together
 EXPERTS = "experts"  # the engine cores that have the experts of a layer together, each with all else
-SYMMETRIC_BYTES = 64 << 20  # of a GPU's memory, which the others of its group read: `runtime.symmetric_memory`
+SYMMETRIC_BYTES = 64 << 20  # of a GPU's memory, which the others of its group read: `runtime.ranks.symmetric_memory`
 
 
 class Group(Protocol):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from graphllm.config import CacheConfig, ConfigError, EngineArgs
+from graphllm.config import CacheConfig, CompileConfig, ConfigError, EngineArgs
 from graphllm.config.setting import size_text
 from graphllm.host.machine import available_memory, gpu_memory
+from graphllm.program.manifest import MemoryTable
+from graphllm.program.program import BlockPool
 from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
 
 # Bytes of a GPU for kernels, libraries, graphs and what allocations are rounded up to: 0.22 to 0.34 GB measured, see
@@ -17,14 +16,14 @@ from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
 _BESIDE = 300 * 10**6
 
 
-def gpu_bytes(memory: Mapping[str, int], blocks: int) -> int:
+def gpu_bytes(memory: MemoryTable, blocks: int) -> int:
     """What a GPU's memory holds in all, by the manifest's memory table: exact but for the share beside it."""
-    return _fixed_bytes(memory) + 4 * memory["zeroed"] + blocks * memory["block"] + _BESIDE
+    return _fixed_bytes(memory) + 4 * memory.zeroed + blocks * memory.block + _BESIDE
 
 
-def _fixed_bytes(memory: Mapping[str, int]) -> int:
+def _fixed_bytes(memory: MemoryTable) -> int:
     """What a process holds whatever its cache; messages are those of a stage of a pipeline."""
-    return memory["weights"] + memory["arena"] + memory["state"] + memory.get("messages", 0)
+    return memory.weights + memory.arena + memory.state + memory.messages
 
 
 def check_cache_memory(cache: CacheConfig | EngineArgs, device: str) -> None:
@@ -45,20 +44,17 @@ class CacheCounts(NamedTuple):
     snapshots: int
 
 
-def cpu_cache_memory(place: Path, counts: CacheCounts) -> CacheMemory | None:
+def cpu_cache_memory(pool: BlockPool, counts: CacheCounts) -> CacheMemory | None:
     """A CPU's paged cache, whose memory comes while torch is imported; None for a model without one."""
-    described = json.loads((place / "program.json").read_text())["blocks"]
-    if not described["tensors"]:
-        return None
-    return CacheMemory(described["tensors"], counts.blocks, described["bytes"])
+    return CacheMemory(pool.tensors, counts.blocks, pool.bytes) if pool.tensors else None
 
 
-def cache_counts(manifest: Mapping[str, Any], cache: CacheConfig, processes: int = 1) -> CacheCounts:
-    """What memory allows; on a GPU, of what the weights have left. processes: ranks and engine cores that each need as
+def cache_counts(config: CompileConfig, memory: MemoryTable, cache: CacheConfig, processes: int = 1) -> CacheCounts:
+    """What memory allows; on a GPU, of what the weights have left. config: of the artifact. memory: that a process of
+    it takes. processes: ranks and engine cores that each need as
     much of a CPU's memory. Raises ConfigError where that is not enough."""
-    compiled, memory = manifest["factors"]["compile"], manifest["memory"]
-    size, most = cache.kv_cache_memory_bytes, None
-    if compiled["target"]["device"] == "cpu":
+    size, most, device = cache.kv_cache_memory_bytes, None, config.target.device
+    if device == "cpu":
         needed = _fixed_bytes(memory) + (size or 0)
         left = available_memory()
         needed *= processes
@@ -67,30 +63,30 @@ def cache_counts(manifest: Mapping[str, Any], cache: CacheConfig, processes: int
                 f"memory: weights, arena and cache take {needed / 1e9:.1f} GB, there are {left / 1e9:.1f} GB left; "
                 "free some, lower --kv-cache-memory-bytes or --max-num-batched-tokens, or take a smaller model"
             )
-    if size is None and compiled["target"]["device"] == "cuda":
+    if size is None and device == "cuda":
         import torch
 
         free, total = torch.cuda.mem_get_info()
-        size = int(free - (1 - cache.gpu_memory_utilization) * total) - (gpu_bytes(memory, 0) - memory["weights"])
+        size = int(free - (1 - cache.gpu_memory_utilization) * total) - (gpu_bytes(memory, 0) - memory.weights)
     elif size is None:
-        size = max(0, available_memory() - processes * memory["weights"]) // (4 * processes)
+        size = max(0, available_memory() - processes * memory.weights) // (4 * processes)
         # A full batch of the longest sequences, and room for the prefix cache.
-        most = 4 * memory["blocks of a sequence"] * compiled["max_num_seqs"] + 1
+        most = 4 * memory.blocks_of_sequence * config.max_num_seqs + 1
     snapshots = 0
-    if memory["snapshot"]:
+    if memory.snapshot:
         given = cache.snapshot_memory_bytes
-        usual = min(4 * compiled["max_num_seqs"], size // 8 // memory["snapshot"])
-        snapshots = usual if given is None else given // memory["snapshot"]
+        usual = min(4 * config.max_num_seqs, size // 8 // memory.snapshot)
+        snapshots = usual if given is None else given // memory.snapshot
         if cache.kv_cache_memory_bytes is None:
-            size -= snapshots * memory["snapshot"]
-    if not memory["block"]:
+            size -= snapshots * memory.snapshot
+    if not memory.block:
         return CacheCounts(2, snapshots)
-    blocks = size // memory["block"]
+    blocks = size // memory.block
     if blocks < 2:
-        taken = f", or lower --snapshot-memory-bytes, {size_text(snapshots * memory['snapshot'])}" if snapshots else ""
+        taken = f", or lower --snapshot-memory-bytes, {size_text(snapshots * memory.snapshot)}" if snapshots else ""
         rest = f"{size_text(size)} left" if size > 0 else "nothing left"
         raise ConfigError(
-            f"kv cache: {rest} for it, it needs {size_text(2 * memory['block'])} at least; "
+            f"kv cache: {rest} for it, it needs {size_text(2 * memory.block)} at least; "
             f"raise --kv-cache-memory-bytes or --gpu-memory-utilization{taken}"
         )
     return CacheCounts(int(blocks if most is None else min(blocks, most)), int(snapshots))

@@ -2,25 +2,30 @@
 
 A folder with ``manifest.json`` (every key factor in clear, a checksum for each file), ``program.json``,
 ``weights.json``, ``pieces/`` and ``graph/``, and maybe the weights themselves (`graphllm.program.baked_table`).
-docs/artifact.md describes the format.
+docs/artifact.md describes the format. `Artifact.open` checks and reads it once; everybody else is handed the result.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import msgspec
 
 from graphllm import version
 from graphllm.config import CompileConfig, ConfigError, key_fields
 from graphllm.host.machine import detect_target, plugins, source_files, versions
 from graphllm.program import baked_table
+from graphllm.program.manifest import Factors, Manifest, MemoryTable
+from graphllm.program.program import Program, read_program
 
 FORMAT = 5
 # Fields of config.json that name things without changing the computation, with the reason.
@@ -53,23 +58,34 @@ def source_digest() -> str:
     return found.hexdigest()[:16]
 
 
-def key_factors(model_config: Mapping[str, Any], tensors: str, config: CompileConfig) -> dict[str, Any]:
+def key_factors(model_config: Mapping[str, Any], tensors: str, config: CompileConfig) -> Factors:
     """Everything an artifact depends on, by name. tensors: digest of the checkpoint's tensor names, shapes and
     dtypes."""
-    return {
-        "format": FORMAT,
-        "graphllm": {"version": version.__version__, "source": source_digest()},
-        "plugins": plugins(),
-        "versions": versions(config.target),
-        "compile": key_fields(config),
-        "model": {k: v for k, v in model_config.items() if k not in EXCLUDED_MODEL_FIELDS},
-        "checkpoint": tensors,
-    }
+    return Factors(
+        format=FORMAT,
+        graphllm={"version": version.__version__, "source": source_digest()},
+        plugins=plugins(),
+        versions=versions(config.target),
+        compile=config,
+        model=_computing(model_config),
+        checkpoint=tensors,
+    )
 
 
-def key_of(factors: Mapping[str, Any]) -> str:
+def key_of(factors: Factors) -> str:
     """SHA-256 over the canonical JSON of the factors."""
-    return hashlib.sha256(json.dumps(factors, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    text = json.dumps(factor_data(factors), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def factor_data(factors: Factors) -> dict[str, Any]:
+    """The factors as JSON has them: of the settings, those that are in the key."""
+    return {**msgspec.structs.asdict(factors), "compile": key_fields(factors.compile)}
+
+
+def _computing(model_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config.json that change the computation."""
+    return {k: v for k, v in model_config.items() if k not in EXCLUDED_MODEL_FIELDS}
 
 
 def differences(expected: Any, found: Any, name: str = "") -> list[str]:
@@ -94,22 +110,24 @@ def _shown(value: Any) -> str:
     return value if value == "(absent)" else f"{value!r:.80}"
 
 
-def write(folder: Path, files: Path, manifest: Mapping[str, Any]) -> Path:
+def write(folder: Path, files: Path, manifest: Manifest) -> Path:
     """Finish the artifact built in ``files`` (a sibling of ``folder``) and move it to its place in one rename.
 
-    An artifact that is there already is replaced, but for the same one that another process made meanwhile: it may be
+    An artifact that is there already is replaced, unless another process has just written the same one: it may be
     reading it.
     """
     made = [f for f in sorted(files.rglob("*")) if f.is_file()]
     begun = min((f.stat().st_mtime for f in made), default=0.0)
     sums = {
-        str(f.relative_to(files)): [f.stat().st_size, hashlib.sha256(f.read_bytes()).hexdigest()]
+        str(f.relative_to(files)): (f.stat().st_size, hashlib.sha256(f.read_bytes()).hexdigest())
         for f in made
         if f.name != baked_table.DATA  # gigabytes, with a table of its own
     }
-    text = json.dumps({**manifest, "files": sums}, indent=1, sort_keys=True)
-    whole = json.dumps({"digest": hashlib.sha256(text.encode()).hexdigest(), "manifest": text})
-    (files / "manifest.json").write_text(whole)
+    whole = {**msgspec.structs.asdict(manifest), "memory": msgspec.to_builtins(manifest.memory)}
+    factors = factor_data(manifest.factors)
+    text = json.dumps({**msgspec.to_builtins(whole | {"factors": factors}), "files": sums}, indent=1, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (files / "manifest.json").write_text(json.dumps({"digest": digest, "manifest": text}))
     for file in (*made, files / "manifest.json"):
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
@@ -122,16 +140,16 @@ def write(folder: Path, files: Path, manifest: Mapping[str, Any]) -> Path:
             if taken.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         with contextlib.suppress(FileNotFoundError):
-            if (folder / "manifest.json").stat().st_mtime >= begun and _same(folder, json.loads(text)):
+            if (folder / "manifest.json").stat().st_mtime >= begun and _same(folder, factors):
                 shutil.rmtree(files)
                 return folder
             folder.rename(old)
             shutil.rmtree(old)
 
 
-def _same(folder: Path, manifest: Mapping[str, Any]) -> bool:
+def _same(folder: Path, factors: Mapping[str, Any]) -> bool:
     try:
-        return bool(read_manifest(folder)["factors"] == manifest.get("factors"))
+        return bool(read_json(folder)["factors"] == json.loads(json.dumps(factors)))
     except ArtifactError:
         return False
 
@@ -166,14 +184,15 @@ def begin(folder: Path) -> Path:
     return made
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, checked against its own digest. Raises ArtifactError when it is absent or damaged."""
+def read_json(folder: Path) -> dict[str, Any]:
+    """The manifest as it is written, checked against its own digest. Raises ArtifactError when it is absent, damaged,
+    or of another format."""
     path = folder / "manifest.json"
     try:
         whole = json.loads(path.read_text())
         text = whole["manifest"]
         intact = hashlib.sha256(text.encode()).hexdigest() == whole["digest"]
-        manifest = json.loads(text)
+        manifest: dict[str, Any] = json.loads(text)
     except FileNotFoundError as missing:
         raise ArtifactError(
             f"{folder} is no artifact: it has no manifest.json; make one with `graphllm compile`"
@@ -189,46 +208,104 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify(folder: Path) -> dict[str, Any]:
-    """Check every file's size and checksum; the manifest. Raises ArtifactError naming the first damaged file."""
-    manifest = read_manifest(folder)
-    for name, (size, digest) in manifest["files"].items():
-        file = folder / name
-        if not file.is_file():
-            raise ArtifactError(f"{file} is missing from the artifact; compile again")
-        found = file.stat().st_size
-        if found != size:
+class Artifact:
+    """An artifact that can be used. folder: where it is. manifest: what it says of itself."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """The artifact in a folder, after a look at every file's size and checksum. Raises ArtifactError that names the
+        first damaged file."""
+        opened = cls.trusted(folder)
+        for name, (size, digest) in opened.manifest.files.items():
+            file = folder / name
+            if not file.is_file():
+                raise ArtifactError(f"{file} is missing from the artifact; compile again")
+            found = file.stat().st_size
+            if found != size:
+                raise ArtifactError(
+                    f"{file} has {found} bytes, the manifest says {size}: truncated or replaced; compile again"
+                )
+            if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+                raise ArtifactError(f"{file} does not match its checksum: changed on disk; compile again")
+        if baked_table.TABLE in opened.manifest.files:
+            baked_table.check(folder)
+        return opened
+
+    @classmethod
+    def trusted(cls, folder: Path) -> Self:
+        """The same, for who reads the manifest alone, and where another process has looked at the files. Raises
+        ArtifactError for a damaged manifest."""
+        found = read_json(folder)
+        try:
+            return cls(folder, msgspec.convert(found, Manifest))
+        except msgspec.ValidationError as other:
+            raise ArtifactError(f"{folder / 'manifest.json'} is another version's ({other}); compile again") from other
+
+    @property
+    def config(self) -> CompileConfig:
+        """What it was compiled for."""
+        return self.manifest.factors.compile
+
+    @property
+    def memory(self) -> MemoryTable:
+        """What it takes on one device."""
+        return self.manifest.memory
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self.config.target.device
+
+    @property
+    def pieces(self) -> Path:
+        """The folder of compiled pieces."""
+        return self.folder / "pieces"
+
+    @property
+    def is_baked(self) -> bool:
+        """Whether it holds its weights."""
+        return baked_table.is_baked(self.folder)
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """Its programs. Raises ArtifactError."""
+        try:
+            return read_program(self.folder)
+        except (OSError, msgspec.MsgspecError) as other:
             raise ArtifactError(
-                f"{file} has {found} bytes, the manifest says {size}: truncated or replaced; compile again"
+                f"{self.folder / 'program.json'} is another version's ({other}); compile again"
+            ) from other
+
+    @functools.cached_property
+    def weights(self) -> str:
+        """The weight plan, as JSON."""
+        return (self.folder / "weights.json").read_text()
+
+    def check_machine(self) -> None:
+        """Raise ArtifactError unless it was made for this machine and these versions."""
+        factors = self.manifest.factors
+        compiled = factors.compile.target
+        try:
+            target = detect_target(compiled.device)
+        except ConfigError as none:
+            made_for = " ".join([compiled.device, *compiled.arch])
+            raise ArtifactError(f"{self.folder} was made for {made_for}, which is not here; compile again") from none
+        here = {"versions": versions(target), "target": {"device": target.device, "arch": list(target.arch)}}
+        there = {"device": compiled.device, "arch": list(compiled.arch)}
+        found = differences(here, {"versions": factors.versions, "target": there})
+        if found:
+            raise ArtifactError(
+                f"{self.folder} was made for another machine or version; compile again. {'; '.join(found)}"
             )
-        if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
-            raise ArtifactError(f"{file} does not match its checksum: changed on disk; compile again")
-    if baked_table.TABLE in manifest["files"]:
-        baked_table.check(folder)
-    return manifest
 
-
-def check_machine(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise ArtifactError unless the artifact was made for this machine and these versions."""
-    factors = manifest["factors"]
-    compiled = factors["compile"]["target"]
-    try:
-        target = detect_target(compiled["device"])
-    except ConfigError as none:
-        made_for = " ".join([compiled["device"], *compiled["arch"]])
-        raise ArtifactError(f"{folder} was made for {made_for}, which is not here; compile again") from none
-    here = {"versions": versions(target), "target": {"device": target.device, "arch": list(target.arch)}}
-    found = differences(here, {"versions": factors["versions"], "target": compiled})
-    if found:
-        raise ArtifactError(f"{folder} was made for another machine or version; compile again. {'; '.join(found)}")
-
-
-def check_model(folder: Path, manifest: Mapping[str, Any], model_config: Mapping[str, Any], tensors: str) -> None:
-    """Raise ArtifactError unless the artifact was made for this checkpoint's config and tensors."""
-    factors = manifest["factors"]
-    here = {k: v for k, v in model_config.items() if k not in EXCLUDED_MODEL_FIELDS}
-    found = differences(here, factors["model"], "config.json")
-    if factors["checkpoint"] != tensors:
-        found.append("checkpoint: tensor names, shapes or dtypes differ")
-    if found:
-        raise ArtifactError(f"{folder} was made for another model; compile again. {'; '.join(found)}")
+    def check_model(self, model_config: Mapping[str, Any], tensors: str | None) -> None:
+        """Raise ArtifactError unless it was made for this config.json and these tensors; None: for any."""
+        factors = self.manifest.factors
+        found = differences(_computing(model_config), factors.model, "config.json")
+        if tensors is not None and factors.checkpoint != tensors:
+            found.append("checkpoint: tensor names, shapes or dtypes differ")
+        if found:
+            raise ArtifactError(f"{self.folder} was made for another model; compile again. {'; '.join(found)}")

@@ -21,7 +21,7 @@ ZEROED = "zeroed"  # scratch that is zero before and after every kernel; the ker
 EXCHANGE = "exchange"  # the table of the group of ranks: `graphllm.ir.exchange`
 
 
-class Call(NamedTuple):
+class PieceCall(NamedTuple):
     """One run of a piece: which bundle, and the program values it reads and makes, in the bundle's order."""
 
     bundle: Mapping[str, Any]
@@ -63,7 +63,7 @@ class LinkedProgram:
     """
 
     def __init__(
-        self, calls: Sequence[Call], results: Sequence[str], parts: Mapping[str, int] = MappingProxyType({})
+        self, calls: Sequence[PieceCall], results: Sequence[str], parts: Mapping[str, int] = MappingProxyType({})
     ) -> None:
         self.instructions: list[Instruction] = []
         self.places: dict[str, Place] = {}
@@ -75,7 +75,7 @@ class LinkedProgram:
             part = begins.get(number, part)
             self._flatten(number, call, part)
 
-    def _flatten(self, number: int, call: Call, part: str) -> None:
+    def _flatten(self, number: int, call: PieceCall, part: str) -> None:
         names = dict(zip(call.bundle["inputs"], (self.alias.get(i, i) for i in call.inputs), strict=True))
 
         def resolve(name: str) -> str:

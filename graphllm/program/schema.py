@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+import msgspec
 
 from graphllm.config.token_tree import DynamicTree, TokenTree
 
@@ -22,7 +23,7 @@ class CacheGroup(NamedTuple):
     block_size: int
 
 
-class ExpertLayout(NamedTuple):
+class ExpertLayout(msgspec.Struct, frozen=True):
     """Experts that may move between ranks while serving.
 
     experts: of each layer. slots: where they and copies of them lie, an equal number on each of ``ranks``, rank 0's
@@ -48,13 +49,6 @@ class ExpertMoves(NamedTuple):
     layer: int
     groups: list[list[tuple[int, int]]]
     placement: list[int]
-
-
-def expert_layout(described: Mapping[str, Any] | None) -> ExpertLayout | None:
-    """What program.json says of experts that move, if some do."""
-    if described is None:
-        return None
-    return ExpertLayout(**{**described, "layers": {int(n): names for n, names in described["layers"].items()}})
 
 
 class CacheLayout(NamedTuple):

@@ -5,7 +5,6 @@ Models and ops declare them, `program.json` lists them, and whoever allocates or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -88,11 +87,6 @@ class OutputSpec:
     shape: tuple[Dim, ...]
     dtype: str
     host: bool = False
-
-
-def input_from(described: Mapping[str, Any]) -> InputSpec:
-    """The spec of which `plain` has made JSON."""
-    return InputSpec(**{**described, "shape": tuple(described["shape"])})
 
 
 def plain(spec: Any) -> dict[str, Any]:

@@ -14,13 +14,14 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from graphllm.config import Bucket, ConfigError
+from graphllm.config import ConfigError
+from graphllm.program.artifact import Artifact
 from graphllm.program.expr import value
-from graphllm.program.linking import Call, LinkedProgram
-from graphllm.program.states import ITEMSIZE, place_from
+from graphllm.program.linking import LinkedProgram, PieceCall
+from graphllm.program.program import Program
+from graphllm.program.states import ITEMSIZE, StatePlace
 
 COPIES = 3  # of messages that a stage sends: the newest, and those before that nobody may have taken yet
 MESSAGE_ALIGN = 16  # bytes to whose multiple values lie in a message
@@ -36,38 +37,37 @@ class Stage(NamedTuple):
     total: int
 
 
-def stage_reads(program: Mapping[str, Any], stage: Stage) -> frozenset[str]:
-    """The weights and states that a stage reads. program: the content of program.json. Raises ConfigError for one that
-    cannot have so many stages."""
-    if len(program["graphs"]) > 1:
+def stage_reads(program: Program, stage: Stage) -> frozenset[str]:
+    """The weights and states that a stage reads. Raises ConfigError for a program that cannot have so many stages."""
+    if len(program.graphs) > 1:
         raise ConfigError(
             f"pipeline_parallel_size is {stage.total}: a model with a draft graph or an encoder has no stages; use 1"
         )
     found: set[str] = set()
-    for described in program["graphs"][0]["programs"].values():
-        inputs = [names for _, names, _ in described["calls"]]
+    for order in program.graphs[0].programs.values():
+        inputs = [call.inputs for call in order.calls]
         for names, owner in zip(inputs, _owners(inputs, stage.total), strict=True):
             if owner in (stage.number, None):
                 found.update(names)
     return frozenset(found)
 
 
-def own_states(program: Mapping[str, Any], reads: frozenset[str]) -> dict[str, Any]:
-    """The entries of program.json's states that a stage has: those of layers only where it reads them."""
-    return {n: s for n, s in program["states"].items() if n in reads or _OF_LAYER.match(n) is None}
+def own_states(program: Program, reads: frozenset[str]) -> dict[str, StatePlace]:
+    """The states that a stage has: a layer's only if the stage reads them."""
+    return {n: s for n, s in program.states.items() if n in reads or _OF_LAYER.match(n) is None}
 
 
-def own_tensors(states: Mapping[str, Any]) -> frozenset[int]:
+def own_tensors(states: Mapping[str, StatePlace]) -> frozenset[int]:
     """The tensors of the pool of blocks that these states lie in."""
-    return frozenset(place.tensor for place in map(place_from, states.values()) if place.axis == "block")
+    return frozenset(place.tensor for place in states.values() if place.axis == "block")
 
 
-def stage_calls(calls: Sequence[Call], results: Sequence[str], stage: Stage) -> list[Call]:
+def stage_calls(calls: Sequence[PieceCall], results: Sequence[str], stage: Stage) -> list[PieceCall]:
     """The calls of a stage, in a list that is as long: those of others are there for the places of what they make.
     results: of the program."""
     owners = _owners([call.inputs for call in calls], stage.total)
     ends = {owner: at for at, owner in enumerate(owners) if owner is not None}  # a stage's last call
-    made: list[Call] = []
+    made: list[PieceCall] = []
     for at, (call, owner) in enumerate(zip(calls, owners, strict=True)):
         own = owner in (stage.number, None)
         bundle = call.bundle if own else {**call.bundle, "code": [c for c in call.bundle["code"] if c[0] in _GEOMETRY]}
@@ -90,24 +90,23 @@ class MessageBytes(NamedTuple):
         return COPIES * self.sent + self.received
 
 
-def message_bytes(folder: Path, program: Mapping[str, Any], compiled: Mapping[str, Any], stage: Stage) -> MessageBytes:
-    """Of the largest step. folder: of the artifact. compiled: of its key."""
-    graph = program["graphs"][0]
-    described = next(iter(graph["programs"].values()))
-    buckets = [Bucket(**b) for b in graph["buckets"]]
-    longest_query = max(b.query_len for b in buckets)
-    limits = {b: b.limits(compiled["max_num_seqs"], longest_query) for b in buckets}
-    largest = max(buckets, key=lambda b: (limits[b]["T"], limits[b]["R"]))
+def message_bytes(artifact: Artifact, stage: Stage) -> MessageBytes:
+    """Of the largest step."""
+    graph = artifact.program.graphs[0]
+    order = next(iter(graph.programs.values()))
+    longest_query = max(b.query_len for b in graph.buckets)
+    limits = {b: b.limits(artifact.config.max_num_seqs, longest_query) for b in graph.buckets}
+    largest = max(graph.buckets, key=lambda b: (limits[b]["T"], limits[b]["R"]))
     calls = [
-        Call(json.loads((folder / "pieces" / f"{piece}-{largest.name}.json").read_text()), inputs, outputs)
-        for piece, inputs, outputs in described["calls"]
+        PieceCall(json.loads((artifact.pieces / f"{piece}-{largest.name}.json").read_text()), inputs, outputs)
+        for piece, inputs, outputs in order.calls
     ]
-    linked = LinkedProgram(calls, described["results"])
+    linked = LinkedProgram(calls, order.results)
     owners = _owners([call.inputs for call in calls], stage.total)
     ends = {owner: at for at, owner in enumerate(owners) if owner is not None}
 
     def size(owner: int) -> int:
-        values = (linked.alias[v] for v in _live(calls, ends[owner], described["results"]))
+        values = (linked.alias[v] for v in _live(calls, ends[owner], order.results))
         places = [linked.places[name] for name in values if name in linked.places]
         numbers = (math.prod(value(d, limits[largest]) for d in place.shape) for place in places)
         sizes = (n * ITEMSIZE[linked.places[p.storage].dtype] for n, p in zip(numbers, places, strict=True))
@@ -119,7 +118,7 @@ def message_bytes(folder: Path, program: Mapping[str, Any], compiled: Mapping[st
     return MessageBytes(size(stage.number), max(received))
 
 
-def stage_parts(calls: Sequence[Call], parts: Mapping[str, int], stage: Stage) -> dict[str, int]:
+def stage_parts(calls: Sequence[PieceCall], parts: Mapping[str, int], stage: Stage) -> dict[str, int]:
     """The parts of a program for a stage; `BEHIND`, which another step's layers may overtake, but for the last one.
     calls: of the program, all stages'."""
     if stage.number == stage.total - 1:
@@ -144,14 +143,14 @@ def _owners(inputs: Sequence[Sequence[str]], count: int) -> list[int | None]:
     return owners
 
 
-def _live(calls: Sequence[Call], at: int, results: Sequence[str]) -> list[str]:
+def _live(calls: Sequence[PieceCall], at: int, results: Sequence[str]) -> list[str]:
     """Values that calls up to ``at`` make and later ones read, or that are results, in the order of their making."""
     later = {name for call in calls[at + 1 :] for name in call.inputs} | set(results)
     made = dict.fromkeys(name for call in calls[: at + 1] for name in call.outputs)
     return [name for name in made if name in later]
 
 
-def _passing_on(call: Call, values: Sequence[str], owner: int, stage: Stage) -> Call:
+def _passing_on(call: PieceCall, values: Sequence[str], owner: int, stage: Stage) -> PieceCall:
     """The last call of the stage ``owner``, and what this stage does with the values behind it."""
     local = dict(zip(call.outputs, call.bundle["outputs"], strict=True))
     more = {name: f"passed.{name}" for name in values if name not in local}
@@ -163,7 +162,7 @@ def _passing_on(call: Call, values: Sequence[str], owner: int, stage: Stage) -> 
         "inputs": [*call.bundle["inputs"], *more.values()],
         "code": [*call.bundle["code"], *code],
     }
-    return Call(bundle, [*call.inputs, *more], call.outputs)
+    return PieceCall(bundle, [*call.inputs, *more], call.outputs)
 
 
 def _routine(owner: int, stage: Stage) -> tuple[str, int] | None:

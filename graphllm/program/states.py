@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from graphllm.config import ConfigError
 from graphllm.program.schema import CacheGroup
@@ -130,12 +130,6 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
     for d in shape[:0:-1]:
         stride.append(stride[-1] * d)
     return tuple(reversed(stride)) if shape else ()
-
-
-def place_from(plain: Sequence[Any]) -> StatePlace:
-    """A place that was written as JSON."""
-    axis, dtype, shape, stride, retention, tensor, offset = plain
-    return StatePlace(axis, dtype, tuple(shape), tuple(stride), retention, tensor, offset)
 
 
 def place_bytes(place: StatePlace, count: int) -> int:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from graphllm.config.token_tree import DynamicTree, TokenTree
+from graphllm.program.program import DraftReach
 from graphllm.runtime.graphs import GraphPrograms
 from graphllm.runtime.memory.staging import StepInput
 from graphllm.runtime.stream import Job
@@ -36,6 +37,11 @@ class DraftShape(NamedTuple):
     at_once: int
     tree: TokenTree | DynamicTree | None
     block: int
+
+    @classmethod
+    def of(cls, reach: DraftReach, tree: TokenTree | DynamicTree | None) -> DraftShape:
+        """As the artifact says; tree: that steps verify."""
+        return cls(reach.one_row_more, reach.at_once, tree if reach.by_levels else None, reach.block)
 
 
 def _inner_nodes(tree: TokenTree | DynamicTree, sequences: int, kept: Mapping[str, np.ndarray]) -> StepInput:

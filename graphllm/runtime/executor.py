@@ -8,18 +8,17 @@ device.
 from __future__ import annotations
 
 import gc
-import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from graphllm.config import Bucket, ConfigError
-from graphllm.config.token_tree import token_tree
+from graphllm.program.artifact import Artifact
 from graphllm.program.linking import EXCHANGE, ZEROED
-from graphllm.program.schema import CacheLayout, ExpertLayout, ExpertMoves, expert_layout
+from graphllm.program.schema import ExpertLayout, ExpertMoves
 from graphllm.program.specs import InputSpec
 from graphllm.program.stages import BEHIND, Stage, message_bytes, stage_reads
 from graphllm.runtime.cuda_functions import CudaFunctions
@@ -112,61 +111,43 @@ class StepHandle:
 class Executor:
     """Runs the programs of one artifact, in this process.
 
-    folder: the artifact, already verified. weights: finished parameters by name. num_blocks: of the paged cache; block
-    0 is never written by a request. threads: of a CPU's kernels, None for OpenMP's choice. cache: memory of those
-    blocks on a CPU, None to make it here. num_snapshots: copies of recurrent states. shareable: cached states of a
-    prefix are valid behind any continuation. stage: of a pipeline, whose layers alone run here. rank: in the
-    tensor-parallel group; of the tables of adapters it takes what is its own. memory: `HostMemory` where weights are
-    `HostArray`s, None for torch's. functions: of the artifact on a GPU, if they have been begun. Raises ConfigError
-    when the memory cannot be allocated.
+    weights: finished parameters by name.
+    num_blocks: of the paged cache; no request writes block 0.
+    num_snapshots: copies of recurrent states.
+    threads: of a CPU's kernels; None: OpenMP's choice.
+    cache: memory of the blocks on a CPU; None: it is made here.
+    stage: of a pipeline; only its layers run here.
+    rank: in the tensor-parallel group; it takes its own part of adapters.
+    memory: `HostMemory` if weights are `HostArray`s; None: torch's.
+    functions: the kernels of a GPU, if loading them has begun.
+
+    Raises ConfigError when the memory cannot be allocated.
     """
 
     def __init__(
         self,
-        folder: Path,
-        manifest: Mapping[str, Any],
+        artifact: Artifact,
         weights: Mapping[str, Array],
         num_blocks: int,
+        num_snapshots: int = 0,
         threads: int | None = None,
         cache: CacheMemory | None = None,
-        num_snapshots: int = 0,
         stage: Stage | None = None,
         rank: int = 0,
         memory: Memory | None = None,
         functions: CudaFunctions | None = None,
     ) -> None:
-        compiled = manifest["factors"]["compile"]
-        self._memory = memory or _torch_memory(compiled["target"]["device"])
+        config, program = artifact.config, artifact.program
+        self._memory = memory or _torch_memory(artifact.device)
         self.device = self._memory.device
-        self.max_num_seqs = compiled["max_num_seqs"]
-        self.max_num_batched_tokens = compiled["max_num_batched_tokens"]
-        self.max_logprobs, self.max_logit_bias = compiled["max_logprobs"], compiled["max_logit_bias"]
-        program = json.loads((folder / "program.json").read_text())
-        self.vocab, self.shareable = program["vocab"], program["shareable"]
-        symbol, size = program["vector"]
-        self.vector = str(symbol), int(size)
+        self.max_num_seqs, self.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
+        self.max_logprobs, self.max_logit_bias = config.max_logprobs, config.max_logit_bias
+        self.vocab, self.shareable, self.vector = program.vocab, program.shareable, program.vector
         reads = None if stage is None else stage_reads(program, stage)
-        self.states = States(program, self._memory, num_blocks, program["entries"], num_snapshots, cache, reads)
-        self.layout = CacheLayout(
-            self.states.groups,
-            num_blocks,
-            self.states.recurrent,
-            num_snapshots,
-            program["entries"]["item"] - 1,
-            program["entries"]["adapter"] - 1,
-            tuple(sorted({b["query_len"] for b in compiled["buckets"]} - {1})),
-            next((t.shape[1] for name, t in self.states.tensors.items() if name == "state.history"), 0),
-            program["drafts"]["lookahead"],
-            program["drafts"]["next_seen"],
-            token_tree(compiled["speculative_token_tree"]) if compiled["speculative_token_tree"] else None,
-        )
-        self._drafts = DraftShape(
-            program["drafts"]["one_row_more"],
-            program["drafts"]["at_once"],
-            self.layout.tree if program["drafts"]["by_levels"] else None,
-            program["drafts"]["block"],
-        )
-        self._kernels, self._stream = self._open_kernels(folder / "pieces", threads, functions)
+        self.states = States(program, self._memory, num_blocks, num_snapshots, cache, reads)
+        self.layout = program.cache_layout(config, num_blocks, num_snapshots)
+        self._drafts = DraftShape.of(program.drafts, self.layout.tree)
+        self._kernels, self._stream = self._open_kernels(artifact.pieces, threads, functions)
         # Steps that may be at different stages at once; one more is prepared before the first of them has ended.
         self.overlapping = 1 if stage is None else stage.total
         self.in_flight = self.overlapping + 1
@@ -175,31 +156,30 @@ class Executor:
         if stage is not None:
             from graphllm.ir.groups import links_of
 
-            links_of(stage.total).reserve(*message_bytes(folder, program, compiled, stage))
+            links_of(stage.total).reserve(*message_bytes(artifact, stage))
         device = "cpu" if self.device.type == "cpu" else str(self.device)
         self.worker = Worker(0, 1, device, weights, lambda work: self._stream.submit(work).result())
         outside = {**weights, **self.states.tensors}
-        outside[ZEROED] = self._memory.zeros((max(manifest["memory"]["zeroed"], 1),), "int32")
-        table = _exchange(compiled["tensor_parallel_size"]) if self.device.type == "cuda" else None
+        outside[ZEROED] = self._memory.zeros((max(artifact.memory.zeroed, 1),), "int32")
+        table = _exchange(config.tensor_parallel_size) if self.device.type == "cuda" else None
         if table is not None:
             outside[EXCHANGE] = table
-        arena = self._memory.zeros((max(manifest["memory"]["arena"], 1),), "uint8")
-        longest_query = max(b["query_len"] for b in compiled["buckets"])
+        arena = self._memory.zeros((max(artifact.memory.arena, 1),), "uint8")
         self._graphs = {
             # A step prepares two runs of a draft graph.
-            g["name"]: GraphPrograms(
-                folder,
+            g.name: GraphPrograms(
+                artifact.pieces,
                 g,
                 outside,
                 arena,
                 self._memory,
                 self._kernels,
                 self.max_num_seqs,
-                longest_query,
-                self.in_flight * (2 if g["task"] == "draft" else 1),
+                config.longest_query,
+                self.in_flight * (2 if g.task == "draft" else 1),
                 stage,
             )
-            for g in program["graphs"]
+            for g in program.graphs
         }
         self._main = next(iter(self._graphs.values()))
         self._drafter = next((g for g in self._graphs.values() if g.task == "draft"), None)
@@ -207,11 +187,11 @@ class Executor:
         self.task, self.buckets, self.max_rows = self._main.task, self._main.buckets, self._main.most["R"]
         self.inputs = {**self._main.inputs, **(self._drafter.inputs if self._drafter is not None else {})}
         self.adapters = self.states.adapters
-        self.experts = expert_layout(program["experts"])
+        self.experts = program.experts
         self._expert_slots = None if self.experts is None else _expert_slots(self.experts, weights, self.device)
-        self.adapted = [linear_from(plain) for plain in program["adapted"]]
+        self.adapted = [linear_from(plain) for plain in program.adapted]
         self._rank, self._divided = rank, {a.name: a for a in self.adapted if a.division is not None}
-        self.max_lora_rank = compiled["max_lora_rank"] if self.adapted else 0
+        self.max_lora_rank = config.max_lora_rank if self.adapted else 0
         self._encoder = next((g for g in self._graphs.values() if g.task == "encode"), None)
         self.item_input = self._item_input()
         self._tables = [n for n, spec in self._main.inputs.items() if spec.provider == "block_table"]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from graphllm.config import Bucket, ConfigError
-from graphllm.program.linking import Call, LinkedProgram, MemoryPlan
+from graphllm.program.linking import LinkedProgram, MemoryPlan, PieceCall
+from graphllm.program.program import ProgramGraph
 from graphllm.program.schema import NEUTRAL
-from graphllm.program.specs import input_from
 from graphllm.program.stages import Stage, stage_calls, stage_parts
 from graphllm.runtime.binding import Bound, bind
 from graphllm.runtime.kernels import Kernels, Launch
@@ -25,15 +25,21 @@ _BOUND_KEPT = 128
 
 
 class GraphPrograms:
-    """folder: of the artifact. described: the graph's entry in program.json. outside: weights and states by name.
-    arena: memory of what programs make. max_num_seqs: sequences of a step. longest_query: tokens of one that verifies.
-    steps_in_flight: runs that may be prepared before the first of them has ended. stage: of a pipeline, whose calls
-    alone run here."""
+    """A graph of an artifact, ready to be bound.
+
+    pieces: their folder.
+    outside: weights and states by name.
+    arena: memory of intermediates.
+    max_num_seqs: sequences of a step.
+    longest_query: tokens of a sequence that verifies drafts.
+    steps_in_flight: runs that may be prepared before the first of them has ended.
+    stage: of a pipeline; only its calls run here.
+    """
 
     def __init__(
         self,
-        folder: Path,
-        described: Mapping[str, Any],
+        pieces: Path,
+        graph: ProgramGraph,
         outside: Mapping[str, Array],
         arena: Array,
         memory: Memory,
@@ -43,11 +49,9 @@ class GraphPrograms:
         steps_in_flight: int,
         stage: Stage | None = None,
     ) -> None:
-        self.name, self.task = described["name"], described["task"]
-        self.buckets = [Bucket(**b) for b in described["buckets"]]
-        self.inputs = {n: input_from(spec) for n, spec in described["inputs"].items()}
-        self.optional = tuple(described["optional"])
-        self._folder, self._programs = folder / "pieces", described["programs"]
+        self.name, self.task = graph.name, graph.task
+        self.buckets, self.inputs, self.optional = graph.buckets, graph.inputs, graph.optional
+        self._folder, self._programs = pieces, graph.programs
         self._outside, self._arena, self._memory = outside, arena, memory
         self._kernels, self._max_num_seqs = kernels, max_num_seqs
         self._longest_query, self._stage = longest_query, stage
@@ -89,7 +93,7 @@ class GraphPrograms:
     def host_results(self, program: str) -> dict[str, str | int]:
         """The results that every run of a program copies to the host, and whether they have a row for each of T, S or
         R, or so many."""
-        return dict(self._programs[program]["host"])
+        return self._programs[program].host
 
     def bound(self, name: str, size: Size) -> BoundProgram:
         """A program at a padded size, bound when it is first asked for."""
@@ -127,14 +131,13 @@ class GraphPrograms:
     def _link(self, name: str, bucket: Bucket) -> tuple[LinkedProgram, MemoryPlan]:
         key = f"{bucket.name} {name}"
         if key not in self._linked:
-            described = self._programs[name]
-            calls = [Call(self._bundle(p, bucket), inputs, outputs) for p, inputs, outputs in described["calls"]]
-            parts = described["parts"]
+            order = self._programs[name]
+            calls = [PieceCall(self._bundle(p, bucket), inputs, outputs) for p, inputs, outputs in order.calls]
+            parts = order.parts
             if self._stage is not None:
                 parts = stage_parts(calls, parts, self._stage)
-                calls = stage_calls(calls, described["results"], self._stage)
-            program = LinkedProgram(calls, described["results"], parts)
-            plan = MemoryPlan(*described["memory"][bucket.name])
+                calls = stage_calls(calls, order.results, self._stage)
+            program, plan = LinkedProgram(calls, order.results, parts), order.memory[bucket.name]
             if plan.arena_bytes > self._arena.numel():
                 raise ConfigError("the artifact's memory table is that of another version of graphllm; compile again")
             self._linked[key] = program, plan

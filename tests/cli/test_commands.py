@@ -15,6 +15,7 @@ import pytest
 
 from graphllm import __version__
 from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from tests.waiting import PATIENCE
 
 SMALL = ("--backend", "eager", "--target", "cpu", "--max-num-seqs", 2, "--max-num-batched-tokens", 16)
@@ -85,8 +86,8 @@ def test_compile_prints_where_the_artifact_is(cli: Any, checkpoint: Path, cache:
     assert done.code == 0
     place = Path(done.out.strip())
     assert place.parent == cache / "artifacts"
-    manifest = artifact.verify(place)
-    assert place.name == f"{checkpoint.name}-{artifact.key_of(manifest['factors'])[:16]}"
+    manifest = Artifact.open(place).manifest
+    assert place.name == f"{checkpoint.name}-{artifact.key_of(manifest.factors)[:16]}"
     assert re.search(r"compiled in [\d.]+ s: weights \d+\.\d kB, arena \S+ \S+, cache 512 bytes a token", done.err)
     assert cli("compile", checkpoint, *SMALL, "--output", tmp_path / "mine").out.strip() == str(tmp_path / "mine")
 
@@ -142,18 +143,18 @@ def test_inspect(cli: Any, compiled_artifact: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("COLUMNS", "250")
     done = cli("inspect", compiled_artifact)
     assert done.code == 0
-    manifest = artifact.verify(compiled_artifact)
+    manifest = Artifact.open(compiled_artifact).manifest
     for part in (
-        artifact.key_of(manifest["factors"])[:16], "cpu: ", f"graphllm {__version__}", "torch ",
+        artifact.key_of(manifest.factors)[:16], "cpu: ", f"graphllm {__version__}", "torch ",
         "LlamaForCausalLM, float32",
         "96 tokens of context, 4 sequences and 32 tokens a step, blocks of 8", "decode 2..4", "mixed 2..32",
         "paged_attention: cpu", "swiglu: compiled by Inductor", "canonicalize",
-        f"{manifest['memory']['arena']:,}", f"{manifest['memory']['block']:,}",
-        f"{len(manifest['files'])} files",
+        f"{manifest.memory.arena:,}", f"{manifest.memory.block:,}",
+        f"{len(manifest.files)} files",
     ):  # fmt: skip
         assert part in done.out, part
     as_json = cli("inspect", compiled_artifact, "--json")
-    assert json.loads(as_json.out) == manifest
+    assert json.loads(as_json.out) == artifact.read_json(compiled_artifact)
 
 
 def test_inspect_needs_no_torch(compiled_artifact: Path) -> None:
@@ -216,7 +217,7 @@ def test_use_runs_eagerly_without_one(run: Any, cache: Path) -> None:
     done = run("use", *inductor)
     assert done.code == 0
     (made,) = (cache / "artifacts").iterdir()
-    assert artifact.verify(made)["factors"]["compile"]["backend"] == "eager"
+    assert Artifact.open(made).config.backend == "eager"
     assert run("require", *inductor).code == 2  # the compiled one is still not there
 
 

@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 
 
 def test_costs_are_those_of_the_weights(checkpoint: Path, compiled_artifact: Path) -> None:
     """One token: every matrix but the embedding is read once and is two operations a number; rows grow with tokens."""
-    costs = artifact.read_manifest(compiled_artifact)["cost"]
+    costs = Artifact.trusted(compiled_artifact).manifest.cost
     tensors = load_file(checkpoint / "model.safetensors")
     numbers = sum(t.numel() for name, t in tensors.items() if t.dim() == 2 and "embed" not in name)
     one = costs["decode-1 plain"]
-    assert 1.0 <= one["flops"] / (2 * numbers) < 1.1
-    assert 1.0 <= one["bytes"] / (4 * numbers) < 1.2
+    assert 1.0 <= one.flops / (2 * numbers) < 1.1
+    assert 1.0 <= one.bytes / (4 * numbers) < 1.2
     layers = sum(t.numel() for name, t in tensors.items() if t.dim() == 2 and "layers" in name)
     mixed = next(cost for name, cost in costs.items() if name.startswith("mixed-") and name.endswith("-32 plain"))
     head = numbers - layers
-    assert 1.0 <= mixed["flops"] / (2 * (32 * layers + 4 * head)) < 1.1
+    assert 1.0 <= mixed.flops / (2 * (32 * layers + 4 * head)) < 1.1
 
 
 @pytest.mark.thorough
@@ -35,7 +35,7 @@ def test_steps_are_timed(cli: Callable[..., Any], compiled_artifact: Path, monke
     assert done.code == 0, done.err
     assert re.search(r"memory is read at \d+\.\d GB/s", done.out)
     rows = re.findall(r"│ (decode|mixed)-(\S+) plain +│ ([\d.]+) +│ ([\d.]+) +│ ([\d.]+) +│", done.out)
-    assert len(rows) == len(artifact.read_manifest(compiled_artifact)["factors"]["compile"]["buckets"])
+    assert len(rows) == len(Artifact.trusted(compiled_artifact).config.buckets)
     for _, _, _, seen, times in rows:
         assert float(seen) > 0
         assert float(times) > 0

@@ -19,7 +19,7 @@ from graphllm.compile.trace import plan_layout, trace_model
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.registry import load_ops, load_passes
 from graphllm.loading.checkpoint.source import open_source
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from graphllm.runtime.executor import Executor
 from graphllm.weights.loading.loader import load_weights
 from graphllm.weights.plan.plan import WeightPlan, make_plan
@@ -151,9 +151,9 @@ def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_lowered_graphs_of_a_compiled_artifact(compiled_artifact: Path) -> None:
     """One for each compiled piece and bucket, down to aten and kernel calls."""
-    manifest = artifact.verify(compiled_artifact)
+    manifest = Artifact.open(compiled_artifact).manifest
     lowered = {p.name for p in (compiled_artifact / "graph").glob("lowered.*")}
-    for label, buckets in manifest["pieces"].items():
+    for label, buckets in manifest.pieces.items():
         piece = re.fullmatch(r".* \[(\w{16})\]", label)
         assert piece
         for bucket, chosen in buckets.items():
@@ -166,8 +166,8 @@ def test_lowered_graphs_of_a_compiled_artifact(compiled_artifact: Path) -> None:
 
 def test_files_of_an_artifact(compiled_artifact: Path) -> None:
     program = json.loads((compiled_artifact / "program.json").read_text())
-    manifest = artifact.verify(compiled_artifact)
-    buckets = [Bucket(**b) for b in manifest["factors"]["compile"]["buckets"]]
+    manifest = Artifact.open(compiled_artifact).manifest
+    buckets = manifest.factors.compile.buckets
     (graph,) = program["graphs"]
     calls = [call for p in graph["programs"].values() for call in p["calls"]]
     pieces = {call[0] for call in calls}
@@ -189,33 +189,33 @@ def test_files_of_an_artifact(compiled_artifact: Path) -> None:
 
 def test_memory_table_is_exact(compiled_artifact: Path, checkpoint: Path) -> None:
     """Against what the loaded parameters and the allocated caches really occupy."""
-    manifest = artifact.verify(compiled_artifact)
-    memory = manifest["memory"]
+    manifest = Artifact.open(compiled_artifact).manifest
+    memory = manifest.memory
     source = open_source(checkpoint).checkpoint
     assert source is not None
     weights = load_weights(WeightPlan.from_json((compiled_artifact / "weights.json").read_text()), source)
-    assert memory["weights"] == sum({t.data_ptr(): t.nbytes for t in weights.values()}.values())
-    executor = Executor(compiled_artifact, manifest, weights, 3)
+    assert memory.weights == sum({t.data_ptr(): t.nbytes for t in weights.values()}.values())
+    executor = Executor(Artifact.open(compiled_artifact), weights, 3)
     pool = executor.states._pool
     assert len(pool) == 2
-    assert 3 * memory["block"] == sum(t.nbytes for t in pool)
-    assert memory["unused of a block"] == 0
+    assert 3 * memory.block == sum(t.nbytes for t in pool)
+    assert memory.unused_of_block == 0
     for name, tensor in executor.states.tensors.items():
         if name.endswith(".kv"):
             assert tensor.shape == (3, 2, 2, 8, 16)
             assert tensor.is_contiguous()
-    assert memory["arena"] == max(memory["arena by bucket"].values())
-    assert set(memory["arena by bucket"]) == {
+    assert memory.arena == max(memory.arenas.values())
+    assert set(memory.arenas) == {
         f"{b} {p}" for b in ("decode-1", "decode-2-4", "mixed-2-32") for p in ("plain", "full")
     }
-    assert executor._main._arena.nbytes == memory["arena"]
+    assert executor._main._arena.nbytes == memory.arena
     own = [t for n, t in executor.states.tensors.items() if not n.endswith(".kv")]
-    assert sum(t.nbytes for t in own) == memory["state"]
+    assert sum(t.nbytes for t in own) == memory.state
 
 
 def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
-    manifest = artifact.verify(compiled_artifact)
-    assert [(p["pass"], p["unit"]) for p in manifest["passes"]] == [
+    manifest = Artifact.open(compiled_artifact).manifest
+    assert [(p["pass"], p["unit"]) for p in manifest.passes] == [
         (name, unit)
         for name in (
             "canonicalize",
@@ -238,17 +238,17 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
             "logprobs",
         )
     ] + [("select_early", "layer.full + head mixed-2-32")]
-    for entry in manifest["passes"][:-1]:  # a pass says that it changed what it has changed, and nothing else
+    for entry in manifest.passes[:-1]:  # a pass says that it changed what it has changed, and nothing else
         (now,) = (compiled_artifact / "graph").glob(f"??-{entry['pass']}.{entry['unit']}.txt")
         (before,) = (compiled_artifact / "graph").glob(f"{int(now.name[:2]) - 1:02}-*.{entry['unit']}.txt")
         was, became = (file.read_text().partition("\n")[2] for file in (before, now))
         assert (entry["changed"] > 0) == (was != became), entry
-    assert list(manifest["seconds"]) == [
+    assert list(manifest.seconds) == [
         "assemble", "build", "import backend", "link", "package", "passes", "trace", "tune"
     ]  # fmt: skip
-    assert sum(manifest["seconds"].values()) > 0.1
-    assert manifest["made_with"].keys() == {"g++", "machine"}
-    assert manifest["factors"]["compile"]["target"]["device"] == "cpu"
+    assert sum(manifest.seconds.values()) > 0.1
+    assert manifest.made_with.keys() == {"g++", "machine"}
+    assert manifest.factors.compile.target.device == "cpu"
 
 
 @pytest.mark.thorough
@@ -276,7 +276,7 @@ def test_a_dump_or_the_number_of_jobs_changes_nothing(checkpoint: Path, tmp_path
     source = open_source(checkpoint)
     one = compile_model(source.config, source.tensors, CONFIG, tmp_path / "one")
     two = compile_model(source.config, source.tensors, replace(CONFIG, dump=tmp_path / "d", jobs=1), tmp_path / "two")
-    sums = [artifact.verify(p)["files"] for p in (one, two)]
+    sums = [Artifact.open(p).manifest.files for p in (one, two)]
     assert sums[0] == sums[1]
 
 

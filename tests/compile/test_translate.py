@@ -20,7 +20,7 @@ from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.exchange import exchange
 from graphllm.ir.graph import Shapes, TensorSpec, to_json
 from graphllm.ir.kernels import zeroed
-from graphllm.program.linking import EXCHANGE, ZEROED, Call, LinkedProgram, plan_memory
+from graphllm.program.linking import EXCHANGE, ZEROED, LinkedProgram, PieceCall, plan_memory
 from graphllm.runtime.binding import bind
 from graphllm.runtime.kernels import CpuKernels
 from graphllm.runtime.memory.torch_memory import TorchMemory
@@ -206,7 +206,7 @@ def test_compiled_graph_equals_eager(name: str, T: int, S: int, built: Any) -> N
         given[n] = torch.randint(0, T, shape, dtype=torch.int32) if spec.dtype == "int32" else torch.randn(shape)
     want = fn(given)
     outputs = [f"o{i}" for i in range(len(want))]
-    linked = LinkedProgram([Call(pieces[name, bucket].bundle, list(given), outputs)], outputs)
+    linked = LinkedProgram([PieceCall(pieces[name, bucket].bundle, list(given), outputs)], outputs)
     plan = plan_memory(linked, bucket.limits(5))
     arena = torch.full((max(plan.arena_bytes, 8),), 0xFF, dtype=torch.uint8)  # NaN, should anything be read unwritten
     zeros = torch.zeros(max(plan.zeroed, 1), dtype=torch.int32)

@@ -14,7 +14,7 @@ from graphllm.engine.requests.request import EngineCoreOutput, EngineRequest, Po
 from graphllm.engine.structured.bad_words import BadWords, TokenTexts
 from graphllm.engine.structured.compilers import GrammarCompilers
 from graphllm.loading.core.load import load_core
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -48,11 +48,10 @@ def open_core(folder: Path, place: Path, pages: int = 49, **options: Any) -> Eng
     stop_ids = options.pop("stop_ids", ())
     draft = options.pop("draft", None)
     speculation = options.pop("speculation", SpeculationConfig())
-    manifest = artifact.verify(place)
     config = CoreConfig(
         ModelConfig(str(folder), speculative_model=draft and str(draft)),
         LoadConfig(str(place)),
-        CacheConfig(kv_cache_memory_bytes=pages * manifest["memory"]["block"]),
+        CacheConfig(kv_cache_memory_bytes=pages * Artifact.open(place).memory.block),
         SchedulerConfig(**options),
         stop_ids,
         speculation=speculation,

@@ -21,6 +21,7 @@ from graphllm.loading.artifact.resolve import compile_config
 from graphllm.loading.checkpoint.source import open_source
 from graphllm.loading.memory import cache_counts
 from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from graphllm.runtime.memory.staging import ragged
 from tests.artifacts import artifact_of, open_executor
 from tests.engine.harness import finish, open_core, request
@@ -132,12 +133,13 @@ def test_memory_is_stated(checkpoint: Path, tmp_path: Path, cli: Any) -> None:
     sizes = {"auto": 4 * E, "float32": 4 * E, "fp8": E, "int8": E + 4}
     for fmt, size in sizes.items():
         place = compiled(checkpoint, fmt)
-        memory = artifact.verify(place)["memory"]
-        assert memory["block"] == 16 * memory["cache bytes a token"] == 16 * 2 * K * size * L
-        counts = cache_counts(artifact.verify(place), CacheConfig(kv_cache_memory_bytes=1 << 20))
+        opened = Artifact.open(place)
+        memory = opened.memory
+        assert memory.block == 16 * memory.token == 16 * 2 * K * size * L
+        counts = cache_counts(opened.config, memory, CacheConfig(kv_cache_memory_bytes=1 << 20))
         assert counts.blocks == (1 << 20) // (16 * 2 * K * size * L)
     assert ", cache fp8," in cli("inspect", compiled(checkpoint, "fp8")).out
-    keys = [artifact.key_of(artifact.verify(compiled(checkpoint, fmt))["factors"]) for fmt in sizes]
+    keys = [artifact.key_of(Artifact.open(compiled(checkpoint, fmt)).manifest.factors) for fmt in sizes]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 3
 

@@ -19,7 +19,7 @@ from graphllm.loading.artifact.model import checkpoint_defaults
 from graphllm.loading.artifact.resolve import compile_config
 from graphllm.loading.checkpoint.hub import Hub, is_name, name_of
 from graphllm.loading.checkpoint.source import find_source, find_tokenizer, model_files
-from graphllm.program.artifact import read_manifest
+from graphllm.program.artifact import Artifact
 from tests.hub import GATED, HubServer, commit_of, files_of, fill_cache, hub_server
 
 pytestmark = pytest.mark.usefixtures("cache")  # what was converted or downloaded before is not there
@@ -62,7 +62,7 @@ def test_a_model_in_the_cache_runs(tmp_path: Path, checkpoint: Path, hub: HubSer
     args = EngineArgs(NAME, **EAGER)
     source = find_source(args)
     place = artifact_folder(source, compile_config(source.config, args), Env.read())
-    assert read_manifest(place)["origin"] == {"name": NAME, "commit": commit_of(NAME)}
+    assert Artifact.trusted(place).manifest.origin == {"name": NAME, "commit": commit_of(NAME)}
     assert place.name.startswith("llama-")
 
 

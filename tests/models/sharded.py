@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.groups import TENSOR, set_group
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from graphllm.runtime.executor import Executor, StepResult
 from graphllm.runtime.memory.staging import StepInput
 from graphllm.weights.checkpoint.checkpoint import Checkpoint
@@ -62,11 +62,11 @@ class Sharded:
     """An artifact's ranks; a context manager, one at a time. It stands in for an `Executor` where plain steps run."""
 
     def __init__(self, folder: Path, checkpoint: Checkpoint, degree: int, num_blocks: int) -> None:
-        manifest = artifact.verify(folder)
+        artifact = Artifact.open(folder)
         plan = WeightPlan.from_json((folder / "weights.json").read_text())
         self.group = ThreadGroup(degree)
         self.weights = [load_weights(plan, checkpoint, rank=rank) for rank in range(degree)]
-        self.ranks = [Executor(folder, manifest, w, num_blocks, 1) for w in self.weights]
+        self.ranks = [Executor(artifact, w, num_blocks, threads=1) for w in self.weights]
         self.layout, self.vector = self.ranks[0].layout, self.ranks[0].vector
         for rank, executor in enumerate(self.ranks):
             executor._stream.submit(lambda rank=rank: self.group.be(rank)).result()  # type: ignore[misc]

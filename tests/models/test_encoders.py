@@ -20,7 +20,7 @@ from graphllm import LLM
 from graphllm.compile.pipeline import find_model
 from graphllm.config import ConfigError
 from graphllm.loading.checkpoint.source import open_source
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.memory.staging import ragged
 from graphllm.weights.checkpoint.checkpoint import Checkpoint
@@ -109,7 +109,7 @@ def opened(folder: Path, backend: Literal["eager", "inductor"], **settings: Any)
     """The executor of a checkpoint, compiled with its own defaults but for what is given."""
     place, checkpoint = compiled(folder, backend, **settings)
     plan = WeightPlan.from_json((place / "weights.json").read_text())
-    return Executor(place, artifact.verify(place), load_weights(plan, checkpoint, "cpu"), num_blocks=2)
+    return Executor(Artifact.open(place), load_weights(plan, checkpoint, "cpu"), num_blocks=2)
 
 
 def compiled(folder: Path, backend: Literal["eager", "inductor"], **settings: Any) -> tuple[Path, Checkpoint]:
@@ -117,8 +117,8 @@ def compiled(folder: Path, backend: Literal["eager", "inductor"], **settings: An
     source = open_source(folder, pooling_type=settings.pop("pooling_type", None))
     assert source.checkpoint is not None
     place = artifact_of(source, backend=backend, jobs=1, **{"dtype": "float32", **settings})
-    compiled = artifact.verify(place)["factors"]["compile"]
-    assert compiled["max_model_len"] <= find_model(source.config).config(source.config).max_len
+    compiled = Artifact.open(place).config
+    assert compiled.max_model_len <= find_model(source.config).config(source.config).max_len
     return place, source.checkpoint
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from tests.models import test_parity as parity
 from tests.models.sharded import Sharded
 
@@ -75,7 +75,7 @@ def compare(
     runner = parity.driver.Driver(folder, backend, settings=settings, opened=ranks_of)
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(parity.V, (n,), generator=draw).tolist() for n in LENGTHS]
-    memory = artifact.verify(runner.place)["memory"]["weights"]
+    memory = Artifact.open(runner.place).memory.weights
     for own in opened[0].weights:
         assert memory == sum(t.nbytes for t in {t.data_ptr(): t for t in own.values()}.values())
     with opened[0]:
@@ -110,8 +110,8 @@ def test_weights_that_are_rounded_by_groups(name: str, rounded: str, apart: bool
     one = parity.driver.Driver(tmp_path, "eager", settings=settings)
     settings = {"quantization": rounded, "tensor_parallel_size": 2, "enable_expert_parallel": apart}
     two = parity.driver.Driver(tmp_path, "eager", settings=settings, opened=ranks_of)
-    shown = [artifact.verify(driver.place) for driver in (one, two)]
-    assert shown[1]["memory"]["weights"] < 0.55 * shown[0]["memory"]["weights"]
+    shown = [Artifact.open(driver.place).manifest for driver in (one, two)]
+    assert shown[1].memory.weights < 0.55 * shown[0].memory.weights
     prompts = [torch.randint(parity.V, (n,)).tolist() for n in LENGTHS]
     expected, text = one.generate(prompts, N_TOKENS)
     with opened[0]:

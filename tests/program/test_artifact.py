@@ -16,8 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from graphllm.config import CompileConfig, Target
 from graphllm.program import artifact
-from graphllm.program.artifact import ArtifactError
+from graphllm.program.artifact import Artifact, ArtifactError
+from graphllm.program.manifest import Manifest, MemoryTable
 from tests.tiers import draws
 from tests.waiting import PATIENCE, until
 
@@ -103,9 +105,9 @@ def test_refused_before_torch_is_imported(kind: str, copy: Path, checkpoint: Pat
 
 
 def test_intact_artifact_is_accepted(copy: Path) -> None:
-    manifest = artifact.verify(copy)
-    artifact.check_machine(copy, manifest)
-    assert set(manifest["files"]) == {str(f.relative_to(copy)) for f in _files(copy)} - {"manifest.json"}
+    opened = Artifact.open(copy)
+    opened.check_machine()
+    assert set(opened.manifest.files) == {str(f.relative_to(copy)) for f in _files(copy)} - {"manifest.json"}
 
 
 def test_every_file_is_checked(copy: Path) -> None:
@@ -114,12 +116,12 @@ def test_every_file_is_checked(copy: Path) -> None:
         for damaged in (content[:-1], content + b"x", b"", content[:-1] + bytes([content[-1] ^ 1])):
             file.write_bytes(damaged)
             with pytest.raises(ArtifactError, match=file.name):
-                artifact.verify(copy)
+                Artifact.open(copy)
         file.unlink()
         with pytest.raises(ArtifactError, match=file.name):
-            artifact.verify(copy)
+            Artifact.open(copy)
         file.write_bytes(content)
-    artifact.verify(copy)
+    Artifact.open(copy)
 
 
 @settings(deadline=None, max_examples=draws(50, 150), suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -131,7 +133,7 @@ def test_any_flipped_bit_is_found(copy: Path, which: int, where: float, bit: int
     _flip(file, at, 1 << bit)
     try:
         with pytest.raises(ArtifactError, match=file.name):
-            artifact.verify(copy)
+            Artifact.open(copy)
     finally:
         _flip(file, at, 1 << bit)
 
@@ -158,12 +160,19 @@ def test_two_compiles_of_one_key(checkpoint: Path, cache: Path) -> None:
         _, problem = compiling.communicate(timeout=PATIENCE)
         assert compiling.returncode == 0, problem
     (made,) = (cache / "artifacts").iterdir()
-    artifact.verify(made)
+    Artifact.open(made)
+
+
+def _manifest(checkpoint: str) -> Manifest:
+    """Of an artifact of nothing."""
+    config = CompileConfig(Target("cpu", ("x86_64",)))
+    memory = MemoryTable(0, 0, {}, 0, 0, 0, 0, 0, 0, 0)
+    factors = artifact.key_factors({}, checkpoint, config)
+    return Manifest(factors, {}, [], [], {}, [], memory, {}, {}, {}, {}, {})
 
 
 def test_same_artifact_made_meanwhile_stays(tmp_path: Path) -> None:
     place = tmp_path / "artifact"
-    manifest = {"factors": {"format": artifact.FORMAT, "key": 1}}
 
     def build(name: str) -> Path:
         files = tmp_path / name
@@ -172,13 +181,13 @@ def test_same_artifact_made_meanwhile_stays(tmp_path: Path) -> None:
         return files
 
     slow, fast = build("slow"), build("fast")
-    artifact.write(place, fast, manifest)
-    artifact.write(place, slow, manifest)
+    artifact.write(place, fast, _manifest("one"))
+    artifact.write(place, slow, _manifest("one"))
     assert (place / "pieces" / "one.json").read_text() == "fast"
     assert not slow.exists()
-    artifact.write(place, build("other key"), {"factors": {"format": artifact.FORMAT, "key": 2}})
+    artifact.write(place, build("other key"), _manifest("two"))
     assert (place / "pieces" / "one.json").read_text() == "other key"
-    artifact.write(place, build("rebuilt"), {"factors": {"format": artifact.FORMAT, "key": 2}})
+    artifact.write(place, build("rebuilt"), _manifest("two"))
     assert (place / "pieces" / "one.json").read_text() == "rebuilt"
 
 
@@ -238,20 +247,19 @@ def test_rebuild_replaces_an_artifact_and_nothing_else(checkpoint: Path, tmp_pat
     place = tmp_path / "artifact"
     for page in (8, 16):
         assert cli("compile", checkpoint, *small, "--block-size", page, "--output", place).code == 0
-        assert artifact.verify(place)["factors"]["compile"]["block_size"] == page
+        assert Artifact.open(place).config.block_size == page
     assert {p.name for p in tmp_path.iterdir()} == {"documents", "artifact"}
 
 
 def test_write_takes_the_place_of_what_another_process_finished(tmp_path: Path) -> None:
     folder = tmp_path / "artifact"
-    factors = {"format": artifact.FORMAT}
     for content in ("first", "second"):
         building = artifact.begin(folder)
         (building / "pieces").mkdir()
         (building / "pieces" / "a").write_text(content)
-        artifact.write(folder, building, {"factors": factors})
+        artifact.write(folder, building, _manifest("one"))
     assert (folder / "pieces" / "a").read_text() == "second"
-    assert artifact.verify(folder)["factors"] == factors
+    assert Artifact.open(folder).manifest.factors == _manifest("one").factors
     assert list(tmp_path.iterdir()) == [folder]
 
 

@@ -29,7 +29,7 @@ from graphllm.loading.artifact.resolve import compile_config
 from graphllm.ops.activations.soft_cap import soft_cap
 from graphllm.ops.gemm.quant_linear import quant_linear
 from graphllm.ops.gemm.quant_linear.op import dequantize
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.memory.staging import ragged
 from graphllm.weights.checkpoint.checkpoint import Checkpoint
@@ -328,7 +328,7 @@ def test_compiled_kernels_in_a_model(checkpoint: Path) -> None:
     buckets = (Bucket("mixed", 2, 32),)
     eager = _quantized(checkpoint, "int4")
     compiled = _quantized(checkpoint, "int4", "inductor", buckets=buckets)
-    chosen = artifact.verify(_artifact(checkpoint, "int4", "inductor", buckets=buckets))["pieces"].values()
+    chosen = Artifact.open(_artifact(checkpoint, "int4", "inductor", buckets=buckets)).manifest.pieces.values()
     assert sum("quant_linear: cpu_stream" in ops for of in chosen for ops in of.values()) >= 2
     for ids in (IDS, IDS[:1]):
         truth = _logits(eager, ids)
@@ -375,10 +375,10 @@ def test_command_line(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
     plain = Path(cli("compile", checkpoint, *small).out.strip())
     place = Path(cli("compile", checkpoint, *small, "--quantization", "int4").out.strip())
     assert place != plain
-    manifest, before = artifact.verify(place), artifact.verify(plain)
-    assert manifest["factors"]["compile"]["quantization"] == "int4"
-    assert manifest["memory"]["weights"] < 0.4 * before["memory"]["weights"]
-    notes = {p["unit"]: p["notes"] for p in manifest["passes"] if p["pass"] == "quantize_linear" and p["changed"]}
+    manifest, before = Artifact.open(place).manifest, Artifact.open(plain).manifest
+    assert manifest.factors.compile.quantization == "int4"
+    assert manifest.memory.weights < 0.4 * before.memory.weights
+    notes = {p["unit"]: p["notes"] for p in manifest.passes if p["pass"] == "quantize_linear" and p["changed"]}
     assert notes == {
         "layer.full": ["qkv: int4", "o: int4", "gate_up: int4", "down: int4"],
         "head": ["lm_head: int4"],

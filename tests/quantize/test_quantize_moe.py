@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from graphllm.config import Bucket
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.memory.staging import ragged
 from graphllm.weights.encodings import encoding_of
@@ -114,7 +114,7 @@ def test_compiled_kernels_in_a_model(tmp_path: Path) -> None:
     _checkpoint("GptOss", tmp_path)
     eager, _ = _executor(tmp_path, "int4")
     compiled, place = _executor(tmp_path, "int4", "inductor", buckets=(Bucket("mixed", 2, 32),))
-    chosen = artifact.verify(place)["pieces"].values()
+    chosen = Artifact.open(place).manifest.pieces.values()
     assert any("quant_moe: cpu_experts" in ops for of in chosen for ops in of.values())
     for ids in (IDS, IDS[:1]):
         truth = _logits(eager, ids)

@@ -127,7 +127,7 @@ def _serve(args: argparse.Namespace, answers: IO[bytes]) -> None:
     """A rank's life: load its share, then a step for each message."""
     import torch
 
-    from graphllm.program import artifact
+    from graphllm.program.artifact import Artifact
     from graphllm.runtime.executor import Executor
     from graphllm.runtime.ranks.groups import Meeting, joined
     from graphllm.weights.checkpoint.checkpoint import Checkpoint
@@ -138,14 +138,14 @@ def _serve(args: argparse.Namespace, answers: IO[bytes]) -> None:
         _send(answers, msgspec.msgpack.encode(Answer(packed(arrays))))
 
     torch.set_num_threads(args.threads)
-    manifest = artifact.verify(args.artifact)
-    device = torch.device(manifest["factors"]["compile"]["target"]["device"])
+    artifact = Artifact.open(args.artifact)
+    device = torch.device(artifact.device)
     plan = WeightPlan.from_json((args.artifact / "weights.json").read_text())
     checkpoint = Checkpoint.open(args.checkpoint)  # what is wrong with it every rank says before it meets the others
     with joined(args.rank, args.degree, Meeting(f"file://{args.meeting}"), device):
         torch.distributed.all_reduce(torch.zeros(1, device=device))  # one that fails leaves nobody half joined
         weights = load_weights(plan, checkpoint, device, rank=args.rank)
-        executor = Executor(args.artifact, manifest, weights, args.num_blocks, args.threads)
+        executor = Executor(artifact, weights, args.num_blocks, threads=args.threads)
         answer({})
         while (message := _receive(sys.stdin.buffer)) is not None:
             step = msgspec.msgpack.decode(message, type=Step)

@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,7 +21,7 @@ from graphllm.engine.core import EngineCore
 from graphllm.engine.requests.request import EngineRequest
 from graphllm.loading.checkpoint.source import open_source
 from graphllm.loading.core.load import warm_up_host
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from graphllm.program.schema import CacheGroup
 from graphllm.program.specs import InputSpec
 from graphllm.runtime.executor import Executor
@@ -47,11 +48,10 @@ def _batch(parts: list[Part]) -> StepInput:
 
 
 def _open(folder: Path, checkpoint: Path) -> Executor:
-    manifest = artifact.verify(folder)
     plan = WeightPlan.from_json((folder / "weights.json").read_text())
     source = open_source(checkpoint).checkpoint
     assert source is not None
-    return Executor(folder, manifest, load_weights(plan, source), BLOCKS)
+    return Executor(Artifact.open(folder), load_weights(plan, source), BLOCKS)
 
 
 @pytest.fixture(scope="module")
@@ -193,12 +193,13 @@ def test_pick(executors: tuple[Executor, Executor]) -> None:
 
 def test_wrong_memory_table(compiled_artifact: Path, checkpoint: Path) -> None:
     """An artifact whose arena was planned by another version must not be written beyond its end."""
-    manifest = artifact.verify(compiled_artifact)
-    manifest["memory"]["arena"] //= 2
+    whole = Artifact.open(compiled_artifact)
+    half = msgspec.structs.replace(whole.memory, arena=whole.memory.arena // 2)
+    smaller = Artifact(whole.folder, msgspec.structs.replace(whole.manifest, memory=half))
     plan = WeightPlan.from_json((compiled_artifact / "weights.json").read_text())
     source = open_source(checkpoint).checkpoint
     assert source is not None
-    executor = Executor(compiled_artifact, manifest, load_weights(plan, source), BLOCKS)
+    executor = Executor(smaller, load_weights(plan, source), BLOCKS)
     with pytest.raises(ConfigError, match=r"memory table.*compile again"):
         executor.run(_batch([Part([1, 2, 3], 0, [0])]))
 
@@ -221,9 +222,9 @@ def test_a_closed_executor_holds_no_memory(compiled_artifact: Path, checkpoint: 
 
 
 def test_cache_that_does_not_fit(eager_artifact: Path, checkpoint: Path) -> None:
-    manifest = artifact.verify(eager_artifact)
+    artifact = Artifact.open(eager_artifact)
     with pytest.raises(ConfigError, match=r"kv cache: \d+ blocks do not fit in memory"):
-        Executor(eager_artifact, manifest, {}, 10**12)
+        Executor(artifact, {}, 10**12)
 
 
 @settings(deadline=None, max_examples=draws(20, 60))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from graphllm.program.expr import value
-from graphllm.program.linking import Call, LinkedProgram, plan_memory
+from graphllm.program.linking import LinkedProgram, PieceCall, plan_memory
 from graphllm.runtime.binding import bind
 from graphllm.runtime.memory.torch_memory import TorchMemory
 from tests.tiers import draws
@@ -42,7 +42,7 @@ class Program:
     """A random program: calls in the linker's terms, and the outside tensors."""
 
     outside: dict[str, Value] = field(default_factory=dict)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[PieceCall] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
 
 
@@ -94,7 +94,7 @@ def programs(draw: st.DrawFn) -> Program:
         outputs = draw(st.lists(st.sampled_from(fresh), min_size=1, unique=True))
         names = [f"v{number}.{i}" for i in range(len(outputs))]
         bundle = {"inputs": inputs, "outputs": outputs, "code": code, "kernels": {"mix": {}}}
-        program.calls.append(Call(bundle, read, names))
+        program.calls.append(PieceCall(bundle, read, names))
         for name, out in zip(names, outputs, strict=True):
             v = local[out]
             known[name] = Value(v.rows, v.width, v.stride, writable=False)
@@ -168,14 +168,14 @@ def test_planned_memory_changes_nothing(program: Program, T: int, S: int) -> Non
         assert all(np.array_equal(tensors[n].numpy(), a) for n, a in outside.items())
 
 
-def _chain(length: int, rows: int | str = "T") -> list[Call]:
+def _chain(length: int, rows: int | str = "T") -> list[PieceCall]:
     """Calls that each make one value [rows, 32] of int64 from the one before."""
     bundle = {
         "inputs": ["a"], "outputs": ["b"], "kernels": {"mix": {}},
         "code": [["empty", "b", [rows, 32], [32, 1], "int64"],
                  ["kernel", "mix", [*_argument("a", rows, 32, 32), *_argument("b", rows, 32, 32)]]],
     }  # fmt: skip
-    return [Call(bundle, [f"v{i}"], [f"v{i + 1}"]) for i in range(length)]
+    return [PieceCall(bundle, [f"v{i}"], [f"v{i + 1}"]) for i in range(length)]
 
 
 def test_memory_is_reused_exactly() -> None:
@@ -194,7 +194,7 @@ def test_places_are_aligned() -> None:
         "code": [*(["empty", n, [1, 3], [3, 1], "int64"] for n in "xyz"),
                  *(["op", "aten::mul.out", [{"t": "a"}, 2], {"out": {"t": n}}] for n in "xyz")],
     }  # fmt: skip
-    linked = LinkedProgram([Call(bundle, ["in"], ["x", "y", "z"])], ["x", "y", "z"])
+    linked = LinkedProgram([PieceCall(bundle, ["in"], ["x", "y", "z"])], ["x", "y", "z"])
     plan = plan_memory(linked, LIMITS)
     assert plan.arena_bytes == 3 * 256
     arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
@@ -213,7 +213,7 @@ def test_call_instructions_copy_fresh_results() -> None:
         "code": [["empty", "v", ["T"], [1], "float32"], ["empty", "i", ["T"], [1], "int64"],
                  ["call", ["v", "i"], "aten::max.dim", [{"t": "a"}, 1], {}]],
     }  # fmt: skip
-    linked = LinkedProgram([Call(bundle, ["in"], ["best", "where"])], ["best", "where"])
+    linked = LinkedProgram([PieceCall(bundle, ["in"], ["best", "where"])], ["best", "where"])
     plan = plan_memory(linked, LIMITS)
     arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
     given = torch.tensor([[1.0, 5.0, 2.0], [7.0, 0.0, 1.0]])
@@ -233,7 +233,7 @@ def test_zeroed_scratch_is_one_buffer_outside_the_arena() -> None:
                 ["kernel", "k", [["t", "y"], ["t", "a"], ["t", "o"]]]]  # fmt: skip
         return {"inputs": ["a"], "outputs": ["o"], "kernels": {"k": {}}, "code": code}
 
-    calls = [Call(counts("8 * S"), ["in"], ["x"]), Call(counts(5), ["x"], ["y"])]
+    calls = [PieceCall(counts("8 * S"), ["in"], ["x"]), PieceCall(counts(5), ["x"], ["y"])]
     linked = LinkedProgram(calls, ["y"])
     plan = plan_memory(linked, LIMITS)
     assert plan.zeroed == 8 * LIMITS["S"]
@@ -267,10 +267,10 @@ def test_interpreted_pieces_are_segments_of_their_own() -> None:
     kept = {"inputs": ["a"], "outputs": ["b"], "kernels": {}, "ir": double,
             "code": [["empty", "b", ["T", 32], [32, 1], "int64"], ["ir", ["a"], ["b"]]]}  # fmt: skip
     calls = [
-        Call(plain, ["v0"], ["v1"]),
-        Call(kept, ["v1"], ["v2"]),
-        Call(kept, ["v2"], ["v3"]),
-        Call(plain, ["v3"], ["v4"]),
+        PieceCall(plain, ["v0"], ["v1"]),
+        PieceCall(kept, ["v1"], ["v2"]),
+        PieceCall(kept, ["v2"], ["v3"]),
+        PieceCall(plain, ["v3"], ["v4"]),
     ]
     linked = LinkedProgram(calls, ["v1", "v3"])
     plan = plan_memory(linked, LIMITS)
@@ -288,4 +288,4 @@ def test_interpreted_pieces_are_segments_of_their_own() -> None:
 def test_unknown_instruction() -> None:
     bundle = {"inputs": [], "outputs": [], "code": [["teleport", [], []]], "kernels": {}}
     with pytest.raises(ValueError, match="does not know the piece instruction 'teleport'; recompile"):
-        LinkedProgram([Call(bundle, [], [])], [])
+        LinkedProgram([PieceCall(bundle, [], [])], [])

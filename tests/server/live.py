@@ -96,7 +96,7 @@ class Served:
     def engine_pids(self) -> list[int]:
         """Of the engine's processes, the children that run a core."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(c) for c in children if b"entrypoints.core_process" in Path(f"/proc/{c}/cmdline").read_bytes()]
+        return [int(c) for c in children if b"loading.core.core_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
 
     @property
     def engine_pid(self) -> int:

@@ -38,9 +38,9 @@ class Processes:
 
     def __init__(self, server: Served) -> None:
         self.controller = server.process.pid
-        self.fronts = children(self.controller, b"server.fronts.front")
-        self.cores = children(self.controller, b"entrypoints.core_process")
-        self.ranks = [rank for core in self.cores for rank in children(core, b"entrypoints.rank_process")]
+        self.fronts = children(self.controller, b"process.fronts.front")
+        self.cores = children(self.controller, b"loading.core.core_main")
+        self.ranks = [rank for core in self.cores for rank in children(core, b"loading.core.rank_main")]
 
     @property
     def all(self) -> list[int]:

@@ -42,7 +42,7 @@ def both(embedded_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def engines(server: Served) -> list[int]:
     """Processes of its engines."""
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    return [int(c) for c in children if b"entrypoints.core_process" in Path(f"/proc/{c}/cmdline").read_bytes()]
+    return [int(c) for c in children if b"loading.core.core_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
 
 
 def expected(text: str) -> np.ndarray:

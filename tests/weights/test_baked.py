@@ -21,8 +21,8 @@ from graphllm.config import ConfigError, EngineArgs, Env
 from graphllm.loading.artifact.build import find_or_build
 from graphllm.loading.artifact.resolve import compile_config
 from graphllm.loading.checkpoint.source import open_source
-from graphllm.program import artifact, baked_table
-from graphllm.program.artifact import ArtifactError
+from graphllm.program import baked_table
+from graphllm.program.artifact import Artifact, ArtifactError
 from graphllm.program.baked_table import BakedError
 from graphllm.weights.checkpoint.checkpoint import Checkpoint
 from graphllm.weights.loading import baked, loader
@@ -216,7 +216,7 @@ def test_full_check_finds_any_flipped_bit(cli: Any, copy: Path) -> None:
             byte = file.read(1)[0]
             file.seek(at)
             file.write(bytes([byte ^ 16]))
-        artifact.verify(copy)  # what a start looks at is intact
+        Artifact.open(copy)  # what a start looks at is intact
         done = cli("inspect", copy)
         assert done.code == 2
         assert "weights.bin does not match its checksum" in done.err
@@ -229,7 +229,7 @@ def test_full_check_finds_any_flipped_bit(cli: Any, copy: Path) -> None:
 def test_table_is_part_of_the_manifest(copy: Path) -> None:
     _edit_table(copy)
     with pytest.raises(ArtifactError, match=r"baked\.json"):
-        artifact.verify(copy)
+        Artifact.open(copy)
 
 
 def test_dummy_weights_are_not_baked(cli: Any, checkpoint: Path) -> None:
@@ -287,7 +287,7 @@ def test_two_compiles_of_one_key(checkpoint: Path, cache: Path) -> None:
         _, problem = compiling.communicate(timeout=PATIENCE)
         assert compiling.returncode == 0, problem
     (made,) = (cache / "artifacts").iterdir()
-    artifact.verify(made)
+    Artifact.open(made)
     baked_table.check_contents(made)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from graphllm.config import ConfigError
 from graphllm.loading.checkpoint.source import open_source
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from graphllm.runtime.memory.staging import ragged
 from graphllm.weights import encodings
 from graphllm.weights.checkpoint.checkpoint import Checkpoint, WeightError
@@ -73,8 +73,8 @@ def test_a_model_that_is_stored_so(encoded: tuple[Path, Path]) -> None:
     found, expected = (_logits(folder) for folder in encoded)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     place = _artifact(encoded[0])
-    manifest = artifact.verify(place)
-    notes = {p["unit"]: p["notes"] for p in manifest["passes"] if p["pass"] == "quantize_linear" and p["changed"]}
+    manifest = Artifact.open(place).manifest
+    notes = {p["unit"]: p["notes"] for p in manifest.passes if p["pass"] == "quantize_linear" and p["changed"]}
     assert notes == {
         "layer.full": ["qkv: block_int8", "o: block_int8", "gate_up: block_int8", "down: block_int8"],
         "head": ["lm_head: block_int8"],

@@ -16,7 +16,7 @@ from graphllm.compile.pipeline import find_model
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.loading.artifact.resolve import compile_config
 from graphllm.loading.checkpoint.source import open_source
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from graphllm.weights.checkpoint.checkpoint import WeightError
 from graphllm.weights.encodings import encoding_of
 from graphllm.weights.loading.loader import load_weights
@@ -217,7 +217,7 @@ def _compare_two_ranks(folder: Path, model: Any, apart: bool, kept: str) -> None
 
     settings = {"tensor_parallel_size": 2, "enable_expert_parallel": apart}
     runner = driver.Driver(folder, "eager", settings=settings, opened=ranks_of)
-    shown = {row["name"]: row["kept"] for row in artifact.verify(runner.place)["weights"]}
+    shown = {row["name"]: row["kept"] for row in Artifact.open(runner.place).manifest.weights}
     assert {shown["layers.*.gate_up"], shown["layers.*.down"]} == {kept}
     prompts = [torch.randint(128, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 50)]
     with opened[0]:
@@ -292,7 +292,7 @@ def test_modules_that_are_left_alone(tmp_path: Path) -> None:
     _same(weights["layers.0.down"], model.state_dict()["model.layers.0.mlp.down_proj.weight"])
     _same(weights["layers.1.o"], model.state_dict()["model.layers.1.self_attn.o_proj.weight"])
     runner = driver.Driver(tmp_path, "eager")
-    shown = {(row["name"], *row["layers"]): row for row in artifact.verify(runner.place)["weights"]}
+    shown = {(row["name"], *row["layers"]): row for row in Artifact.open(runner.place).manifest.weights}
     assert (shown["layers.*.down", 0]["kept"], shown["layers.*.down", 0]["bits"]) == ("float32", 32)
     assert shown["layers.*.down", 1]["kept"] == f"nibble_zeros_f16-{GROUP}"
     assert shown["layers.*.down", 1]["stored"] == f"gptq_ordered_index-4-{GROUP}"

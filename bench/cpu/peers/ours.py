@@ -134,17 +134,16 @@ class _Executor(Runner):
 
     def __init__(self, model: Workload, artifact: Path) -> None:
         resolved = _open(model, artifact)
-        from graphllm.program import artifact as files
+        from graphllm.program.artifact import Artifact
         from graphllm.runtime.executor import Executor
         from graphllm.runtime.stream import alone
         from graphllm.weights.loading import baked
 
-        manifest = files.verify(Path(resolved.config.load.artifact))
-        self._width = -(-model.max_len // manifest["factors"]["compile"]["block_size"])
+        opened = Artifact.open(Path(resolved.config.load.artifact))
+        self._width = -(-model.max_len // opened.config.block_size)
         with alone():  # threads of this one would keep the kernels' from spinning
-            self._executor = Executor(
-                artifact, manifest, baked.open_weights(artifact), model.batch * self._width + 1, model.threads
-            )
+            blocks = model.batch * self._width + 1
+            self._executor = Executor(opened, baked.open_weights(artifact), blocks, threads=model.threads)
 
     def run(self, prompts: Sequence[list[int]], count: int) -> Times:
         steps, rows, start = Steps(len(prompts)), [list(p) for p in prompts], 0

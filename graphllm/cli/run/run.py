@@ -35,7 +35,7 @@ from graphllm.loading.artifact.resolve import compile_config
 from graphllm.loading.checkpoint.source import find_source, find_tokenizer
 from graphllm.loading.core.open_core import open_core
 from graphllm.program import baked_table
-from graphllm.program.artifact import read_manifest
+from graphllm.program.artifact import Artifact
 from graphllm.weights.adapters.adapters import adapter_digest
 from graphllm.weights.loading import baked
 
@@ -162,7 +162,7 @@ def settings_of(
         computed = vars(compile_config(source.config, args))
     else:
         place = Path(args.artifact)
-        computed = read_manifest(place)["factors"]["compile"]
+        computed = vars(Artifact.trusted(place).config)
         if source.absent is not None:
             made_of = baked_table.made_of(place)
     folders = dict.fromkeys((source.folder, find_tokenizer(args, source)))

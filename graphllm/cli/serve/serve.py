@@ -24,6 +24,7 @@ from graphllm.engine.process.spawn import Child
 from graphllm.entrypoints.adapters import check_adapters
 from graphllm.loading.artifact.model import ResolvedModel, resolve_model
 from graphllm.loading.checkpoint.hub import name_of
+from graphllm.program.artifact import Artifact
 from graphllm.server.http.rate_limit import RateLimit
 from graphllm.server.process.launch import Opening
 from graphllm.server.process.launch import serve as serve_forever
@@ -79,7 +80,8 @@ def serve(
 
     def open_first() -> ResolvedModel:
         resolved = _open(args)
-        check_adapters(Path(resolved.config.load.artifact), [(a.name, a.path) for a in options.adapters])
+        artifact = Artifact.trusted(Path(resolved.config.load.artifact))
+        check_adapters(artifact, [(a.name, a.path) for a in options.adapters])
         return resolved
 
     beside = replace(host, chat_template=None)  # which is the first model's

@@ -1,7 +1,7 @@
 """The codegen backends behind one interface: `build` makes one piece for one bucket, `assemble` writes what they share.
 
 eager: the piece stays IR, run with the reference ops. cpu: Inductor's C++ and our own kernels, one shared library for
-the whole artifact. cuda: Inductor's Triton and our own kernels as cubins (`compile.cuda`).
+the whole artifact. cuda: Inductor's Triton and our own kernels as cubins (`compile.codegen.cuda`).
 """
 
 from __future__ import annotations

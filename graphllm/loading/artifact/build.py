@@ -9,20 +9,21 @@ import contextlib
 import functools
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from graphllm.config import Bucket, CompileConfig, ConfigError, EngineArgs, Env, ParallelConfig, definitions
-from graphllm.config.setting import assemble, plain
+from graphllm.config.setting import assemble, key_fields, plain
 from graphllm.host.build_lock import build_lock
 from graphllm.host.compiler import check_compiler
 from graphllm.host.garbage_collection import keep_all, no_collections
 from graphllm.loading.artifact.resolve import check_devices, compile_config, kernel_threads
 from graphllm.loading.checkpoint.source import Source
 from graphllm.loading.memory import check_cache_memory
-from graphllm.program import artifact, baked_table
+from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from graphllm.weights.loading import baked
 
 _log = logging.getLogger(__name__)
@@ -45,25 +46,25 @@ def find_or_build(
     progress: Progress,
     folder: Path | None = None,
     bake: bool = False,
-) -> tuple[Path, dict[str, Any]]:
-    """A verified artifact and its manifest.
+) -> Artifact:
+    """A verified artifact.
 
     policy: "build" uses the cached one or builds it, "use" runs eagerly when there is none, "require" fails when there
     is none, "rebuild" always builds. folder: look for and put it there instead of the cache. bake: what is built holds
     its weights.
     """
-    place, manifest = _found_or_built(source, config, env, policy, progress, folder, bake)
-    if unread := manifest.get("unread"):
+    found = _found_or_built(source, config, env, policy, progress, folder, bake)
+    if unread := found.manifest.unread:
         _log.warning("config.json: %s: not read, and without effect here", ", ".join(unread))
-    return place, manifest
+    return found
 
 
 def _found_or_built(
     source: Source, config: CompileConfig, env: Env, policy: Policy, progress: Progress, folder: Path | None, bake: bool
-) -> tuple[Path, dict[str, Any]]:
+) -> Artifact:
     place = folder or artifact_folder(source, config, env)
     if policy != "rebuild" and (found := _find(source, place)) is not None:
-        return place, found
+        return found
     if policy == "require":
         raise artifact.ArtifactError(f"--artifact require: there is none at {place}; make it with `graphllm compile`")
     if policy == "use":
@@ -72,21 +73,21 @@ def _found_or_built(
     if folder:
         artifact.check_replaceable(folder)
     with build_lock(place):
-        if policy == "build" and (found := _find(source, place)) is not None:  # another process has built it meanwhile
-            return place, found
+        if policy == "build" and (found := _find(source, place)) is not None:  # another process has built it
+            return found
         _build(source, config, env, progress, place, bake)
-    return place, artifact.verify(place)
+    return Artifact.open(place)
 
 
-def _find(source: Source, place: Path) -> dict[str, Any] | None:
-    """The manifest of the artifact at ``place``, verified; None when there is none. Raises ConfigError when it was made
-    for another model or machine."""
+def _find(source: Source, place: Path) -> Artifact | None:
+    """The artifact at ``place``, verified; None when there is none. Raises ConfigError when it was made for another
+    model or machine."""
     if not (place / "manifest.json").exists():
         return None
-    manifest = artifact.verify(place)
-    artifact.check_machine(place, manifest)
-    _check_model(place, manifest, source)
-    return manifest
+    found = Artifact.open(place)
+    found.check_machine()
+    _check_model(found, source)
+    return found
 
 
 def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, place: Path, bake: bool) -> None:
@@ -150,18 +151,16 @@ def _compiling() -> Iterator[None]:
             keep_all()
 
 
-def _check_model(place: Path, manifest: Mapping[str, Any], source: Source) -> None:
+def _check_model(found: Artifact, source: Source) -> None:
     """Raise ConfigError unless the artifact was made for this model. One with weights needs no checkpoint, but fits to
     the one that is there."""
-    has_weights = baked_table.is_baked(place)
-    unseen = has_weights and source.absent is not None
-    tensors = manifest["factors"]["checkpoint"] if unseen else source.tensors
-    artifact.check_model(place, manifest, source.config, tensors)
-    if has_weights and source.checkpoint is not None:
-        baked.check_source(place, source.checkpoint)
+    unseen = found.is_baked and source.absent is not None
+    found.check_model(source.config, None if unseen else source.tensors)
+    if found.is_baked and source.checkpoint is not None:
+        baked.check_source(found.folder, source.checkpoint)
 
 
-def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> tuple[Path, int | None]:
+def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> tuple[Artifact, int | None]:
     """`find_or_build` for what a user may say, a policy or the folder of an artifact: a verified artifact, and the
     threads of its kernels. Settings that do not fit the machine are refused before anything is built."""
     folder = None if args.artifact in POLICIES else Path(args.artifact)
@@ -171,22 +170,22 @@ def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> tuple
         )
     policy: Any = "require" if folder else args.artifact
     config = compile_config(source.config, args)
-    device = config.target.device
+    device: str = config.target.device
     if folder is not None:
-        device = artifact.read_manifest(folder)["factors"]["compile"]["target"]["device"]
+        device = Artifact.trusted(folder).device
     cores = assemble(ParallelConfig, vars(args)).cores
     threads = kernel_threads(args.threads, device, cores)
     check_devices(device, cores, config.tensor_parallel_size * args.pipeline_parallel_size)
     check_cache_memory(args, device)
-    place, manifest = find_or_build(source, config, Env.read(), policy, progress, folder)
+    found = find_or_build(source, config, Env.read(), policy, progress, folder)
     if folder is not None:
-        _check_said(folder, manifest["factors"]["compile"], args)
-    return place, threads
+        _check_said(found, args)
+    return found, threads
 
 
-def _check_said(folder: Path, compiled: Mapping[str, Any], args: EngineArgs) -> None:
-    """Raise ConfigError where a user asks for what the artifact at ``folder`` was not compiled for."""
-    compiled = {**compiled, "target": compiled["target"]["device"]}
+def _check_said(found: Artifact, args: EngineArgs) -> None:
+    """Raise ConfigError where a user asks for what an artifact was not compiled for."""
+    compiled: dict[str, Any] = {**key_fields(found.config), "target": found.device}
     for name, d in definitions(CompileConfig).items():
         said = getattr(args, name)
         if d.not_key is not None or said == d.unsaid:
@@ -194,8 +193,8 @@ def _check_said(folder: Path, compiled: Mapping[str, Any], args: EngineArgs) -> 
         has = functools.reduce(operator.getitem, (*d.path, name), compiled)
         if has != plain(said):
             raise ConfigError(
-                f"{name} is {_shown(name, plain(said))}: the artifact {folder} was compiled with {_shown(name, has)}; "
-                "leave the option out, or compile again with it"
+                f"{name} is {_shown(name, plain(said))}: the artifact {found.folder} was compiled with "
+                f"{_shown(name, has)}; leave the option out, or compile again with it"
             )
 
 

@@ -78,7 +78,7 @@ def resolve_model(
         generation = read_json(find_generation_config(args, source) / "generation_config.json")
         tokenizer = Tokenizer.from_folder(folder, source.config, generation or {})
     tell_unread(tokenizer, folder, find_generation_config(args, source), source.folder)
-    place, threads = take_artifact(source, args, progress or log_progress())
+    artifact, threads = take_artifact(source, args, progress or log_progress())
     scheduler = args.scheduler_cls
     proposer = args.draft_proposer
     functions = [p for p in args.logits_processors if not isinstance(p, str)]
@@ -86,7 +86,7 @@ def resolve_model(
         "model": str(source.folder),
         "speculative_model": None if source.draft is None else str(source.draft),
         "tokenizer": None if folder is None else str(folder),
-        "artifact": str(place),
+        "artifact": str(artifact.folder),
         "threads": threads,
         "logits_processors": tuple(p for p in args.logits_processors if isinstance(p, str)),
         "scheduler_cls": scheduler if isinstance(scheduler, str | None) else name_of("scheduler_cls", scheduler),

@@ -12,7 +12,7 @@ from graphllm.engine.process.core_client import CoreClient
 from graphllm.engine.process.core_group import CoreGroup
 from graphllm.engine.process.placement import cpus_of, gpus_of
 from graphllm.engine.process.spawn import Child
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 
 
 def core_client(
@@ -24,11 +24,11 @@ def core_client(
     if count == 1:
         child = children[0] if children else None
         return CoreClient(config, unresponsive=unresponsive, stuck=stuck, child=child)
-    compiled = artifact.read_manifest(Path(config.load.artifact))["factors"]["compile"]
-    on_cpu = compiled["target"]["device"] == "cpu"
-    gpus = compiled["tensor_parallel_size"] * config.parallel.pipeline_parallel_size
+    compiled = Artifact.trusted(Path(config.load.artifact)).config
+    on_cpu = compiled.target.device == "cpu"
+    gpus = compiled.tensor_parallel_size * config.parallel.pipeline_parallel_size
     waiting = dict(enumerate(children))  # one process loads one engine
-    sharing = compiled["data_parallel_experts"] == count
+    sharing = compiled.data_parallel_experts == count
     meetings = tempfile.TemporaryDirectory(prefix="graphllm-cores-") if sharing else None
     started = [0] * count
 

@@ -18,7 +18,7 @@ from graphllm.engine.requests.request import Core
 from graphllm.host.garbage_collection import keep_all, no_collections
 from graphllm.host.machine import gpu_count
 from graphllm.loading.core.rank_main import COMMAND
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from graphllm.runtime.ranks.rank_processes import WaitingRanks
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class _Loading:
 
         with contextlib.suppress(ConfigError, OSError):
             config = msgspec.convert(settings, CoreConfig)
-            self._begun = begin_early(config, artifact.read_manifest(Path(config.load.artifact)))
+            self._begun = begin_early(config, Artifact.trusted(Path(config.load.artifact)))
 
     def load(self, settings: dict[str, Any], phase: Callable[[str, float], None]) -> Core:
         """The engine core."""

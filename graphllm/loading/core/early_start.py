@@ -3,14 +3,13 @@ weights. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from graphllm.config import CoreConfig
 from graphllm.loading.checkpoint.source import open_tensors
 from graphllm.program import baked_table
+from graphllm.program.artifact import Artifact
 from graphllm.runtime.cuda_functions import CudaFunctions
 from graphllm.weights.loading.early_reading import EarlyWeights
 from graphllm.weights.loading.layout import BlockLayout, baked_layout, checkpoint_layout
@@ -30,25 +29,23 @@ class EarlyStart:
             self.weights.close()
 
 
-def begin_early(config: CoreConfig, manifest: Mapping[str, Any]) -> EarlyStart:
+def begin_early(config: CoreConfig, artifact: Artifact) -> EarlyStart:
     """Begin it in threads, on the first GPU; nothing for an engine of another device, or of several. What fails is left
     to who then loads it."""
-    compiled = manifest["factors"]["compile"]
-    degree = compiled["tensor_parallel_size"] * config.parallel.pipeline_parallel_size
-    if compiled["target"]["device"] != "cuda" or degree > 1:
+    degree = artifact.config.tensor_parallel_size * config.parallel.pipeline_parallel_size
+    if artifact.device != "cuda" or degree > 1:
         return EarlyStart()
-    artifact = Path(config.load.artifact)
 
     def find() -> BlockLayout | None:
-        if baked_table.is_baked(artifact):
-            return baked_layout(artifact / baked_table.DATA, baked_table.check(artifact)["tensors"])
+        if artifact.is_baked:
+            return baked_layout(artifact.folder / baked_table.DATA, baked_table.check(artifact.folder)["tensors"])
         model = config.model
         checkpoint, _ = open_tensors(Path(model.model), config.load.load_format, model.speculative_model)
         if checkpoint is None:
             return None
-        return checkpoint_layout(WeightPlan.from_json((artifact / "weights.json").read_text()), checkpoint)
+        return checkpoint_layout(WeightPlan.from_json(artifact.weights), checkpoint)
 
-    functions = CudaFunctions(artifact / "pieces")
+    functions = CudaFunctions(artifact.pieces)
     functions.begin()
     # Of engine cores that share experts each reads others.
     return EarlyStart(functions, None if config.peers is not None else EarlyWeights(find))

@@ -5,16 +5,14 @@ load."""
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from graphllm.config import CoreConfig
 from graphllm.loading.checkpoint.source import open_tensors
 from graphllm.loading.memory import CacheCounts
-from graphllm.program import baked_table
-from graphllm.program.states import place_from
+from graphllm.program.artifact import Artifact
 from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
 from graphllm.weights.formats.integers import KERNELS
 from graphllm.weights.loading import baked
@@ -26,30 +24,26 @@ if TYPE_CHECKING:
     from graphllm.runtime.executor import Executor
 
 
-def without_torch(config: CoreConfig, manifest: Mapping[str, Any]) -> Callable[[], Mapping[str, HostArray]] | None:
+def without_torch(config: CoreConfig, artifact: Artifact) -> Callable[[], Mapping[str, HostArray]] | None:
     """What loads the weights of a core that needs no torch; None for one that does, or may."""
-    artifact = Path(config.load.artifact)
     alone = config.peers is None and not config.model.logits_processors
-    if manifest["factors"]["compile"]["target"]["device"] != "cpu" or not alone:
+    if artifact.device != "cpu" or not alone:
         return None
-    program = json.loads((artifact / "program.json").read_text())
-    recurrent = any(place_from(p).retention == "last" for p in program["states"].values())
-    more = recurrent or program["adapted"] or program["experts"] or len(program["graphs"]) > 1
-    if program.get("torch", True) or more:
+    program = artifact.program
+    if program.torch or program.recurrent or program.adapted or program.experts or len(program.graphs) > 1:
         return None
-    if baked_table.is_baked(artifact):
-        return functools.partial(baked.open_on_host, artifact)
+    if artifact.is_baked:
+        return functools.partial(baked.open_on_host, artifact.folder)
     checkpoint, _ = open_tensors(Path(config.model.model), config.load.load_format, config.model.speculative_model)
     if checkpoint is None:
         return None
-    plan = WeightPlan.from_json((artifact / "weights.json").read_text())
-    loader = host_loader(plan, checkpoint, artifact / KERNELS)
+    loader = host_loader(WeightPlan.from_json(artifact.weights), checkpoint, artifact.folder / KERNELS)
     return None if loader is None else loader.load
 
 
 def host_executor(
-    config: CoreConfig,
-    manifest: Mapping[str, Any],
+    artifact: Artifact,
+    threads: int | None,
     weights: Mapping[str, HostArray],
     counts: CacheCounts,
     cache: CacheMemory | None,
@@ -58,5 +52,4 @@ def host_executor(
     from graphllm.runtime.executor import Executor
     from graphllm.runtime.memory.memory import HostMemory
 
-    artifact, threads = Path(config.load.artifact), config.load.threads
-    return Executor(artifact, manifest, weights, counts.blocks, threads, cache, counts.snapshots, memory=HostMemory())
+    return Executor(artifact, weights, counts.blocks, counts.snapshots, threads, cache, memory=HostMemory())

@@ -7,18 +7,18 @@ import importlib
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from graphllm.config import Bucket, ConfigError, CoreConfig, SchedulerConfig
+from graphllm.config import Bucket, CompileConfig, ConfigError, CoreConfig, SchedulerConfig
 from graphllm.host.garbage_collection import keep_all, no_collections
 from graphllm.loading.core.host import host_executor, without_torch
-from graphllm.loading.core.rank import begin_weights, join_cores, rank_device, rank_place, rank_threads, stage_manifest
+from graphllm.loading.core.rank import begin_weights, join_cores, rank_device, rank_place, rank_threads, stage_memory
 from graphllm.loading.core.ranks import join_ranks, start_ranks
 from graphllm.loading.memory import cache_counts, cpu_cache_memory
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 
 if TYPE_CHECKING:
     import torch
@@ -53,34 +53,34 @@ def load_core(
     RankError when a rank dies.
     """
     clock = _Phases(phases)
-    place = Path(config.load.artifact)
-    manifest: Mapping[str, Any] = artifact.verify(place)
-    compiled = manifest["factors"]["compile"]
-    _check_peers(config, compiled["data_parallel_experts"])
-    own = rank_place(config, manifest, 0)
-    manifest, degree = stage_manifest(place, manifest, own.stage), own.degree
+    artifact = Artifact.open(Path(config.load.artifact))
+    compiled = artifact.config
+    _check_peers(config, compiled.data_parallel_experts)
+    own = rank_place(config, compiled.tensor_parallel_size, 0)
+    memory, degree = stage_memory(artifact, own.stage), own.degree
     with contextlib.ExitStack() as undo:  # what a failure ends
         ranks = start_ranks(config, degree, undo, exits, waiting)
         if ranks is not None:
             config = ranks.config
-            own = rank_place(config, manifest, 0)
+            own = rank_place(config, compiled.tensor_parallel_size, 0)
         counts = cache = None
-        if compiled["target"]["device"] == "cpu" and ranks is None:
-            counts = cache_counts(manifest, config.cache, config.parallel.data_parallel_size)
-            cache = cpu_cache_memory(place, counts)
-        if ranks is None and not processors and (load := without_torch(config, manifest)) is not None:
+        if artifact.device == "cpu" and ranks is None:
+            counts = cache_counts(compiled, memory, config.cache, config.parallel.data_parallel_size)
+            cache = cpu_cache_memory(artifact.program.blocks, counts)
+        if ranks is None and not processors and (load := without_torch(config, artifact)) is not None:
             assert counts is not None
             clock("artifact")
             arrays = load()
             clock("weights")
-            return _make_core(config, compiled, host_executor(config, manifest, arrays, counts, cache), (), clock, None)
+            executor = host_executor(artifact, config.load.threads, arrays, counts, cache)
+            return _make_core(config, compiled, executor, (), clock, None)
         from graphllm.loading.core.early_start import (  # here, because without torch there is no need of it
             EarlyStart,
             begin_early,
         )
 
         if begun is None:  # where torch is there, nothing is gained, and its current device may not be the first
-            begun = EarlyStart() if "torch" in sys.modules else begin_early(config, manifest)
+            begun = EarlyStart() if "torch" in sys.modules else begin_early(config, artifact)
         undo.callback(begun.close)
         clock("artifact")
         _import_torch()
@@ -89,23 +89,22 @@ def load_core(
 
         threads = rank_threads(config, own.here)  # of the process: within `alone` there is one
         with alone():
-            device = rank_device(compiled["target"]["device"], own)
-            loading = undo.enter_context(begin_weights(config, compiled, device, own, begun.weights))
+            device = rank_device(artifact.device, own)
+            loading = undo.enter_context(begin_weights(config, artifact, device, own, begun.weights))
             weights = loading.tensors
             if ranks is not None or config.peers is not None:
                 loading.finish()  # others wait for this process where it waits for them
             clock("weights")
             if ranks is not None:
-                executor: Executor = join_ranks(ranks, manifest, own, device, weights, threads, clock)
+                executor = join_ranks(ranks, artifact, memory, own, device, weights, threads, clock)
                 undo.callback(executor.close)
             else:
                 from graphllm.runtime.executor import Executor
 
-                counts = counts or cache_counts(manifest, config.cache)  # on a GPU, of what the weights have left
+                if counts is None:  # on a GPU, of what the weights have left
+                    counts = cache_counts(compiled, memory, config.cache)
                 blocks, snapshots = counts
-                executor = Executor(
-                    place, manifest, weights, blocks, threads, cache, snapshots, functions=begun.functions
-                )
+                executor = Executor(artifact, weights, blocks, snapshots, threads, cache, functions=begun.functions)
             waves = None
             if config.peers is not None:
                 waves = join_cores(config.peers, device)
@@ -147,7 +146,7 @@ def _check_peers(config: CoreConfig, sharing: int) -> None:
 
 def _make_core(
     config: CoreConfig,
-    compiled: Mapping[str, Any],
+    compiled: CompileConfig,
     executor: Executor,
     processors: Sequence[LogitsProcessor],
     clock: Callable[[str], None],
@@ -174,17 +173,17 @@ def _make_core(
                 executor.warm_up(bucket)
             else:
                 cold.append(bucket)
-        warm_up_host(executor, compiled["max_model_len"], compiled["max_num_batched_tokens"])
+        warm_up_host(executor, compiled.max_model_len, compiled.max_num_batched_tokens)
         clock("warm up")
     told = ProcessorConfig(
-        ModelLimits(compiled["max_model_len"], executor.vocab),
+        ModelLimits(compiled.max_model_len, executor.vocab),
         BatchLimits(executor.max_num_seqs, executor.max_num_batched_tokens),
     )
     ready = [adapted(processor, told, executor.device) for processor in (*named, *processors)]
-    adapters = _adapter_memory(executor, config, compiled["dtype"])
+    adapters = _adapter_memory(executor, config, compiled.dtype)
     return EngineCore(
         executor,
-        compiled["max_model_len"],
+        compiled.max_model_len,
         config.scheduler,
         grammars,
         ready,

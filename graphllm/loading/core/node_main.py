@@ -16,7 +16,7 @@ import msgspec
 
 from graphllm.config import ConfigError, CoreConfig
 from graphllm.loading.core.rank_main import COMMAND
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from graphllm.runtime.ranks.node import Prepare, lead_node
 from graphllm.runtime.ranks.node_messages import Begin, Hello
 from graphllm.runtime.ranks.rank_failure import RankError
@@ -52,7 +52,7 @@ def preparer(model: Path | None) -> Prepare:
             for name, data in fetch().items():
                 (place / name).parent.mkdir(parents=True, exist_ok=True)
                 (place / name).write_bytes(data)
-        artifact.check_machine(place, artifact.verify(place))
+        Artifact.open(place).check_machine()
         checkpoint = model or Path(config.model.model)
         if config.load.load_format != "dummy" and not checkpoint.exists():
             raise ConfigError(

@@ -4,15 +4,17 @@ device is rank 0 of 1. Importing this imports no torch."""
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from graphllm.config import ConfigError, CoreConfig, Peers
 from graphllm.loading.checkpoint.source import open_tensors
 from graphllm.loading.memory import CacheCounts, cache_counts
-from graphllm.program import baked_table
+from graphllm.program.artifact import Artifact
+from graphllm.program.manifest import MemoryTable
 from graphllm.weights.loading import baked
 from graphllm.weights.plan.plan import WeightPlan
 
@@ -84,9 +86,10 @@ class RankPlace(NamedTuple):
         return self.here % self.width == 0
 
 
-def rank_place(config: CoreConfig, manifest: Mapping[str, Any], rank: int) -> RankPlace:
-    """Of one rank; those of a stage, and those of a node, are consecutive."""
-    width, stages = manifest["factors"]["compile"]["tensor_parallel_size"], config.parallel.pipeline_parallel_size
+def rank_place(config: CoreConfig, width: int, rank: int) -> RankPlace:
+    """The place of one rank. The ranks of a stage are consecutive, and so are the ranks of a node. width: ranks of the
+    tensor-parallel group."""
+    stages = config.parallel.pipeline_parallel_size
     degree = width * stages
     here = config.parallel.ranks_of_node(degree)
     stage = None
@@ -97,34 +100,30 @@ def rank_place(config: CoreConfig, manifest: Mapping[str, Any], rank: int) -> Ra
     return RankPlace(rank, degree, here, rank % width, width, stage)
 
 
-def stage_manifest(artifact: Path, manifest: Mapping[str, Any], stage: Stage | None) -> Mapping[str, Any]:
-    """The manifest of an artifact, with the memory that a stage of it takes. Raises ConfigError for one that cannot
-    have so many stages."""
+def stage_memory(artifact: Artifact, stage: Stage | None) -> MemoryTable:
+    """The memory that a stage takes. Raises ConfigError for an artifact that cannot have so many stages."""
     if stage is None:
-        return manifest
+        return artifact.memory
     from graphllm.program.stages import message_bytes, own_states, own_tensors, stage_reads
     from graphllm.weights.loading.loader import chosen
 
-    program = json.loads((artifact / "program.json").read_text())
-    reads = stage_reads(program, stage)
-    plan = chosen(WeightPlan.from_json((artifact / "weights.json").read_text()), reads)
-    blocks = len(own_tensors(own_states(program, reads))) * program["blocks"]["bytes"]
+    reads = stage_reads(artifact.program, stage)
+    plan = chosen(WeightPlan.from_json(artifact.weights), reads)
+    blocks = len(own_tensors(own_states(artifact.program, reads))) * artifact.program.blocks.bytes
     weights = sum(entry.nbytes for entry in plan if not entry.tie)
-    messages = message_bytes(artifact, program, manifest["factors"]["compile"], stage).memory
-    memory = {**manifest["memory"], "weights": weights, "block": blocks, "messages": messages}
-    return {**manifest, "memory": memory}
+    messages = message_bytes(artifact, stage).memory
+    return msgspec.structs.replace(artifact.memory, weights=weights, block=blocks, messages=messages)
 
 
 def begin_weights(
     config: CoreConfig,
-    compiled: Mapping[str, Any],
+    artifact: Artifact,
     device: torch.device,
     place: RankPlace,
     early: EarlyWeights | None = None,
 ) -> Loading:
     """The parameters of a rank, from the artifact or the checkpoint, or random; they may still be being read (see
-    `graphllm.weights.loading.loader.begin_weights`). compiled: of the artifact's key. early: where reading them has
-    begun. Raises ConfigError."""
+    `graphllm.weights.loading.loader.begin_weights`). early: where reading them has begun. Raises ConfigError."""
     if early is not None and (loading := early.loading()) is not None:
         return loading
     import torch
@@ -136,23 +135,21 @@ def begin_weights(
     from graphllm.weights.loading.readers import Loading
 
     rank = place.tensor if config.peers is None else config.peers.rank
-    artifact = Path(config.load.artifact)
     checkpoint, absent = open_tensors(Path(config.model.model), config.load.load_format, config.model.speculative_model)
-    reads = None
-    if place.stage is not None:
-        reads = stage_reads(json.loads((artifact / "program.json").read_text()), place.stage)
-    plan = WeightPlan.from_json((artifact / "weights.json").read_text())
-    if baked_table.is_baked(artifact):
-        if compiled["tensor_parallel_size"] != 1 or config.peers is not None:
+    reads = None if place.stage is None else stage_reads(artifact.program, place.stage)
+    plan = WeightPlan.from_json(artifact.weights)
+    kernels = artifact.folder / KERNELS
+    if artifact.is_baked:
+        if artifact.config.tensor_parallel_size != 1 or config.peers is not None:
             raise ConfigError("bake_weights: an artifact of several ranks has no weights of its own; compile without")
         if device.type == "cuda":
-            return baked.begin_weights(artifact, device)
-        return Loading(baked.open_weights(artifact))
+            return baked.begin_weights(artifact.folder, device)
+        return Loading(baked.open_weights(artifact.folder))
     if absent is not None:
         raise absent
     if checkpoint is not None:
-        return loader.begin_weights(plan, checkpoint, device, artifact / KERNELS, rank, reads)
-    weights = random_weights(loader.chosen(plan, reads), device, kernels=artifact / KERNELS)
+        return loader.begin_weights(plan, checkpoint, device, kernels, rank, reads)
+    weights = random_weights(loader.chosen(plan, reads), device, kernels=kernels)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return Loading(weights)
@@ -173,23 +170,18 @@ class RankShare:
     verified by rank 0."""
 
     def __init__(self, settings: Settings) -> None:
-        import msgspec
         import torch
 
-        from graphllm.program import artifact
-
         config = msgspec.convert(settings.load, CoreConfig)
-        manifest = artifact.read_manifest(Path(config.load.artifact))
-        self._place = rank_place(config, manifest, settings.rank)
+        self._artifact = artifact = Artifact.trusted(Path(config.load.artifact))
+        self._place = rank_place(config, artifact.config.tensor_parallel_size, settings.rank)
         self._config, self._meeting = config, settings.meeting
-        self._manifest = stage_manifest(Path(config.load.artifact), manifest, self._place.stage)
-        compiled = manifest["factors"]["compile"]
-        kind = compiled["target"]["device"]
-        self.spin = _SPIN if kind == "cuda" else 0.0
-        self._device = rank_device(kind, self._place)
+        self._memory = stage_memory(artifact, self._place.stage)
+        self.spin = _SPIN if artifact.device == "cuda" else 0.0
+        self._device = rank_device(artifact.device, self._place)
         self._threads = rank_threads(self._config, self._place.here)
         torch.set_num_threads(1)  # of this thread; the kernels' is another one
-        with begin_weights(config, compiled, self._device, self._place) as loading:
+        with begin_weights(config, artifact, self._device, self._place) as loading:
             self._weights = loading.finish()
 
     @contextlib.contextmanager
@@ -203,17 +195,16 @@ class RankShare:
     def count(self) -> CacheCounts:
         """Blocks and snapshots that there is memory for."""
         processes = self._place.here * self._config.parallel.data_parallel_size
-        return cache_counts(self._manifest, self._config.cache, processes)
+        return cache_counts(self._artifact.config, self._memory, self._config.cache, processes)
 
     def executor(self, blocks: int, snapshots: int) -> Executor:
         """Runs the artifact."""
         from graphllm.runtime.executor import Executor
 
-        artifact = Path(self._config.load.artifact)
+        place = self._place
         return Executor(
-            artifact, self._manifest, self._weights, blocks, self._threads, None, snapshots, self._place.stage,
-            self._place.tensor,
-        )  # fmt: skip
+            self._artifact, self._weights, blocks, snapshots, self._threads, stage=place.stage, rank=place.tensor
+        )
 
 
 @contextlib.contextmanager

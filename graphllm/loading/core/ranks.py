@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,6 +21,8 @@ from graphllm.loading.core.node_main import artifact_files, manifest_digest
 from graphllm.loading.core.rank import RankPlace, join_group
 from graphllm.loading.core.rank_main import COMMAND
 from graphllm.loading.memory import cache_counts
+from graphllm.program.artifact import Artifact
+from graphllm.program.manifest import MemoryTable
 from graphllm.runtime.rank_messages import Allocate, Counted, Loaded, Serving
 from graphllm.runtime.ranks.all_ranks import AllRanks, RanksOfHost
 from graphllm.runtime.ranks.node_messages import Begin
@@ -129,7 +131,8 @@ def start_ranks(
 
 def join_ranks(
     ranks: StartedRanks,
-    manifest: Mapping[str, Any],
+    artifact: Artifact,
+    memory: MemoryTable,
     place: RankPlace,
     device: torch.device,
     weights: Mapping[str, torch.Tensor],
@@ -146,15 +149,13 @@ def join_ranks(
     joined = contextlib.ExitStack()
     try:
         joined.enter_context(join_group(place, ranks.meeting, device))
-        blocks, snapshots = cache_counts(manifest, config.cache, place.here * config.parallel.data_parallel_size)
+        processes = place.here * config.parallel.data_parallel_size
+        blocks, snapshots = cache_counts(artifact.config, memory, config.cache, processes)
         for counted in others.answers(Counted):
             blocks, snapshots = min(blocks, counted.blocks), min(snapshots, counted.snapshots)
         clock("join the ranks")
         others.send(Allocate(blocks, snapshots))
-        artifact = Path(config.load.artifact)
-        executor = MultiprocExecutor(
-            ranks.all, joined, artifact, manifest, weights, blocks, threads, None, snapshots, place.stage
-        )
+        executor = MultiprocExecutor(ranks.all, joined, artifact, weights, blocks, snapshots, threads, place.stage)
         executor.others_serve(loaded, others.answers(Serving))
     except BaseException:
         joined.close()

@@ -16,7 +16,7 @@ from typing import Any, Self
 from graphllm.config import ConfigError, CoreConfig
 from graphllm.loading.core.node_main import preparer
 from graphllm.loading.core.rank_main import COMMAND
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from graphllm.runtime.ranks.node import lead_node
 from graphllm.runtime.ranks.node_messages import Hello
 
@@ -53,8 +53,8 @@ class RayNodes:
             raise ConfigError(
                 "distributed_executor_backend is ray: its library is not installed; `pip install graphllm[ray]`"
             ) from None
-        compiled = artifact.read_manifest(Path(config.load.artifact))["factors"]["compile"]
-        self._resource = "CPU" if compiled["target"]["device"] == "cpu" else "GPU"
+        compiled = Artifact.trusted(Path(config.load.artifact)).config
+        self._resource = "CPU" if compiled.target.device == "cpu" else "GPU"
         self._began = not ray.is_initialized()
         if self._began:
             ray.init(log_to_driver=True, logging_level=logging.WARNING)
@@ -65,7 +65,7 @@ class RayNodes:
         try:
             sizes = [int(n["Resources"].get(self._resource, 0)) for n in ray.nodes() if n["Alive"]]
             self.count = node_count(
-                degree, compiled["tensor_parallel_size"], sizes, config.parallel.nnodes, self._resource
+                degree, compiled.tensor_parallel_size, sizes, config.parallel.nnodes, self._resource
             )
             self._here = degree // self.count
             self._place()

@@ -6,57 +6,54 @@ cache manager knows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from graphllm.config import ConfigError
-from graphllm.program.schema import CacheGroup
+from graphllm.program.program import Program
 from graphllm.program.stages import own_states, own_tensors
-from graphllm.program.states import StatePlace, place_from
+from graphllm.program.states import StatePlace
 from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
 from graphllm.runtime.memory.memory import Array, Memory
 
 
 class States:
-    """described: program.json. num_blocks: of the pool, block 0 is never written by a request. counts: entries by axis
-    of the other states. num_snapshots: copies of recurrent states. cache: the pool's memory on a CPU, None to make it
-    here. reads: the states of layers that this stage of a pipeline has, None for all. Raises ConfigError when the
-    memory cannot be allocated."""
+    """Memory for the states of a program.
+
+    num_blocks: of the pool; no request writes block 0.
+    num_snapshots: copies of recurrent states.
+    cache: the pool's memory on a CPU; None: it is made here.
+    reads: the states that this stage of a pipeline reads; None: all.
+
+    Raises ConfigError when the memory cannot be allocated.
+    """
 
     def __init__(
         self,
-        described: Mapping[str, Any],
+        program: Program,
         memory: Memory,
         num_blocks: int,
-        counts: Mapping[str, int],
         num_snapshots: int = 0,
         cache: CacheMemory | None = None,
         reads: frozenset[str] | None = None,
     ) -> None:
         self._memory, self.num_blocks, self.num_snapshots = memory, num_blocks, num_snapshots
-        blocks = described["blocks"]
-        self.groups = tuple(CacheGroup(*g) for g in blocks["groups"])
         self._cache = cache
-        own = described["states"] if reads is None else own_states(described, reads)
-        used = range(blocks["tensors"]) if reads is None else sorted(own_tensors(own))
-        self._pool = self._allocate(len(used), blocks["bytes"])
+        places = program.states if reads is None else own_states(program, reads)
+        used = range(program.blocks.tensors) if reads is None else sorted(own_tensors(places))
+        self._pool = self._allocate(len(used), program.blocks.bytes)
         self._numbers = {tensor: at for at, tensor in enumerate(used)}  # of the pool's tensors, by those of all stages
-        places = {name: place_from(p) for name, p in own.items()}
         self.tensors = {
-            name: self._block_view(p) if p.axis == "block" else memory.zeros((counts[p.axis], *p.shape), p.dtype)
+            name: self._block_view(p)
+            if p.axis == "block"
+            else memory.zeros((program.entries[p.axis], *p.shape), p.dtype)
             for name, p in places.items()
         }
         self.adapters = {n.removeprefix("state."): p.shape for n, p in places.items() if p.axis == "adapter"}
         self._version = self.tensors.get("state.version")  # of recurrent states, by slot: which one is valid
         self._recurrent = [self.tensors[n] for n, p in places.items() if p.retention == "last"]
         self._snapshots = [memory.zeros((num_snapshots, *t.shape[2:]), str(t.dtype)[6:]) for t in self._recurrent]
-
-    @property
-    def recurrent(self) -> bool:
-        """Whether there are states that a sequence's entry must be zeroed or restored for."""
-        return bool(self._recurrent)
 
     @property
     def block_bytes(self) -> int:

@@ -12,17 +12,16 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from graphllm.ir.groups import TENSOR, joined_group
+from graphllm.program.artifact import Artifact
 from graphllm.program.schema import ExpertMoves
 from graphllm.program.stages import Stage
 from graphllm.runtime.executor import Executor, Hook, StepHandle
-from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
 from graphllm.runtime.memory.staging import StepInput
 from graphllm.runtime.rank_messages import (
     AdapterTable,
@@ -66,16 +65,14 @@ class MultiprocExecutor(Executor):
         self,
         ranks: AllRanks,
         joined: contextlib.ExitStack,
-        folder: Path,
-        manifest: Mapping[str, Any],
+        artifact: Artifact,
         weights: Mapping[str, torch.Tensor],
         num_blocks: int,
-        threads: int | None = None,
-        cache: CacheMemory | None = None,
         num_snapshots: int = 0,
+        threads: int | None = None,
         stage: Stage | None = None,
     ) -> None:
-        super().__init__(folder, manifest, weights, num_blocks, threads, cache, num_snapshots, stage)
+        super().__init__(artifact, weights, num_blocks, num_snapshots, threads, stage=stage)
         self.ranks, self._joined = ranks, joined
         self.worker.world_size = ranks.degree
         self.rank_seconds: list[dict[str, float]] = []  # of the start of each other rank, by phase

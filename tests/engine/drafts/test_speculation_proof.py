@@ -21,7 +21,7 @@ from graphllm.engine.core import EngineCore
 from graphllm.engine.requests.request import EngineRequest
 from graphllm.engine.requests.text import Tokenizer
 from graphllm.loading.checkpoint.source import open_source
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from tests.artifacts import artifact_of
 from tests.engine.drafts.test_draft_models import LEN, METHODS, Opened, V, _open, made_model
 from tests.engine.harness import Result, finish, open_core, request, verify_all_drafts
@@ -101,8 +101,8 @@ def prompts() -> list[list[int]]:
 
 def _core(places: Places, proposer: str, pages: int, **options: Any) -> EngineCore:
     """pages: of 8 tokens of the model; a draft model's own cache comes on top, in blocks of another size."""
-    memory = artifact.verify(places(proposer))["memory"]
-    pages = pages * 8 * memory["cache bytes a token"] // memory["block"]
+    memory = Artifact.open(places(proposer)).memory
+    pages = pages * 8 * memory.token // memory.block
     stops = tuple(sorted(Tokenizer.from_folder(MODEL_DIR).stop_ids))
     on_device = {"plain": None, "device": None, **dict.fromkeys(DRAFTERS)}
     own = {**on_device, "random": f"{__name__}:Random"}.get(proposer, proposer)

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphllm import LLM, SamplingParams, StructuredOutputsParams
 from graphllm.config import ConfigError
-from graphllm.program.linking import Call
+from graphllm.program.linking import PieceCall
 from graphllm.program.stages import Stage, stage_calls
 from graphllm.runtime.ranks.rank_failure import RankError
 from tests.engine.harness import request, verify_all_drafts
@@ -199,12 +199,12 @@ def test_what_cannot_have_stages(checkpoint: Path, options: dict[str, Any]) -> N
 def test_what_a_stage_calls() -> None:
     """Each call is made once, but for what follows the layers; what later ones read goes on, once for each border."""
 
-    def call(inputs: list[str], outputs: list[str]) -> Call:
+    def call(inputs: list[str], outputs: list[str]) -> PieceCall:
         local = {name: f"l{i}" for i, name in enumerate([*inputs, *outputs])}
         code = [["empty", local[n], [1], [1], "float32"] for n in outputs]
         code += [["kernel", "k", [["t", n] for n in local.values()]]]
         bundle = {"inputs": [local[n] for n in inputs], "outputs": [local[n] for n in outputs], "code": code}
-        return Call(bundle, inputs, outputs)
+        return PieceCall(bundle, inputs, outputs)
 
     calls = [
         call(["step.token_ids", "embed.tokens"], ["x", "angles"]),
@@ -217,7 +217,7 @@ def test_what_a_stage_calls() -> None:
     kernels = [[any(c[0] == "kernel" for c in m.bundle["code"]) for m in stage] for stage in made]
     assert kernels == [[1, 1, 0, 0, 1], [0, 0, 1, 0, 1], [0, 0, 0, 1, 1]]
 
-    def moved(stage: list[Call]) -> list[tuple[int | str, ...]]:
+    def moved(stage: list[PieceCall]) -> list[tuple[int | str, ...]]:
         found = []
         for at, m in enumerate(stage):
             names = dict(zip([*m.bundle["inputs"], *m.bundle["outputs"]], [*m.inputs, *m.outputs], strict=True))

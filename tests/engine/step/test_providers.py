@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-
+import msgspec
 import numpy as np
 import pytest
 
 from graphllm.config import ConfigError
 from graphllm.engine.requests.request_table import RequestTable
 from graphllm.engine.step.providers import StepRequests, find_providers
-from graphllm.program.specs import InputSpec, input_from, plain
+from graphllm.program.specs import InputSpec
 
 
 def _loaded(spec: InputSpec) -> InputSpec:
-    return input_from(json.loads(json.dumps(plain(spec))))
+    return msgspec.json.decode(msgspec.json.encode(spec), type=InputSpec)
 
 
 def test_specs_come_back_as_they_were() -> None:

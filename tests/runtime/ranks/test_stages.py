@@ -4,7 +4,6 @@ of the step before are still to come, and nothing of the two gets mixed up. And 
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from graphllm.ir.groups import set_links
 from graphllm.loading.checkpoint.source import open_source
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from graphllm.program.stages import Stage, message_bytes
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.memory.staging import StepInput, ragged, stack_tables
@@ -92,7 +91,7 @@ def _first_stage(folder: Path, checkpoint: Path) -> Executor:
     plan = WeightPlan.from_json((folder / "weights.json").read_text())
     source = open_source(checkpoint).checkpoint
     assert source is not None
-    return Executor(folder, artifact.verify(folder), load_weights(plan, source), 16, stage=Stage(0, 2))
+    return Executor(Artifact.open(folder), load_weights(plan, source), 16, stage=Stage(0, 2))
 
 
 @pytest.mark.parametrize("kind", ["eager", "compiled"])
@@ -165,12 +164,10 @@ def test_a_program_that_is_new_runs_alone(
 @pytest.mark.parametrize("number", [0, 1])
 def test_memory_of_messages(number: int, compiled_artifact: Path, second: SecondStage, checkpoint: Path) -> None:
     """What the largest step sends and gets, against what the artifact says that it does."""
-    program = json.loads((compiled_artifact / "program.json").read_text())
-    manifest = artifact.verify(compiled_artifact)
-    compiled = manifest["factors"]["compile"]
-    said = message_bytes(compiled_artifact, program, compiled, Stage(number, 2)).memory
+    artifact = Artifact.open(compiled_artifact)
+    said = message_bytes(artifact, Stage(number, 2)).memory
     executor = _first_stage(compiled_artifact, checkpoint)
-    tokens, rows = compiled["max_num_batched_tokens"], executor.max_rows
+    tokens, rows = artifact.config.max_num_batched_tokens, executor.max_rows
     second.give(5)
     step = _batch([1] * tokens, 0, 1)
     indices = {"logits_indices": np.arange(rows, dtype=np.int32)}

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graphllm.config import ConfigError
-from graphllm.program import artifact
+from graphllm.program.artifact import Artifact
 from graphllm.runtime.memory.staging import StepInput, ragged
 from tests.artifacts import artifact_of, open_executor
 from tests.runtime.artifact_ranks import Ranks
@@ -67,15 +67,15 @@ def test_two_processes_give_the_logits_of_one(biased: Path, tmp_path: Path) -> N
     expected, text = _greedy(lambda step: executor.run(step).logits.float().numpy())
 
     two = _compiled(biased, 2)
-    manifest = artifact.verify(two)
-    notes = {p["unit"]: p["notes"] for p in manifest["passes"] if p["pass"] == "shard" and p["changed"]}
+    manifest, alone = Artifact.open(two).manifest, Artifact.open(one).manifest
+    notes = {p["unit"]: p["notes"] for p in manifest.passes if p["pass"] == "shard" and p["changed"]}
     assert notes == {
         "embed": ["tokens: all_reduce"],
         "layer.full": ["o: all_reduce", "down: all_reduce"],
         "head": ["lm_head: all_gather"],
     }
-    assert manifest["memory"]["weights"] < artifact.verify(one)["memory"]["weights"]
-    assert manifest["memory"]["block"] * 2 == artifact.verify(one)["memory"]["block"]
+    assert manifest.memory.weights < alone.memory.weights
+    assert manifest.memory.block * 2 == alone.memory.block
     with Ranks(two, biased, 2, BLOCKS) as ranks:
         found, same = _greedy(lambda step: ranks.run(step)["logits"])
     for a, b in zip(found, expected, strict=True):
