@@ -1,11 +1,11 @@
-"""`EngineArgs`: every setting by name, as a user says it. Generated from `EngineConfig`."""
+"""`EngineArgs`: every setting by name, as a user says it. Generated from `EngineConfig`; a type checker reads
+args.pyi."""
 
 from __future__ import annotations
 
 import dataclasses
 import textwrap
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from graphllm.config.engine import EngineConfig
 from graphllm.config.errors import ConfigError
@@ -65,19 +65,4 @@ def args_class(config: type, name: str = "EngineArgs") -> type:
     return dataclasses.make_dataclass(name, fields, frozen=True, namespace=namespace)
 
 
-if TYPE_CHECKING:
-
-    class EngineArgs:
-        """What `args_class` makes, as far as a type checker can know it."""
-
-        __dataclass_fields__: ClassVar[dict[str, Any]]
-
-        def __init__(self, model: str | Path | None = None, **settings: Any) -> None: ...
-        @staticmethod
-        def add_cli_args(parser: ArgumentParser) -> ArgumentParser: ...
-        @classmethod
-        def from_cli_args(cls, args: Namespace) -> EngineArgs: ...
-        def __getattr__(self, name: str) -> Any: ...
-
-else:
-    EngineArgs = args_class(EngineConfig)
+EngineArgs = args_class(EngineConfig)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast, get_args
 
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.errors import ErrorPlace
@@ -26,6 +26,9 @@ from graphllm.entrypoints.metrics_reader import Metric
 from graphllm.entrypoints.offline import Bars, Interrupts, Show, bars, each, listed
 from graphllm.entrypoints.pooling import PoolingOfflineMixin
 
+if TYPE_CHECKING:
+    from graphllm.config.args import EngineSettings
+
 Message = Mapping[str, Any]
 Done = Callable[[RequestOutput], None]
 
@@ -37,7 +40,7 @@ class LLM(PoolingOfflineMixin):
     `EngineArgs`. Raises ConfigError naming what cannot be used.
     """
 
-    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+    def __init__(self, model: str | Path | None = None, **options: Unpack[EngineSettings]) -> None:
         self._attach(load_engine(EngineArgs(model, **options)))
 
     @classmethod

@@ -14,13 +14,14 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from graphllm.cli.options import engine_options, sampling_options
-from graphllm.config import Bucket, CompileConfig, ConfigError, EngineConfig, Target, definitions, setting
+from graphllm.config import Bucket, CompileConfig, ConfigError, EngineConfig, Target, args, definitions, setting
 from graphllm.config.args import args_class
 from graphllm.config.engine import SchedulerConfig
 from graphllm.config.parameter import Column, columns, number, parameter
 from graphllm.config.reference import reference
 from graphllm.config.requests.sampling_params import SamplingParams, sampling_columns
 from graphllm.config.setting import assemble
+from graphllm.config.stub import stub
 from graphllm.program import artifact
 from graphllm.server.apis.openai.protocol import Body, with_parameters
 from tests.waiting import PATIENCE
@@ -167,6 +168,11 @@ def test_columns_on_the_device() -> None:
 def test_the_page_of_settings_is_up_to_date() -> None:
     page = Path(__file__).parents[2] / "docs" / "settings.md"
     assert page.read_text() == reference(), "run: python -m graphllm.config.reference > docs/settings.md"
+
+
+def test_the_type_checker_knows_the_settings() -> None:
+    file = Path(args.__file__).with_suffix(".pyi")
+    assert file.read_text() == stub(), "run: python -m graphllm.config.stub > graphllm/config/args.pyi"
 
 
 def test_the_config_imports_nothing_heavy() -> None:
