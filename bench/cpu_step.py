@@ -27,6 +27,8 @@ from cpu_kernels import huge, probe
 from gpu_step import batch
 
 from graphllm.program.artifact import Artifact
+from graphllm.runtime.commands.adapters import WriteAdapter
+from graphllm.runtime.commands.command import TensorData
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.kernels import CpuLaunch
 from graphllm.runtime.stream import alone
@@ -76,7 +78,7 @@ class Timer:
         start = time.perf_counter()
         self.executor.run(self.input)
         self.steps.append(time.perf_counter() - start)
-        self.executor._stream.submit(self._timed).result()
+        self.executor.stream.submit(self._timed).result()
 
     def _timed(self) -> None:
         sums: dict[str, float] = defaultdict(float)
@@ -120,7 +122,7 @@ def main() -> None:
         executor = Executor(artifact, weights, 8192, threads=args.threads)
         for entry in range(1, args.adapters + 1):
             tables = {name: torch.randn(shape) / 64 for name, shape in executor.adapters.items()}
-            executor.write_adapter(entry, tables)
+            executor.do(WriteAdapter(entry, {name: TensorData(table) for name, table in tables.items()}))
         timers = {kind: Timer(executor, weights, kind, args.context, args.adapters) for kind in args.cases}
         reads: list[float] = []
 
@@ -131,7 +133,7 @@ def main() -> None:
 
         for kind, timer in timers.items():
             for _ in range(args.steps if kind.startswith("decode") else -(-args.steps // 4)):
-                executor._stream.submit(read).result()
+                executor.stream.submit(read).result()
                 timer.measure()
         held = sum({w.data_ptr(): w.nbytes for w in weights.values()}.values())
         middle, best = statistics.median(reads), max(reads)

@@ -123,7 +123,7 @@ def worker(folder: Path, artifact: Path) -> None:
                 runner.run("")
             end.record()
 
-        executor._stream.submit(replay)
+        executor.stream.submit(replay)
         torch.cuda.synchronize()
         result["decode"][size] = {
             "ms": round(statistics.median(times), 3),

@@ -65,7 +65,7 @@ def one_step_in_flight(llm: LLM) -> Callable[[], None]:
     def back() -> None:
         scheduler._limits, core._depth = limits, depth
 
-    scheduler._limits, core._depth = limits._replace(overlapping=1), 1
+    scheduler._limits, core._depth = limits._replace(pipeline_depth=1), 1
     return back
 
 

@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 
 from graphllm.runtime.memory.staging import ragged
-from graphllm.runtime.rank_messages import Command, Start
 from graphllm.runtime.ranks.broadcast import Reader, Writer
+from graphllm.runtime.ranks.rank_messages import Command, Start
 
 STEPS, CONTEXT, BLOCK = 1000, 2000, 16
 

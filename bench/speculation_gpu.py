@@ -67,7 +67,7 @@ def steps(executor: Any, sequences: int, tokens: int, count: int) -> float:
                 torch.cuda.current_stream().synchronize()
             times.append(1e3 * (time.perf_counter() - start) / count)
 
-    executor._stream.submit(replay).result()
+    executor.stream.submit(replay).result()
     return round(statistics.median(times), 4)
 
 

@@ -11,12 +11,13 @@ import pytest
 import transformers
 
 from graphllm.compile.described import described, unread_fields
-from graphllm.config import ConfigError, inert_fields
-from graphllm.config.inert_fields import CONFIG, GENERATION, QUANTIZATION, unknown_fields
+from graphllm.config import ConfigError
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.requests.text import Tokenizer
 from graphllm.ir.registry import load_models
 from graphllm.loading.checkpoint.unread_files import tell_unread
+from graphllm.weights.checkpoint import inert_fields
+from graphllm.weights.checkpoint.inert_fields import CONFIG, GENERATION, QUANTIZATION, unknown_fields
 from graphllm.weights.plan.schemes import scheme_of
 from tests.models.test_config import FAMILIES, LLAMA, PUBLISHED
 from tests.weights.quantized import FORMATS

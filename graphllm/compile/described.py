@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphllm.config.fields import MAX_MODEL_LEN, READ, section
-from graphllm.config.inert_fields import CONFIG, QUANTIZATION, ROPE, unknown_fields
 from graphllm.weights.checkpoint.checkpoint import DRAFT
+from graphllm.weights.checkpoint.inert_fields import CONFIG, QUANTIZATION, ROPE, unknown_fields
 from graphllm.weights.plan.schemes import unread_settings
 
 _ROPES = ("rope_parameters", "rope_scaling")

@@ -50,9 +50,9 @@ from graphllm.engine.step.step_executor import Handle, StepExecutor
 from graphllm.engine.vectors.pooled_vectors import PooledVectors
 from graphllm.engine.vectors.vector_cache import KeptVectors
 from graphllm.host.importing import imported
+from graphllm.runtime.commands.calls import Call, values
+from graphllm.runtime.commands.states import WriteEntry
 from graphllm.runtime.memory.staging import ragged
-from graphllm.runtime.rank_calls import values
-from graphllm.runtime.rank_messages import Call
 
 if TYPE_CHECKING:
     import torch
@@ -86,11 +86,17 @@ class _InFlight(NamedTuple):
 
 
 class EngineCore:
-    """Feeds one executor. max_len: tokens of prompt and output together. grammars: compiles structured outputs, None
-    where there is no tokenizer. processors: see docs/logits-processors.md. overlapping: steps that the executor runs
-    at once, in the stages of a pipeline; up to ``together`` sequences are in one all the same. balancer: says which
-    experts move, where they do. waves: of the cores that step together with this one. cold: buckets whose first step is
-    slow, which run when there is nothing else to do."""
+    """Feeds one executor.
+
+    max_len: tokens of prompt and output together.
+    grammars: compiles structured outputs; None where there is no tokenizer.
+    processors: see docs/logits-processors.md.
+    pipeline_depth: steps that the executor runs at once, in the stages of a pipeline.
+    min_batch_per_stage: a step with fewer sequences is not split over the stages.
+    balancer: says which experts move; None where they do not.
+    waves: of the cores that step together with this one.
+    cold: buckets whose first step is still to come; `warm_up` runs one.
+    """
 
     def __init__(
         self,
@@ -101,8 +107,8 @@ class EngineCore:
         processors: Sequence[LogitsProcessor] = (),
         speculation: SpeculationConfig = _NO_SPECULATION,
         adapters: AdapterMemory | None = None,
-        overlapping: int = 1,
-        together: int = 1,
+        pipeline_depth: int = 1,
+        min_batch_per_stage: int = 1,
         balancer: ExpertBalancer | None = None,
         waves: CoreWaves | None = None,
         cold: Iterable[Bucket] = (),
@@ -122,8 +128,8 @@ class EngineCore:
             device_drafts=executor.device_drafts,
             late_drafts=speculation.draft_proposer is not None,
             verify_at_most=speculation.speculative_disable_by_batch_size,
-            overlapping=overlapping,
-            together=together,
+            pipeline_depth=pipeline_depth,
+            min_batch_per_stage=min_batch_per_stage,
         )
         if speculation.draft_proposer is not None and (executor.device_drafts or not executor.layout.query_lens):
             why = "drafts come from the device" if executor.device_drafts else "num_speculative_tokens is 0"
@@ -157,7 +163,7 @@ class EngineCore:
         self._providers = find_providers(executor.inputs.values())
         self._adapters = adapters or AdapterMemory(executor.layout.max_adapters, _no_files)
         self._in_flight: collections.deque[_InFlight] = collections.deque()
-        self._depth = overlapping  # steps that are started before the first of them is waited for
+        self._depth = pipeline_depth  # steps that are started before the first of them is waited for
         self._news: list[EngineCoreOutput] = []  # of requests that ended outside a step
         self._compiler = concurrent.futures.ThreadPoolExecutor(_COMPILERS, "graphllm-grammars")
         self._compiling: dict[
@@ -322,7 +328,8 @@ class EngineCore:
         if started is not None:
             if started.batch.full:
                 self._sample(started)
-            after_step(self._executor, started.output)
+            for command in after_step(started.output):
+                self._executor.do(command)
             self._in_flight.append(started)
         return news
 
@@ -331,7 +338,7 @@ class EngineCore:
         is no place beside it. known: it begins, or is sampled from, when all tokens of its requests are."""
         most = len(self._in_flight) - 1 if next_step is None else self._depth - 1
         if next_step is not None and known:
-            most = min(most, next_step.beside)
+            most = min(most, next_step.num_independent)
         while len(self._in_flight) > max(most, 0):
             yield self._in_flight.popleft()
 
@@ -415,11 +422,12 @@ class EngineCore:
             if length := self._executor.layout.history:
                 begun_states["history"] = history(request.prompt, state.output, length)
             if begun_states:
-                self._executor.write_entry(state.slot, begun_states)
+                self._executor.do(WriteEntry(state.slot, begun_states))
             requests.verifiable[state.slot] = self._verifies
-        before_step(self._executor, output, self._adapters)
+        for command in before_step(output, self._adapters):
+            self._executor.do(command)
         for moves in self._balancer.next() if self._balancer is not None else ():
-            self._executor.move_experts(moves)
+            self._executor.do(moves)
         batch = self._table.stage(output, requests, self._executor.layout, bool(self._processors))
         if self._providers:
             arrays = batch.step.arrays
@@ -644,7 +652,7 @@ class EngineCore:
     def collective_rpc(self, call: Call, timeout: float | None = None) -> list[Any]:
         """What a function returns on every rank, between two steps. Raises RankCallError when a rank could not,
         RankError when one is gone, or takes longer than ``timeout`` seconds."""
-        return values(self._executor.call(call, timeout))
+        return values(self._executor.ask(call, timeout))
 
     def warm_up(self) -> bool:
         """Run a step of a bucket that is still cold, while no request is there; whether there are more."""

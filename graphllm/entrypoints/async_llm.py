@@ -37,7 +37,7 @@ from graphllm.entrypoints.tracing import TracedRequest, Tracing
 from graphllm.entrypoints.vllm_config import VllmConfig
 from graphllm.loading.artifact.model import ResolvedModel, grammar_maker, resolve_model
 from graphllm.loading.core.core_clients import core_client
-from graphllm.runtime.rank_calls import PROFILE_PREFIX, START_PROFILE, STOP_PROFILE, call_of
+from graphllm.runtime.commands.calls import PROFILE_PREFIX, START_PROFILE, STOP_PROFILE, call_of
 
 _SLICE = 128  # updates detokenized before the event loop gets a turn
 _LONG = 4096  # characters of a prompt above which it is tokenized in a thread

@@ -22,7 +22,7 @@ from graphllm.entrypoints.tracing import TracedRequest, Tracing
 from graphllm.entrypoints.vllm_config import VllmConfig
 from graphllm.loading.artifact.model import resolve_model
 from graphllm.loading.core.open_core import open_core
-from graphllm.runtime.rank_calls import PROFILE_PREFIX, START_PROFILE, STOP_PROFILE, call_of
+from graphllm.runtime.commands.calls import PROFILE_PREFIX, START_PROFILE, STOP_PROFILE, call_of
 
 _VECTORS = Vectors()
 

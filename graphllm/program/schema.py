@@ -42,15 +42,6 @@ class ExpertLayout(msgspec.Struct, frozen=True):
         return self.slots // self.ranks
 
 
-class ExpertMoves(NamedTuple):
-    """What changes in one layer between two steps. groups: copies (from slot, to slot), those of a group at once, one
-    group after the other. placement: the expert in each slot, behind all of them."""
-
-    layer: int
-    groups: list[list[tuple[int, int]]]
-    placement: list[int]
-
-
 class CacheLayout(NamedTuple):
     """The states of a loaded model, as the cache manager sees them.
 

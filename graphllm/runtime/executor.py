@@ -8,19 +8,20 @@ device.
 from __future__ import annotations
 
 import gc
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from graphllm.config import Bucket, ConfigError
+from graphllm.config import Bucket
 from graphllm.program.artifact import Artifact
 from graphllm.program.linking import EXCHANGE, ZEROED
-from graphllm.program.schema import ExpertLayout, ExpertMoves
+from graphllm.program.schema import ExpertLayout
 from graphllm.program.specs import InputSpec
 from graphllm.program.stages import BEHIND, Stage, message_bytes, stage_reads
+from graphllm.runtime.commands.command import Answered, Command, Query
+from graphllm.runtime.commands.worker import Worker
 from graphllm.runtime.cuda_functions import CudaFunctions
 from graphllm.runtime.drafting import DraftRuns, DraftShape, prepare_drafts
 from graphllm.runtime.graphs import BoundProgram, GraphPrograms
@@ -31,10 +32,9 @@ from graphllm.runtime.memory.padding import Size
 from graphllm.runtime.memory.staging import StepInput, ragged
 from graphllm.runtime.memory.states import States
 from graphllm.runtime.profiling import PROFILE, drop_profile, named
-from graphllm.runtime.rank_calls import Worker, answer
-from graphllm.runtime.rank_messages import Answered, Call
-from graphllm.runtime.stream import CpuStream, CudaStream, Job, Stream, nothing
-from graphllm.weights.adapters.adapted import linear_from
+from graphllm.runtime.staged_stream import StagedStream
+from graphllm.runtime.stream import CpuStream, CudaStream, Job, Stream
+from graphllm.weights.adapters.adapted import AdaptedLinear, linear_from
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from graphllm.runtime.expert_slots import ExpertSlots
 
 _WARM_PROMPT = 128  # tokens
-# Sequences that gain nothing in stages by steps of their own: with half of them a step takes nearly as long.
-_TOGETHER = {"cpu": 16, "cuda": 64}
+# Sequences of a step below which splitting it over the stages gains nothing: half of them take nearly as long.
+_MIN_BATCH_PER_STAGE = {"cpu": 16, "cuda": 64}
 
 Hook = Callable[["torch.Tensor"], None]
 
@@ -68,32 +68,31 @@ class StepResult(NamedTuple):
 
 
 class StepHandle:
-    """A step that was started. ``wait`` gives its results, once. size: what it is padded to. follow: has what is behind
-    the layers of this step start. later: that, in order, while it has not been started."""
+    """A step that was started. ``wait`` gives its results, once. size: what it is padded to."""
 
     def __init__(
-        self,
-        step: StepInput,
-        buffer_index: int,
-        size: Size,
-        variant: str,
-        program: BoundProgram,
-        follow: Callable[[StepHandle], None],
+        self, step: StepInput, buffer_index: int, size: Size, variant: str, program: BoundProgram, executor: Executor
     ) -> None:
         self.rows, self.counts = step.rows, {"T": step.tokens, "S": step.sequences, "R": step.rows}
         self.buffer_index, self.size, self.variant, self.program = buffer_index, size, variant, program
         self.jobs: list[Job] = []  # one for each stretch of the step, in order
-        self.later: list[Callable[[], None]] = []
-        self._follow = follow
+        self._executor = executor
         self.drafts: DraftRuns | None = None
         self.wants_drafts = False
         self.outputs: dict[str, np.ndarray] = {}
         self.whole: dict[int, Callable[[], np.ndarray]] = {}
 
+    def launch(self, work: Callable[[], None]) -> None:
+        """Launch a part of the step."""
+        job = self._executor.launch(self, work)
+        self.jobs.append(job)
+        if self.drafts is not None:
+            self.drafts.belong_to(job)
+
     def settle(self) -> None:
         """Block until the step is done; its results lie in ``outputs`` until the second step after it starts. Raises
         what the device reported."""
-        self._follow(self)
+        self._executor.stream.settle(self)
         for job in self.jobs:
             job.result()
 
@@ -138,33 +137,32 @@ class Executor:
         functions: CudaFunctions | None = None,
     ) -> None:
         config, program = artifact.config, artifact.program
-        self._memory = memory or _torch_memory(artifact.device)
-        self.device = self._memory.device
+        self.memory = memory or _torch_memory(artifact.device)
+        self.device = self.memory.device
         self.max_num_seqs, self.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.max_logprobs, self.max_logit_bias = config.max_logprobs, config.max_logit_bias
         self.vocab, self.shareable, self.vector = program.vocab, program.shareable, program.vector
         reads = None if stage is None else stage_reads(program, stage)
-        self.states = States(program, self._memory, num_blocks, num_snapshots, cache, reads)
+        self.states = States(program, self.memory, num_blocks, num_snapshots, cache, reads)
         self.layout = program.cache_layout(config, num_blocks, num_snapshots)
         self._drafts = DraftShape.of(program.drafts, self.layout.tree)
-        self._kernels, self._stream = self._open_kernels(artifact.pieces, threads, functions)
-        # Steps that may be at different stages at once; one more is prepared before the first of them has ended.
-        self.overlapping = 1 if stage is None else stage.total
-        self.in_flight = self.overlapping + 1
-        self.together = _TOGETHER[self.device.type]
-        self._later: deque[StepHandle] = deque()  # steps whose layers alone have been started
+        self._kernels, stream = self._open_kernels(artifact.pieces, threads, functions)
+        self.pipeline_depth = 1 if stage is None else stage.total
+        self.in_flight = self.pipeline_depth + 1  # one more is prepared before the first of them has ended
+        self.min_batch_per_stage = _MIN_BATCH_PER_STAGE[self.device.type]
+        self.stream = StagedStream(stream, self.pipeline_depth)
         if stage is not None:
             from graphllm.ir.groups import links_of
 
             links_of(stage.total).reserve(*message_bytes(artifact, stage))
         device = "cpu" if self.device.type == "cpu" else str(self.device)
-        self.worker = Worker(0, 1, device, weights, lambda work: self._stream.submit(work).result())
+        self.worker = Worker(0, 1, device, weights, lambda work: self.stream.submit(work).result())
         outside = {**weights, **self.states.tensors}
-        outside[ZEROED] = self._memory.zeros((max(artifact.memory.zeroed, 1),), "int32")
+        outside[ZEROED] = self.memory.zeros((max(artifact.memory.zeroed, 1),), "int32")
         table = _exchange(config.tensor_parallel_size) if self.device.type == "cuda" else None
         if table is not None:
             outside[EXCHANGE] = table
-        arena = self._memory.zeros((max(artifact.memory.arena, 1),), "uint8")
+        arena = self.memory.zeros((max(artifact.memory.arena, 1),), "uint8")
         self._graphs = {
             # A step prepares two runs of a draft graph.
             g.name: GraphPrograms(
@@ -172,7 +170,7 @@ class Executor:
                 g,
                 outside,
                 arena,
-                self._memory,
+                self.memory,
                 self._kernels,
                 self.max_num_seqs,
                 config.longest_query,
@@ -186,16 +184,18 @@ class Executor:
         self.device_drafts = self._drafter is not None or self.layout.history > 0
         self.task, self.buckets, self.max_rows = self._main.task, self._main.buckets, self._main.most["R"]
         self.inputs = {**self._main.inputs, **(self._drafter.inputs if self._drafter is not None else {})}
-        self.adapters = self.states.adapters
+        self.adapters: Mapping[str, tuple[int, ...]] = self.states.adapters
         self.experts = program.experts
-        self._expert_slots = None if self.experts is None else _expert_slots(self.experts, weights, self.device)
+        self.expert_slots = None if self.experts is None else _expert_slots(self.experts, weights, self.device)
         self.adapted = [linear_from(plain) for plain in program.adapted]
-        self._rank, self._divided = rank, {a.name: a for a in self.adapted if a.division is not None}
+        self.rank = rank
+        self.divided: Mapping[str, AdaptedLinear] = {a.name: a for a in self.adapted if a.division is not None}
         self.max_lora_rank = config.max_lora_rank if self.adapted else 0
-        self._encoder = next((g for g in self._graphs.values() if g.task == "encode"), None)
+        self.encoder = next((g for g in self._graphs.values() if g.task == "encode"), None)
         self.item_input = self._item_input()
         self._tables = [n for n, spec in self._main.inputs.items() if spec.provider == "block_table"]
         self._on_host: list[dict[str, Array]] = [{} for _ in range(self.in_flight)]
+        self.block_bytes, self.snapshot_bytes = [self.states.block_bytes], [self.states.snapshot_bytes]  # by rank
 
     def _open_kernels(
         self, folder: Path, threads: int | None, functions: CudaFunctions | None
@@ -205,7 +205,7 @@ class Executor:
             return CudaKernels(functions or CudaFunctions(folder), stream.handle), stream
         library = folder / "kernels.so"
         kernels = CpuKernels(library if library.exists() else None)
-        if isinstance(self._memory, HostMemory):
+        if isinstance(self.memory, HostMemory):
             return kernels, CpuStream(threads or kernels.threads, kernels.set_threads)
         return kernels, _cpu_stream(threads)
 
@@ -214,24 +214,22 @@ class Executor:
         must follow. drafts: the result has those that all slots have for their next step, "drafts" [N, K], and of trees
         that grow "tree_parents" [N, K + 1], the node before each one.
 
-        What a stage does behind the layers of a step begins with the wait for the last stage. It is started with a
-        later step, behind whose layers it then comes: which one, that step says by ``beside``. A program that runs for
-        the first time at a size runs alone: loading and capturing may wait for all that a GPU does, also for messages
-        that another stage, which waits for the same, has not taken."""
+        In a pipeline, a program that runs for the first time at a size runs alone. Loading and capturing may wait for
+        all work of a GPU, including messages that another stage, which waits for the same, has not taken."""
         graph = self._main
         size, variant = graph.pick(step), graph.variant(program, step)
-        alone = not graph.has_run(variant, size)
-        if alone:
-            self._drain()
-        self._start_later(step.beside)
+        first = not graph.has_run(variant, size)
+        if first:
+            self.stream.drain()
+        self.stream.release(step.num_independent)
         index = graph.next_buffer()
         symbols = size.symbols
         graph.staging.fill(index, step, symbols)
         bound = graph.bound(variant, size)
-        handle = StepHandle(step, index, size, variant, bound, self._follow_to)
+        handle = StepHandle(step, index, size, variant, bound, self)
         handle.wants_drafts = drafts
-        behind = BEHIND in bound.parts
-        whole = len(bound.parts) == 1 + behind
+        split = BEHIND in bound.parts
+        whole = len(bound.parts) == 1 + split
         copied = graph.host_results(program)
         if self._drafter is not None:
             count = self.layout.ahead(self.layout.query_lens[-1]) - 1
@@ -241,83 +239,53 @@ class Executor:
         tables = (step.arrays[n] for n in self._tables if n in step.arrays)
         highest = max((int(t.max(initial=0)) for t in tables), default=0) if self.device.type == "cpu" else 0
 
-        def work() -> None:
+        def layers() -> None:
             self.states.reach(highest)
             graph.staging.upload(index, symbols)
             bound.run()
-            if whole and not behind:
+            if whole and not split:
                 self._finish(handle, copied)
 
-        self._submit(handle, work)
-        if behind:
+        def after() -> None:
+            graph.staging.upload(index, symbols)  # the device's buffer may hold the inputs of a later step
+            bound.run(BEHIND)
+            if whole:
+                self._finish(handle, copied)
 
-            def later() -> None:
-                graph.staging.upload(index, symbols)  # the inputs of a later step may be there
-                bound.run(BEHIND)
-                if whole:
-                    self._finish(handle, copied)
-
-            handle.later.append(later)
-            self._later.append(handle)
-            if alone:
-                self._start_later(0)
+        handle.launch(layers)
+        if split:
+            self.stream.hold(handle, after)
+            if first:
+                self.stream.release(0)
         return handle
 
-    def _drain(self) -> None:
-        """Where there are stages, wait until all that was started is done, and what this one has sent is taken."""
-        if self.overlapping > 1:
-            from graphllm.ir.groups import links_of
-
-            self._start_later(0)
-            self._stream.submit(links_of(self.overlapping).settle).result()
-
-    def follow(self, but: int) -> None:
-        """Have what is behind the layers of all steps but so many that were started last start, where it has not."""
-        self._start_later(but)
-
-    def _follow_to(self, handle: StepHandle) -> None:
-        if handle.later:
-            self.follow(len(self._later) - 1 - self._later.index(handle))
-
-    def _start_later(self, but: int) -> None:
-        while len(self._later) > but:
-            handle = self._later.popleft()
-            later, handle.later = handle.later, []
-            for work in later:
-                self._submit(handle, work)
-
-    def _submit(self, handle: StepHandle, work: Callable[[], None]) -> None:
+    def launch(self, handle: StepHandle, work: Callable[[], None]) -> Job:
+        """Launch a part of a step, which reads its staging buffer."""
         if PROFILE in self.worker.kept:
             work = named(work, f"{handle.counts['T']} tokens of {handle.counts['S']} sequences")
-        job = self._main.jobs[handle.buffer_index] = self._stream.submit(work)
-        handle.jobs.append(job)
-        if handle.drafts is not None:
-            handle.drafts.belong_to(job)
+        job = self._main.jobs[handle.buffer_index] = self.stream.submit(work)
+        return job
+
+    def do(self, command: Command) -> None:
+        """Have every rank run a command, in order with the steps. Raises ConfigError as `Command.check` does."""
+        command.check(self)
+        command.run(self)
+
+    def ask(self, query: Query, timeout: float | None = None) -> list[Answered]:
+        """The answers of all ranks, once all steps before have ended. timeout: seconds after which a rank without an
+        answer counts as gone."""
+        query.check(self)
+        return [query.run(self)]
+
+    def in_order(self, work: Callable[[], None]) -> None:
+        """Launch work in order with the steps."""
+        self.stream.in_order(work)
 
     def _item_input(self) -> tuple[InputSpec | None, int]:
-        if self._encoder is None:
+        if self.encoder is None:
             return None, 0
-        found = (spec for spec in self._encoder.inputs.values() if spec.provider == "item")
-        return next(found, None), self._encoder.most["T"]
-
-    def encode(self, data: np.ndarray, length: int, start: int) -> None:
-        """Run the encoder graph on an item's data, in order with the steps; it writes ``length`` rows of the item
-        states from ``start`` on. data: what the graph's inputs with the provider "item" take, a row for each token."""
-        graph, T = self._encoder, len(data)
-        assert graph is not None
-        given = {name: data for name, spec in graph.inputs.items() if spec.provider == "item"}
-        rows = {"item_rows": np.arange(start, start + length, dtype=np.int32)}
-        step = ragged([[0] * T], [0])
-        step = StepInput(T, 1, 1, 0, {**step.arrays, **given, **rows})
-        size, index = graph.pick(step), graph.next_buffer()
-        graph.staging.fill(index, step, size.symbols)
-        bound = graph.bound("encode", size)
-
-        def work() -> None:
-            graph.staging.upload(index, size.symbols)
-            bound.run()
-
-        graph.jobs[index] = self._stream.submit(work)
+        found = (spec for spec in self.encoder.inputs.values() if spec.provider == "item")
+        return next(found, None), self.encoder.most["T"]
 
     def sample(
         self,
@@ -338,7 +306,7 @@ class Executor:
         copied = graph.host_results("full") | ({"scores": "R"} if scores else {})
         parts = ("adjust", "sample", *(["logprobs"] if scores else []))
         if not all(graph.has_run(handle.variant, handle.size, part) for part in parts):
-            self._drain()
+            self.stream.drain()
 
         def work() -> None:
             if mask is not None:
@@ -351,13 +319,10 @@ class Executor:
                 bound.run("logprobs")
             for row in whole:
                 kept = bound.results["path_rows"][row] if "path_rows" in bound.results else row
-                handle.whole[row] = self._memory.log_softmax(bound.results["logits"][kept])
+                handle.whole[row] = self.memory.log_softmax(bound.results["logits"][kept])
             self._finish(handle, copied)
 
-        if handle.later:
-            handle.later.append(work)
-        else:
-            self._submit(handle, work)
+        self.stream.then(handle, work)
 
     def _finish(self, handle: StepHandle, wanted: Mapping[str, str | int]) -> None:
         """What ends a step, in the order of the current stream: copy results, each with a row for each of T, S or R or
@@ -371,7 +336,7 @@ class Executor:
             if name not in self._on_host[handle.buffer_index]:  # of all steps: a GPU may wait for all that it does
                 most = symbol if isinstance(symbol, int) else self._main.most[symbol]
                 for kept in self._on_host:
-                    kept[name] = self._memory.read_into(result, (most, *result.shape[1:]))
+                    kept[name] = self.memory.read_into(result, (most, *result.shape[1:]))
             part = self._on_host[handle.buffer_index][name][:count]
             part.copy_(result[:count], non_blocking=True)
             handle.outputs[name] = part.numpy()
@@ -383,7 +348,7 @@ class Executor:
                 if (state := self.states.tensors.get(f"state.{name}")) is None:
                     continue
                 if name not in kept:
-                    kept[name] = self._memory.read_into(state, state.shape)
+                    kept[name] = self.memory.read_into(state, state.shape)
                 kept[name].copy_(state, non_blocking=True)
                 handle.outputs[name] = kept[name].numpy()
 
@@ -406,130 +371,23 @@ class Executor:
             given = {n: np.zeros((1,) * len(self._main.inputs[n].shape), np.int32) for n in optional}
             self.run(step._replace(arrays={**step.arrays, **given}))
 
-    def write_entry(self, entry: int, values: Mapping[str, np.ndarray]) -> None:
-        """Write the beginnings of a slot's states, by name, in order with the steps."""
-        given = {name: self._memory.wrapped(np.ascontiguousarray(array)) for name, array in values.items()}
-        if self.device.type == "cuda":  # from other memory a copy would wait for the steps before it
-            given = {name: tensor.pin_memory() for name, tensor in given.items()}
-
-        def work() -> None:
-            for name, tensor in given.items():
-                self.states.tensors[f"state.{name}"][entry, : len(tensor)].copy_(tensor, non_blocking=True)
-
-        self._between(work)
-
-    def write_adapter(self, entry: int, tables: Mapping[str, torch.Tensor]) -> None:
-        """Fill an entry of the adapters' tables, in order with the steps; those that are not given become zero. tables:
-        of all ranks together. Where they lie in pinned memory, nobody waits for the copies."""
-
-        def work() -> None:
-            for name in self.adapters:
-                whole = self.states.tensors[f"state.{name}"][entry]
-                if name in tables:
-                    self._copy_own(whole, name, tables[name])
-                else:
-                    whole.zero_()
-
-        self._between(work)
-
-    def _copy_own(self, target: torch.Tensor, name: str, table: torch.Tensor) -> None:
-        """What this rank has of a table."""
-        layer, _, which = name.rpartition(".lora_")
-        linear = self._divided.get(layer)
-        if linear is None or (divided := linear.divided(which)) is None:
-            target.copy_(table, non_blocking=True)
-            return
-        dim, division = divided
-        at = 0
-        for start, stop in division.ranges(self._rank):
-            target.narrow(dim, at, stop - start).copy_(table.narrow(dim, start, stop - start), non_blocking=True)
-            at += stop - start
-        target.narrow(dim, at, target.shape[dim] - at).zero_()
-
-    def _between(self, work: Callable[[], None]) -> None:
-        """Change states in order with the steps, also with what is behind their layers: a slot that a request has left
-        in the middle of a step is written by it."""
-        self._start_later(0)
-        self._stream.submit(work)
-
-    def move_experts(self, moves: ExpertMoves) -> None:
-        """Move experts of a layer between ranks, in order with the steps."""
-        slots = self._expert_slots
-        assert slots is not None
-        tables = slots.host_tables(moves)
-        self._between(lambda: slots.move(moves, tables))
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (from, to), in order with the steps."""
-        self._between(lambda: self.states.copy_blocks(pairs))
-
-    def reset_slots(self, slots: Sequence[int]) -> None:
-        """Zero the recurrent states of slots, in order with the steps."""
-        self._between(lambda: self.states.reset_slots(slots))
-
-    def save_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy recurrent states (slot, snapshot), in order with the steps."""
-        self._between(lambda: self.states.save_snapshots(pairs))
-
-    def load_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy snapshots (snapshot, slot) into slots, in order with the steps."""
-        self._between(lambda: self.states.load_snapshots(pairs))
-
-    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
-        """The bytes of blocks, once all steps before have ended; as `States.read_blocks`."""
-        self.synchronize()
-        return self.states.read_blocks(blocks)
-
-    def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Put back what `read_blocks` gave. Raises ConfigError for contents of another size."""
-        self._check_size("block", contents, self.states.block_bytes)
-        self.synchronize()
-        self.states.write_blocks(blocks, contents)
-
-    def read_snapshots(self, snapshots: Sequence[int]) -> list[bytes]:
-        """The bytes of snapshots, once all steps before have ended."""
-        self.synchronize()
-        return self.states.read_snapshots(snapshots)
-
-    def write_snapshots(self, snapshots: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Put back what `read_snapshots` gave. Raises ConfigError for contents of another size."""
-        self._check_size("snapshot", contents, self.states.snapshot_bytes)
-        self.synchronize()
-        self.states.write_snapshots(snapshots, contents)
-
-    def _check_size(self, what: str, contents: Sequence[bytes], size: int) -> None:
-        for content in contents:
-            if len(content) != size:
-                raise ConfigError(
-                    f"imported {what} has {len(content)} bytes, here it has {size}: it comes from an engine with "
-                    "another model, dtype or block size; use the same ones"
-                )
-
     @property
     def kernels_done(self) -> int:
         """See `Kernels.done`; any thread may ask."""
         return self._kernels.done
-
-    def call(self, call: Call, timeout: float | None = None) -> list[Answered]:
-        """Have every rank run a function, when all steps have ended that were started: what each of them answers.
-        timeout: seconds after which a rank without an answer counts as gone."""
-        self.synchronize()
-        return [answer(self.worker, call)]
 
     def check_health(self) -> None:
         """This process runs the steps alone: it is there."""
 
     def synchronize(self) -> None:
         """Wait for everything submitted so far."""
-        self._start_later(0)
-        self._stream.submit(nothing).result()
+        self.stream.synchronize()
 
     def close(self) -> None:
         """Wait for everything, stop, and give memory back, whoever still holds this executor: captured graphs, without
         which a group of ranks cannot be left, weights and states, whose place another engine of this process needs."""
         drop_profile(self.worker)
-        self._stream.close()
-        self._later.clear()
+        self.stream.close()
         for graph in self._graphs.values():
             graph.release()
         self.states.release()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.groups import TENSOR, group_of
-from graphllm.program.schema import ExpertLayout, ExpertMoves
+from graphllm.program.schema import ExpertLayout
+from graphllm.runtime.commands.experts import MoveExperts
 from graphllm.weights.plan.expert_slots import ROUTING_TABLES, routing_tables
 
 _MOST_AT_ONCE = 2  # experts of a group of moves: two that change places
@@ -26,12 +27,12 @@ class ExpertSlots:
         self._tables = {i: [weights[f"layers.{i}.{name}"] for name in ROUTING_TABLES] for i in here}
         self._on_way = torch.empty((_MOST_AT_ONCE, layout.bytes), dtype=torch.uint8, device=device)
 
-    def host_tables(self, moves: ExpertMoves) -> list[Tensor]:
+    def host_tables(self, moves: MoveExperts) -> list[Tensor]:
         """The tables of the layer behind the moves, on the host."""
         tables = [torch.tensor(t, dtype=torch.int32) for t in routing_tables(moves.placement, self._layout.experts)]
         return [t.pin_memory() for t in tables] if self._on_way.is_cuda else tables
 
-    def move(self, moves: ExpertMoves, tables: Sequence[Tensor]) -> None:
+    def move(self, moves: MoveExperts, tables: Sequence[Tensor]) -> None:
         """Carry out moves. tables: what `host_tables` gave; they may go when the stream has come here."""
         if moves.layer not in self._parts:
             return

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from graphllm.config import ConfigError
-from graphllm.runtime.rank_calls import Worker
+from graphllm.runtime.commands.calls import Worker
 
 PROFILE = "profile"  # in what a worker keeps, while there is one
 

@@ -1,4 +1,5 @@
-"""Functions for `LLM.collective_rpc`, in a module that the processes of ranks can import."""
+"""Functions for `LLM.collective_rpc`, and commands to the device that no file of the engine knows, in a module that the
+processes of ranks can import."""
 
 from __future__ import annotations
 
@@ -7,9 +8,12 @@ import os
 import time
 from typing import Any
 
+import numpy as np
 import torch
 
-from graphllm.runtime.rank_calls import Worker
+from graphllm.config import ConfigError
+from graphllm.runtime.commands.calls import Worker
+from graphllm.runtime.commands.command import Answered, Command, Device, Query, TensorData
 
 
 def who(worker: Worker, *more: Any, **named: Any) -> list[Any]:
@@ -54,3 +58,35 @@ def hang(worker: Worker, rank: int) -> None:
 
 def whole_weight(worker: Worker) -> torch.Tensor:
     return next(iter(worker.weights.values()))
+
+
+class FillBlocks(Command):
+    """Fill the first tensor of blocks: each with a byte of its own, and one tensor on top."""
+
+    blocks: list[int]
+    bytes: np.ndarray
+    more: TensorData
+
+    def check(self, device: Device) -> None:
+        if 0 in self.blocks:
+            raise ConfigError("block 0 is nobody's")
+
+    def run(self, device: Device) -> None:
+        name = next(n for n in device.states.tensors if n.endswith(".kv"))
+
+        def work() -> None:
+            for block, byte in zip(self.blocks, self.bytes.tolist(), strict=True):
+                device.states.tensors[name][block].fill_(byte + self.more.tensor.item())
+
+        device.in_order(work)
+
+
+class SumOfBlock(Query):
+    """The mean of a block in that tensor, on each rank."""
+
+    block: int
+
+    def run(self, device: Device) -> Answered:
+        device.synchronize()
+        name = next(n for n in device.states.tensors if n.endswith(".kv"))
+        return Answered([device.worker.rank, device.states.tensors[name][self.block].float().mean().item()])

@@ -14,6 +14,9 @@ from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
 from graphllm.program.schema import CacheGroup, CacheLayout
 from graphllm.program.specs import InputSpec
+from graphllm.runtime.commands.command import Answered, Command, Query
+from graphllm.runtime.commands.items import Encode
+from graphllm.runtime.commands.states import ReadBlocks, WriteBlocks, WriteEntry, WriteSnapshots
 from graphllm.runtime.executor import StepResult
 from graphllm.runtime.memory.padding import Size
 from graphllm.runtime.memory.staging import StepInput
@@ -39,6 +42,7 @@ class Recorder:
         self.blocks: dict[int, bytes] = {}
         self.snapshots: dict[int, bytes] = {}
         self.newest = [99] * 4
+        self.block_bytes, self.snapshot_bytes = [8], [8]
 
     def start(self, step: StepInput, program: str, drafts: bool = False) -> Any:
         q, slots, given = max(1, step.query_len), step.arrays["row_slots"], step.arrays
@@ -54,28 +58,25 @@ class Recorder:
         result = StepResult({"tokens": tokens, "kept": kept, **known}, {}, None)
         return SimpleNamespace(wait=lambda: result, size=Size(self.buckets[0], 32, 4, 4))
 
-    def encode(self, data: np.ndarray, length: int, start: int) -> None:
-        self.log.append(("encode", data.tolist(), length, start))
+    def do(self, command: Command) -> None:
+        match command:
+            case WriteBlocks(blocks, data):
+                self.blocks |= dict(zip(blocks, data, strict=True))
+            case WriteSnapshots(snapshots, data):
+                self.snapshots |= dict(zip(snapshots, data, strict=True))
+            case WriteEntry():
+                pass
+            case Encode(data, length, start):
+                self.log.append(("encode", data.tolist(), length, start))
+            case _:
+                self.log.append((type(command).__name__, *msgspec.structs.astuple(command)))
 
-    def read_blocks(self, blocks: list[int]) -> list[bytes]:
-        return [b"block %d" % b for b in blocks]
-
-    def write_blocks(self, blocks: list[int], data: list[bytes]) -> None:
-        self.blocks |= dict(zip(blocks, data, strict=True))
-
-    def read_snapshots(self, snapshots: list[int]) -> list[bytes]:
-        return [b"snapshot %d" % s for s in snapshots]
-
-    def write_snapshots(self, snapshots: list[int], data: list[bytes]) -> None:
-        self.snapshots |= dict(zip(snapshots, data, strict=True))
+    def ask(self, query: Query) -> list[Answered]:
+        kind, numbers = ("block", query.blocks) if isinstance(query, ReadBlocks) else ("snapshot", query.snapshots)
+        return [Answered([f"{kind} {n}".encode() for n in numbers])]
 
     def close(self) -> None:
         pass
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in ("copy_blocks", "reset_slots", "load_snapshots", "save_snapshots", "sample"):
-            raise AttributeError(name)
-        return lambda *given: self.log.append((name, *given))
 
 
 def _core(executor: Recorder, **options: Any) -> EngineCore:
@@ -97,9 +98,9 @@ def test_states_around_steps() -> None:
         finish(core, [one])
     names = [(name, *given) if name != "step" else (name, given[1]) for name, *given in executor.log]
     assert names == [
-        ("reset_slots", [0]), ("encode", rows.tolist(), 3, 0), ("step", list(range(8))), ("save_snapshots", [(0, 0)]),
+        ("ResetSlots", [0]), ("encode", rows.tolist(), 3, 0), ("step", list(range(8))), ("SaveSnapshots", [(0, 0)]),
         ("step", [8, 9]),
-        ("load_snapshots", [(0, 0)]), ("step", [8, 9]),
+        ("LoadSnapshots", [(0, 0)]), ("step", [8, 9]),
     ]  # fmt: skip
     core.close()
 
@@ -128,7 +129,6 @@ def test_verified_tokens() -> None:
 )
 def test_who_is_verified(fields: dict[str, Any], processors: tuple[Any, ...], lengths: set[int]) -> None:
     executor = Recorder(LAYOUT._replace(recurrent=False))
-    executor.write_entry = lambda *given: None  # type: ignore[attr-defined]
     core = EngineCore(executor, 64, SchedulerConfig(), processors=processors)  # type: ignore[arg-type]
     core.add(request("x", [1, 2, 3], _params(6, **fields)))
     while core.unfinished:

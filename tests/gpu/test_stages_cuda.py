@@ -96,7 +96,7 @@ def test_many_requests(one: dict[str, list[Any]], two: LLM) -> None:
     launch, beside = core._launch, []
 
     def watched(output: Any, *rest: Any) -> Any:
-        beside.append(output.beside if core._in_flight else 0)
+        beside.append(output.num_independent if core._in_flight else 0)
         return launch(output, *rest)
 
     core._launch = watched

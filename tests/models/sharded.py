@@ -69,7 +69,7 @@ class Sharded:
         self.ranks = [Executor(artifact, w, num_blocks, threads=1) for w in self.weights]
         self.layout, self.vector = self.ranks[0].layout, self.ranks[0].vector
         for rank, executor in enumerate(self.ranks):
-            executor._stream.submit(lambda rank=rank: self.group.be(rank)).result()  # type: ignore[misc]
+            executor.stream.submit(lambda rank=rank: self.group.be(rank)).result()  # type: ignore[misc]
         set_group(TENSOR, self.group)
 
     def __enter__(self) -> Self:

@@ -22,7 +22,7 @@ import numpy as np
 
 from graphllm.config import ConfigError
 from graphllm.runtime.memory.staging import StepInput
-from graphllm.runtime.rank_messages import Array, packed, unpacked
+from graphllm.runtime.ranks.rank_messages import Array, packed, unpacked
 
 
 class Step(msgspec.Struct):

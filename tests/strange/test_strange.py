@@ -24,6 +24,8 @@ from graphllm.engine.requests.request import Adapter, EngineRequest, Item
 from graphllm.ir.registry import load_ops
 from graphllm.loading.checkpoint.source import open_source
 from graphllm.loading.core.load import warm_up_host
+from graphllm.runtime.commands.command import Command
+from graphllm.runtime.commands.items import Encode
 from tests.artifacts import artifact_of
 from tests.engine.harness import GREEDY, finish, open_core, request, verify_all_drafts
 from tests.strange import expected
@@ -224,8 +226,14 @@ def test_items_are_encoded_once(tmp_path: Path) -> None:
     strange = Strange(["cross", "image"], tmp_path / "model")
     core, wanted = strange.core(), strange.many(8, 4)
     encoded: list[bytes] = []
-    encode = core._executor.encode
-    core._executor.encode = lambda data, *rest: (encoded.append(data.tobytes()), encode(data, *rest))  # type: ignore
+    do = core._executor.do
+
+    def noting(command: Command) -> None:
+        if isinstance(command, Encode):
+            encoded.append(command.data.tobytes())
+        do(command)
+
+    core._executor.do = noting  # type: ignore[method-assign]
     _check(core, wanted)
     brought = [item.data for r, _ in wanted for item in r.items]
     assert len(brought) > len(set(brought)) == len(encoded)

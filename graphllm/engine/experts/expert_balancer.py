@@ -11,7 +11,8 @@ import numpy as np
 
 from graphllm.config import ParallelConfig
 from graphllm.engine.experts.expert_placement import balanced, balancedness, moves_between, rank_loads
-from graphllm.program.schema import ExpertLayout, ExpertMoves
+from graphllm.program.schema import ExpertLayout
+from graphllm.runtime.commands.experts import MoveExperts
 from graphllm.weights.plan.expert_slots import first_placement
 
 _log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class ExpertBalancer:
         self._window: deque[np.ndarray] = deque(maxlen=config.eplb_window_size)
         self._tokens: np.ndarray | None = None  # of the window
         self._steps = 0
-        self._work: Iterator[list[ExpertMoves]] = iter(())
+        self._work: Iterator[list[MoveExperts]] = iter(())
         self._working = False
 
     def count(self, tokens: np.ndarray) -> None:
@@ -46,7 +47,7 @@ class ExpertBalancer:
             self._working = True
             self._work = self._rebalance(self._tokens.copy())
 
-    def next(self) -> list[ExpertMoves]:
+    def next(self) -> list[MoveExperts]:
         """What to move before the next step."""
         return next(self._work, [])
 
@@ -59,7 +60,7 @@ class ExpertBalancer:
     def _evenness(self, layer: int, tokens: np.ndarray) -> float:
         return balancedness(rank_loads(tokens[layer].tolist(), self.placements[layer], self._layout.ranks))
 
-    def _rebalance(self, tokens: np.ndarray) -> Iterator[list[ExpertMoves]]:
+    def _rebalance(self, tokens: np.ndarray) -> Iterator[list[MoveExperts]]:
         """Little by little: the moves before each step from now on. One layer after the other is decided on, before a
         step of its own, so that none waits for all of them."""
         before = [self._evenness(i, tokens) for i in self.placements if tokens[i].any()]
@@ -89,11 +90,11 @@ class ExpertBalancer:
         del groups[:count]
         return some
 
-    def _moves(self, layer: int, groups: list[list[tuple[int, int]]]) -> ExpertMoves:
+    def _moves(self, layer: int, groups: list[list[tuple[int, int]]]) -> MoveExperts:
         placement = self.placements[layer]
         for group in groups:
             experts = [placement[source] for source, _ in group]
             for expert, (_, target) in zip(experts, group, strict=True):
                 placement[target] = expert
             self.moved += len(group)
-        return ExpertMoves(layer, groups, list(placement))
+        return MoveExperts(layer, groups, list(placement))

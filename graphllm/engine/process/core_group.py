@@ -16,7 +16,7 @@ from graphllm.engine.process.messages import CoreLoad, DeathCause, EngineDeadErr
 from graphllm.engine.process.remote_core import RemoteCore
 from graphllm.engine.process.routing import Router
 from graphllm.engine.requests.request import CoreStats, EngineRequest
-from graphllm.runtime.rank_messages import Call
+from graphllm.runtime.commands.calls import Call
 
 _log = logging.getLogger(__name__)
 _GONE = DeathCause(kind="closed", message="the engine was shut down")

@@ -37,8 +37,7 @@ from graphllm.engine.process.messages import (
     address,
 )
 from graphllm.engine.requests.request import CoreStats, EngineRequest
-from graphllm.runtime.rank_calls import RankCallError
-from graphllm.runtime.rank_messages import Call
+from graphllm.runtime.commands.calls import Call, RankCallError
 
 _log = logging.getLogger(__name__)
 _RETRY_MS = 10  # between two tries to connect to a core that does not listen yet

@@ -46,7 +46,7 @@ from graphllm.engine.process.messages import (
 )
 from graphllm.engine.requests.request import Core, EngineCoreOutput, EngineRequest, QueueFullError
 from graphllm.host.silence import Silence, threads_of
-from graphllm.runtime.rank_calls import RankCallError
+from graphllm.runtime.commands.calls import RankCallError
 
 _ORPHAN_GRACE = 5.0  # seconds that the child's orderly end may take once the front is gone
 _CHECKED = 500  # milliseconds between looks at the health of a core that has nothing to do

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from graphllm.engine.requests.request import CoreInfo, CoreStats, EngineCoreOutput, EngineRequest
-from graphllm.runtime.rank_messages import Call
+from graphllm.runtime.commands.calls import Call
 
 
 class DeathCause(msgspec.Struct, frozen=True, kw_only=True):

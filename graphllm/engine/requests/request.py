@@ -15,7 +15,7 @@ import msgspec
 
 from graphllm.config import ConfigError
 from graphllm.config.requests.sampling_params import SamplingParams
-from graphllm.runtime.rank_messages import Call
+from graphllm.runtime.commands.calls import Call
 from graphllm.weights.adapters.adapted import AdaptedLinear
 
 # Upper bounds of a step's seconds and of its tokens, for their distributions.

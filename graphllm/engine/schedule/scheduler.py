@@ -188,10 +188,10 @@ class Scheduler:
         ready = (known < t.limit) | (t.num_computed_tokens < t.num_prompt_tokens)
         ready &= todo > 0
         most = len(ready)
-        if self._limits.overlapping > 1:
+        if self._limits.pipeline_depth > 1:
             ready &= self._apart(ready & (todo > 1))
-            share = -(-self.running // self._limits.overlapping)  # the others are for the other stages
-            most = max(share, self._limits.together)
+            share = -(-self.running // self._limits.pipeline_depth)  # the others are for the other stages
+            most = max(share, self._limits.min_batch_per_stage)
         if not (self._waiting or np.count_nonzero(ready)):
             return None
         decode = ready & (todo == 1)
@@ -220,10 +220,10 @@ class Scheduler:
         until as many steps have begun as there are stages, so that none waits for another one's tokens. Few sequences
         stay together, each step behind the one before, unless there are prompts to compute meanwhile; the host is a
         step ahead of them. prompts: slots with tokens that are known."""
-        t, steps = self.requests, self._limits.overlapping
+        t, steps = self.requests, self._limits.pipeline_depth
         known = t.num_in_flight == 0
         computing = np.count_nonzero(prompts) or (self._waiting and t.has_free_slot)
-        if self.running > self._limits.together or computing:
+        if self.running > self._limits.min_batch_per_stage or computing:
             return known | (self._planned + 1 - t.sampled_at >= steps)
         return known if self._planned - self._committed > 1 else np.ones_like(known)
 
@@ -241,9 +241,9 @@ class Scheduler:
             if not (self._limits.device_drafts or self._limits.late_drafts):
                 drafts = t.drafts(slots[:verified], query_len - 1)
             t.num_unsure[slots[:verified]] += ahead - 1
-        if beside := self._limits.overlapping - 1:
+        if num_independent := self._limits.pipeline_depth - 1:
             flying = t.sampled_at[slots[in_flight > 0]]
-            beside = min(beside, self._planned - int(flying.max(initial=0)))
+            num_independent = min(num_independent, self._planned - int(flying.max(initial=0)))
             self._planned += 1
             t.sampled_at[slots[samples]] = self._planned
         in_flight += rows
@@ -269,8 +269,8 @@ class Scheduler:
             saves = self._reserve_snapshots(requests, slots, ends, known, pending, verified)
         return SchedulerOutput(
             requests, slots, starts, counts, rows, samples, fed, t.epoch[slots], self.cache.tables, query_len, ahead,
-            verified, drafts, pending, num_drafts, beside, self._copies, self._resets, self._loads, self._encodes,
-            saves, self._admitted, self.adapters.writes(),
+            verified, drafts, pending, num_drafts, num_independent, self._copies, self._resets, self._loads,
+            self._encodes, saves, self._admitted, self.adapters.writes(),
         )  # fmt: skip
 
     def _reserve_snapshots(

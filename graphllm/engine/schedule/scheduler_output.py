@@ -17,8 +17,8 @@ class SchedulerLimits(NamedTuple):
     long_prefill_token_threshold: tokens of one prompt in one step, 0 for no limit. snapshot_interval: see
     `CacheManager`. device_drafts: every sequence that has sampled a token has drafts on the device. late_drafts: those
     of the host come when the step before is done, and `Scheduler.propose` tells how many there were the last time.
-    verify_at_most: sequences of a step that verifies; None: as it pays. overlapping: steps that run at once, none of
-    which needs the tokens of another one. together: sequences that stay in one step all the same, as it takes nearly as
+    verify_at_most: sequences of a step that verifies; None: as it pays. pipeline_depth: steps that run at once, none of
+    which needs the tokens of another one. min_batch_per_stage: sequences that stay in one step, as it takes nearly as
     long with a part of them.
     """
 
@@ -34,8 +34,8 @@ class SchedulerLimits(NamedTuple):
     device_drafts: bool = False
     late_drafts: bool = False
     verify_at_most: int | None = None
-    overlapping: int = 1
-    together: int = 1
+    pipeline_depth: int = 1
+    min_batch_per_stage: int = 1
 
 
 class SchedulerOutput(NamedTuple):
@@ -51,7 +51,7 @@ class SchedulerOutput(NamedTuple):
     tokens each of them may move on: query_len, fewer where the drafts are a tree. pending [n] bool, or
     None: starts, positions and lengths are upper bounds, to be lowered on the device by the drafts that the step in
     flight rejects. num_drafts: of each sequence, how many the device makes behind the step, None where it is not asked.
-    beside: how many of the newest steps in flight it takes no token of.
+    num_independent: how many of the newest steps in flight it takes no token of.
 
     To do before the step: copies of blocks (from, to); resets: slots whose recurrent states become zero;
     snapshot_loads (snapshot, slot); encodes (item, first row): encoder runs. After it: snapshot_saves (slot, snapshot).
@@ -73,7 +73,7 @@ class SchedulerOutput(NamedTuple):
     drafts: np.ndarray | None
     pending: np.ndarray | None
     num_drafts: int | None
-    beside: int
+    num_independent: int
     copies: list[tuple[int, int]]
     resets: list[int]
     snapshot_loads: list[tuple[int, int]]

@@ -200,7 +200,9 @@ class SamplingTable:
         if output.verified and layout.tree is not None:
             arrays["ancestors"] = np.tile(np.array(layout.tree.ancestors, dtype=np.int64), output.verified)
         uniform = int(n == T == len(logits_indices)) if output.verified < n else output.query_len
-        step = StepInput(T, n, len(logits_indices), uniform, arrays, output.num_drafts, beside=output.beside)
+        step = StepInput(
+            T, n, len(logits_indices), uniform, arrays, output.num_drafts, num_independent=output.num_independent
+        )
         if not full:
             none = sample_index[:0]
             return Batch(step, Rows(entry, slot_R, sample_index, none, sample_index, none), False)

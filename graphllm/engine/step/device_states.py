@@ -3,7 +3,7 @@ as the scheduler says, and to bring prefixes of the cache out and in."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -13,76 +13,63 @@ from graphllm.engine.cache.cache_manager import CacheManager
 from graphllm.engine.requests.request import CacheEntry, EngineRequest
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.step.adapter_memory import AdapterMemory
-from graphllm.program.schema import ExpertMoves
+from graphllm.runtime.commands.adapters import WriteAdapter
+from graphllm.runtime.commands.command import Answered, Command, Query, TensorData, joined
+from graphllm.runtime.commands.items import Encode
+from graphllm.runtime.commands.states import (
+    CopyBlocks,
+    LoadSnapshots,
+    ReadBlocks,
+    ReadSnapshots,
+    ResetSlots,
+    SaveSnapshots,
+    WriteBlocks,
+    WriteSnapshots,
+)
 
 if TYPE_CHECKING:
     import torch
 
 
 class DeviceStates(Protocol):
-    """The part of an executor that moves states. All but the reads return at once; what they do is ordered with the
-    steps. An executor is never asked for states that its layout does not have. adapters: the shape of one entry of each
-    state of axis "adapter", by name."""
+    """The part of an executor that moves states. It is never asked for states that its layout does not have.
+
+    adapters: the shape of one entry of each state of axis "adapter", by name.
+    block_bytes, snapshot_bytes: of one block and of one snapshot, by rank.
+    """
 
     @property
     def adapters(self) -> Mapping[str, tuple[int, ...]]: ...
+    @property
+    def block_bytes(self) -> list[int]: ...
+    @property
+    def snapshot_bytes(self) -> list[int]: ...
 
-    def write_entry(self, entry: int, values: Mapping[str, np.ndarray]) -> None:
-        """Write the beginnings of a slot's states, by name."""
+    def do(self, command: Command) -> None:
+        """Have every rank run a command, in order with the steps; returns at once."""
 
-    def write_adapter(self, entry: int, tables: Mapping[str, torch.Tensor]) -> None:
-        """Fill an entry of the adapters' tables; those that are not given become zero."""
-
-    def move_experts(self, moves: ExpertMoves) -> None:
-        """Move experts of a layer between ranks."""
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (from, to), in every state of axis "block"."""
-
-    def reset_slots(self, slots: Sequence[int]) -> None:
-        """Zero the recurrent states of slots."""
-
-    def load_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy snapshots to the recurrent states of slots (snapshot, slot)."""
-
-    def save_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the recurrent states of slots to snapshots (slot, snapshot)."""
-
-    def encode(self, data: np.ndarray, length: int, start: int) -> None:
-        """Run the encoder graph on an item's data and write its ``length`` rows from ``start`` on."""
-
-    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
-        """What blocks hold once all steps so far are done."""
-
-    def write_blocks(self, blocks: Sequence[int], data: Sequence[bytes]) -> None:
-        """Fill blocks with what `read_blocks` gave."""
-
-    def read_snapshots(self, snapshots: Sequence[int]) -> list[bytes]:
-        """What snapshots hold once all steps so far are done."""
-
-    def write_snapshots(self, snapshots: Sequence[int], data: Sequence[bytes]) -> None:
-        """Fill snapshots with what `read_snapshots` gave."""
+    def ask(self, query: Query, timeout: float | None = None) -> list[Answered]:
+        """The answers of all ranks, once all steps before have ended."""
 
 
-def before_step(states: DeviceStates, output: SchedulerOutput, adapters: AdapterMemory | None = None) -> None:
+def before_step(output: SchedulerOutput, adapters: AdapterMemory) -> Iterator[Command]:
     """What a step builds on. adapters: has the tables of those that are to be written."""
     for entry, digest in output.adapters:
-        assert adapters is not None
-        states.write_adapter(entry, adapters[digest])
+        yield WriteAdapter(entry, {name: TensorData(table) for name, table in adapters[digest].items()})
     if output.copies:
-        states.copy_blocks(output.copies)
+        yield CopyBlocks(list(output.copies))
     if output.resets:
-        states.reset_slots(output.resets)
+        yield ResetSlots(list(output.resets))
     if output.snapshot_loads:
-        states.load_snapshots(output.snapshot_loads)
+        yield LoadSnapshots(list(output.snapshot_loads))
     for item, start in output.encodes:
-        states.encode(np.frombuffer(item.data, item.dtype).reshape(item.shape), item.length, start)
+        yield Encode(np.frombuffer(item.data, item.dtype).reshape(item.shape), item.length, start)
 
 
-def after_step(states: DeviceStates, output: SchedulerOutput) -> None:
-    """What is kept of a step that was started whole."""
+def after_step(output: SchedulerOutput) -> Iterator[Command]:
+    """What is kept of a step that was launched."""
     if output.snapshot_saves:
-        states.save_snapshots(output.snapshot_saves)
+        yield SaveSnapshots(list(output.snapshot_saves))
 
 
 def adapter_tables(states: DeviceStates, name: str, values: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
@@ -109,9 +96,9 @@ def export_prefix(states: DeviceStates, cache: CacheManager, request: EngineRequ
     found = cache.export(request)
     blocks = [e.number for e in found if e.group >= 0]
     snapshots = [e.number for e in found if e.group < 0]
-    data = states.read_blocks(blocks) if blocks else []
+    data = joined(states.ask(ReadBlocks(blocks))) if blocks else []
     if snapshots:
-        data += states.read_snapshots(snapshots)
+        data += joined(states.ask(ReadSnapshots(snapshots)))
     return [CacheEntry(e.group, e.digest, d) for e, d in zip(found, data, strict=True)]
 
 
@@ -124,12 +111,12 @@ def import_prefix(states: DeviceStates, cache: CacheManager, entries: Sequence[C
             f"import_cache: there is no cache group {wrong[0]} here; import only what the same artifact exported"
         )
     taken = [(e, number) for e in entries if (number := cache.adopt(e.group, e.digest)) >= 0]
-    blocks = [(number, e.data) for e, number in taken if e.group >= 0]
-    snapshots = [(number, e.data) for e, number in taken if e.group < 0]
+    blocks = {number: e.data for e, number in taken if e.group >= 0}
+    snapshots = {number: e.data for e, number in taken if e.group < 0}
     if blocks:
-        states.write_blocks(*zip(*blocks, strict=True))
+        states.do(WriteBlocks(list(blocks), list(blocks.values()), states.block_bytes))
     if snapshots:
-        states.write_snapshots(*zip(*snapshots, strict=True))
+        states.do(WriteSnapshots(list(snapshots), list(snapshots.values()), states.snapshot_bytes))
     for entry, number in reversed(taken):
         cache.settle(entry.group, number)
     return len(taken)

@@ -13,7 +13,6 @@ from graphllm.program.schema import CacheLayout
 from graphllm.program.specs import InputSpec
 from graphllm.runtime.memory.padding import Size
 from graphllm.runtime.memory.staging import StepInput
-from graphllm.runtime.rank_messages import Answered, Call
 from graphllm.weights.adapters.adapted import AdaptedLinear
 
 if TYPE_CHECKING:
@@ -93,9 +92,6 @@ class StepExecutor(DeviceStates, Protocol):
 
     def warm_up(self, bucket: Bucket) -> None:
         """See `Executor.warm_up`."""
-
-    def call(self, call: Call, timeout: float | None = None) -> list[Answered]:
-        """See `Executor.call`."""
 
     def check_health(self) -> None:
         """Raise when a process that runs the steps is gone."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from graphllm.config.fields import read_json
-from graphllm.config.inert_fields import GENERATION, SENTENCES, TOKENIZER, Reasons, unknown_fields
 from graphllm.engine.requests.text import Tokenizer
+from graphllm.weights.checkpoint.inert_fields import GENERATION, SENTENCES, TOKENIZER, Reasons, unknown_fields
 
 _log = logging.getLogger(__name__)
 

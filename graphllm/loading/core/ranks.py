@@ -23,10 +23,10 @@ from graphllm.loading.core.rank_main import COMMAND
 from graphllm.loading.memory import cache_counts
 from graphllm.program.artifact import Artifact
 from graphllm.program.manifest import MemoryTable
-from graphllm.runtime.rank_messages import Allocate, Counted, Loaded, Serving
 from graphllm.runtime.ranks.all_ranks import AllRanks, RanksOfHost
 from graphllm.runtime.ranks.node_messages import Begin
 from graphllm.runtime.ranks.rank_failure import SharedFate
+from graphllm.runtime.ranks.rank_messages import Allocate, Counted, Loaded, Serving
 from graphllm.runtime.ranks.rank_processes import Orders, RankProcesses, WaitingRanks
 from graphllm.runtime.ranks.remote_ranks import NodesDoor, RemoteRanks, listen, receive_nodes
 

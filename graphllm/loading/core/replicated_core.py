@@ -16,7 +16,7 @@ from graphllm.engine.process.messages import CoreLoad, EngineDeadError, Rejected
 from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, EngineRequest
 from graphllm.loading.artifact.model import ResolvedModel
 from graphllm.loading.core.core_clients import core_client
-from graphllm.runtime.rank_messages import Call
+from graphllm.runtime.commands.calls import Call
 
 _T = TypeVar("_T")
 

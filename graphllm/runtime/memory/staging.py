@@ -29,8 +29,8 @@ class StepInput(NamedTuple):
     mean, the ops of the sampling programs the others. token_ids: a negative -(slot + 1) takes the token last sampled
     for that slot, on the device. num_drafts: how many drafts a draft graph makes behind the step for the next one, None
     for as many as can be verified. pad_to: tokens that it is padded to at least, or sequences where each has one.
-    beside: how many of the steps that were started last it needs nothing of that follows their layers, such as their
-    tokens; in a pipeline its layers may run before that.
+    num_independent: of the steps started most recently, how many give this step nothing but their layers (not their
+    tokens, for example); in a pipeline its layers may run before the rest of these.
     """
 
     tokens: int
@@ -40,7 +40,7 @@ class StepInput(NamedTuple):
     arrays: Mapping[str, np.ndarray]
     num_drafts: int | None = None
     pad_to: int = 0
-    beside: int = 0
+    num_independent: int = 0
 
 
 class _Field(NamedTuple):

@@ -10,8 +10,8 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from graphllm.runtime.rank_messages import Command, Report, Stop
 from graphllm.runtime.ranks.rank_failure import RankError, SharedFate
+from graphllm.runtime.ranks.rank_messages import Message, Report, Stop
 
 _T = TypeVar("_T")
 
@@ -56,9 +56,9 @@ class AllRanks:
         """Take in what a rank reports, in any thread."""
         self._reports[rank - 1].put(report)
 
-    def send(self, command: Command) -> None:
+    def send(self, message: Message) -> None:
         """Have all ranks do something; returns at once. Raises RankError."""
-        data = self._encode(command)
+        data = self._encode(message)
         for host in self.hosts:
             host.write(data)
 

@@ -9,7 +9,6 @@ That they do is checked: every rank makes a word of each step's tokens, and rank
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,35 +18,15 @@ import torch
 
 from graphllm.ir.groups import TENSOR, joined_group
 from graphllm.program.artifact import Artifact
-from graphllm.program.schema import ExpertMoves
 from graphllm.program.stages import Stage
+from graphllm.runtime.commands.command import Answered, Command, Query, Sent
 from graphllm.runtime.executor import Executor, Hook, StepHandle
 from graphllm.runtime.memory.staging import StepInput
-from graphllm.runtime.rank_messages import (
-    AdapterTable,
-    Answered,
-    Array,
-    Call,
-    Contents,
-    Encode,
-    Follow,
-    Loaded,
-    Move,
-    MoveExperts,
-    Read,
-    ResetSlots,
-    Sample,
-    Serving,
-    Start,
-    Write,
-    WriteAdapter,
-    WriteEntry,
-    packed,
-)
 from graphllm.runtime.ranks.all_ranks import AllRanks
 from graphllm.runtime.ranks.collectives import send_logits
 from graphllm.runtime.ranks.groups import abandon
 from graphllm.runtime.ranks.rank_failure import RankError
+from graphllm.runtime.ranks.rank_messages import Array, Follow, Loaded, Sample, Serving, Start
 from graphllm.runtime.ranks.rank_process import CHECKS, FIRST_CHECK, StepChecks
 from graphllm.runtime.stream import CpuStream, Job, Stream, nothing
 
@@ -76,8 +55,8 @@ class MultiprocExecutor(Executor):
         self.ranks, self._joined = ranks, joined
         self.worker.world_size = ranks.degree
         self.rank_seconds: list[dict[str, float]] = []  # of the start of each other rank, by phase
-        self._block_bytes, self._snapshot_bytes = [self.states.block_bytes], [self.states.snapshot_bytes]  # by rank
-        self._stream = self._watched = _WatchedStream(self._stream, ranks)
+        self.stream.stream = self._watched = _WatchedStream(self.stream.stream, ranks)
+        self.stream.announce = lambda keep: ranks.send(Follow(keep))
         self._checks = StepChecks(self.in_flight)
         self._words = [0] * CHECKS
         self._closed = False
@@ -86,8 +65,8 @@ class MultiprocExecutor(Executor):
         """What the other ranks have said of their start; before the first step."""
         for before, after in zip(loaded, serving, strict=True):
             self.rank_seconds.append(before.seconds | after.seconds)
-            self._block_bytes.append(after.block_bytes)
-            self._snapshot_bytes.append(after.snapshot_bytes)
+            self.block_bytes.append(after.block_bytes)
+            self.snapshot_bytes.append(after.snapshot_bytes)
 
     def start(self, step: StepInput, program: str = "plain", drafts: bool = False) -> StepHandle:
         """As of one rank."""
@@ -99,11 +78,6 @@ class MultiprocExecutor(Executor):
         handle = super().start(step, program, drafts)
         self._checks.add(handle)
         return handle
-
-    def follow(self, but: int) -> None:
-        """As of one rank; all of them have the same order of layers and what is behind them."""
-        self.ranks.send(Follow(but))
-        super().follow(but)
 
     def _compare(self, number: int) -> None:
         """Raise RankError unless all ranks sampled the same in a step."""
@@ -131,82 +105,17 @@ class MultiprocExecutor(Executor):
 
         super().sample(handle, mask, scores, whole, None if hook is None else edit)
 
-    def encode(self, data: np.ndarray, length: int, start: int) -> None:
+    def do(self, command: Command) -> None:
         """As of one rank."""
-        self.ranks.send(Encode(Array.of(data), length, start))
-        super().encode(data, length, start)
+        command.check(self)
+        self.ranks.send(Sent.of(command))
+        command.run(self)
 
-    def write_entry(self, entry: int, values: Mapping[str, np.ndarray]) -> None:
-        """As of one rank."""
-        self.ranks.send(WriteEntry(entry, packed(values)))
-        super().write_entry(entry, values)
-
-    def write_adapter(self, entry: int, tables: Mapping[str, torch.Tensor]) -> None:
-        """As of one rank; the others get whole tables, of which each takes what is its own."""
-        for name, table in tables.items():
-            self.ranks.send(AdapterTable.of(name, table))
-        self.ranks.send(WriteAdapter(entry))
-        super().write_adapter(entry, tables)
-
-    def move_experts(self, moves: ExpertMoves) -> None:
-        """As of one rank."""
-        self.ranks.send(MoveExperts.of(moves))
-        super().move_experts(moves)
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """As of one rank."""
-        self._move("copy_blocks", pairs)
-        super().copy_blocks(pairs)
-
-    def reset_slots(self, slots: Sequence[int]) -> None:
-        """As of one rank."""
-        self.ranks.send(ResetSlots(list(slots)))
-        super().reset_slots(slots)
-
-    def save_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """As of one rank."""
-        self._move("save_snapshots", pairs)
-        super().save_snapshots(pairs)
-
-    def load_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """As of one rank."""
-        self._move("load_snapshots", pairs)
-        super().load_snapshots(pairs)
-
-    def _move(self, method: str, pairs: Sequence[tuple[int, int]]) -> None:
-        self.ranks.send(Move(method, list(pairs)))
-
-    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
-        """The bytes of blocks, of all ranks one behind the other."""
-        return self._read("read_blocks", blocks, super().read_blocks)
-
-    def read_snapshots(self, snapshots: Sequence[int]) -> list[bytes]:
-        """The bytes of snapshots, of all ranks one behind the other."""
-        return self._read("read_snapshots", snapshots, super().read_snapshots)
-
-    def _read(self, method: str, numbers: Sequence[int], own: Callable[[Sequence[int]], list[bytes]]) -> list[bytes]:
-        self.ranks.send(Read(method, list(numbers)))
-        shares = [own(numbers), *(answer.data for answer in self.ranks.answers(Contents))]
-        return [b"".join(parts) for parts in zip(*shares, strict=True)]
-
-    def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Put back what `read_blocks` gave. Raises ConfigError for contents of another size."""
-        self._check_size("block", contents, sum(self._block_bytes))
-        own, *others = _divided(contents, self._block_bytes)
-        self.ranks.send(Write("write_blocks", list(blocks), others))
-        super().write_blocks(blocks, own)
-
-    def write_snapshots(self, snapshots: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Put back what `read_snapshots` gave. Raises ConfigError for contents of another size."""
-        self._check_size("snapshot", contents, sum(self._snapshot_bytes))
-        own, *others = _divided(contents, self._snapshot_bytes)
-        self.ranks.send(Write("write_snapshots", list(snapshots), others))
-        super().write_snapshots(snapshots, own)
-
-    def call(self, call: Call, timeout: float | None = None) -> list[Answered]:
-        """As of one rank; what the others answer follows its own."""
-        self.ranks.send(call)
-        return [*super().call(call), *self.ranks.answers(Answered, timeout)]
+    def ask(self, query: Query, timeout: float | None = None) -> list[Answered]:
+        """As of one rank; the answers of the others follow its own."""
+        query.check(self)
+        self.ranks.send(Sent.of(query))
+        return [query.run(self), *self.ranks.answers(Answered, timeout)]
 
     def check_health(self) -> None:
         """Raise RankError when a rank is gone."""
@@ -242,12 +151,6 @@ class MultiprocExecutor(Executor):
             if group is not None:
                 group.let_go()
         return ended
-
-
-def _divided(contents: Sequence[bytes], shares: Sequence[int]) -> list[list[bytes]]:
-    """What each rank has of contents that hold all ranks' shares one behind the other."""
-    ends = list(itertools.accumulate(shares))
-    return [[c[end - size : end] for c in contents] for end, size in zip(ends, shares, strict=True)]
 
 
 class _WatchedStream:

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from graphllm.config import ConfigError
-from graphllm.runtime.rank_messages import Report, Stop
 from graphllm.runtime.ranks.node_messages import Artifact, Begin, Connection, Gone, Hello, Lacking, Said, Words
 from graphllm.runtime.ranks.rank_failure import RankError, SharedFate
+from graphllm.runtime.ranks.rank_messages import Report, Stop
 from graphllm.runtime.ranks.rank_process import CHECKS, FIRST_CHECK
 from graphllm.runtime.ranks.rank_processes import Orders, RankProcesses, WaitingRanks
 

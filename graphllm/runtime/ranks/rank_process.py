@@ -18,36 +18,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from graphllm.config import ConfigError
-from graphllm.runtime.rank_messages import (
-    AdapterTable,
+from graphllm.runtime.commands.command import Query, Sent
+from graphllm.runtime.ranks.broadcast import Reader
+from graphllm.runtime.ranks.rank_messages import (
     Allocate,
-    Call,
-    Command,
-    Contents,
     Counted,
-    Encode,
     Failed,
     Follow,
     Loaded,
-    Move,
-    MoveExperts,
-    Read,
+    Message,
     Report,
-    ResetSlots,
     Sample,
     Serving,
     Start,
     Stop,
-    Write,
-    WriteAdapter,
-    WriteEntry,
-    unpacked,
 )
-from graphllm.runtime.ranks.broadcast import Reader
 
 if TYPE_CHECKING:
-    import torch
-
     from graphllm.runtime.executor import Executor, StepHandle
 
 LIFE = 1  # the word of a rank that it counts up while it lives, once it serves
@@ -160,7 +147,7 @@ def _live(
     with share.join():
         joined = time.monotonic()
         report(Counted(*share.count()))
-        decode = msgspec.msgpack.Decoder(Command).decode
+        decode = msgspec.msgpack.Decoder(Message).decode
         allocate = decode(reader.read())
         assert isinstance(allocate, Allocate)
         executor = share.executor(allocate.blocks, allocate.snapshots)
@@ -203,55 +190,39 @@ class _Follower:
     def __init__(
         self, executor: Executor, settings: Settings, reader: Reader, report: Callable[[Report], None]
     ) -> None:
-        self._executor, self._rank = executor, settings.rank
+        self._executor = executor
         executor.worker.rank, executor.worker.world_size = settings.rank, settings.degree
         self._reader, self._report = reader, report
         self._checks = StepChecks(executor.in_flight)
         self._last: StepHandle | None = None
-        self._tables: dict[str, torch.Tensor] = {}  # of the adapter that comes
 
-    def run(self, decode: Callable[[bytearray], Command]) -> None:
-        while not isinstance(command := decode(self._reader.read()), Stop):
-            self._obey(command)
+    def run(self, decode: Callable[[bytearray], Message]) -> None:
+        while not isinstance(message := decode(self._reader.read()), Stop):
+            self._obey(message)
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, message: Message) -> None:
         executor = self._executor
-        match command:
+        match message:
             case Start():
                 if self._checks.full():
                     number, word = self._checks.retire()
                     self._reader.words[FIRST_CHECK + number % CHECKS] = word
-                self._last = executor.start(command.step(), command.program, command.drafts)
+                self._last = executor.start(message.step(), message.program, message.drafts)
                 self._checks.add(self._last)
-            case Follow(but):
-                executor.follow(but)
+            case Follow(keep):
+                executor.stream.release(keep)
+            case Sent():
+                command = message.command()
+                if isinstance(command, Query):
+                    self._report(command.run(executor))
+                else:
+                    command.run(executor)
             case Sample(mask, scores, edited):
                 from graphllm.runtime.ranks.collectives import send_logits
 
                 assert self._last is not None
                 given = None if mask is None else mask.numpy()
                 executor.sample(self._last, given, scores, (), send_logits if edited else None)
-            case WriteEntry(entry, values):
-                executor.write_entry(entry, unpacked(values))
-            case AdapterTable():
-                self._tables[command.name] = command.tensor()
-            case WriteAdapter(entry):
-                executor.write_adapter(entry, self._tables)
-                self._tables = {}
-            case MoveExperts():
-                executor.move_experts(command.moves())
-            case ResetSlots(slots):
-                executor.reset_slots(slots)
-            case Move(method, pairs):
-                getattr(executor, method)(pairs)
-            case Encode(data, length, start):
-                executor.encode(data.numpy(), length, start)
-            case Read(method, numbers):
-                self._report(Contents(getattr(executor, method)(numbers)))
-            case Write(method, numbers, contents):
-                getattr(executor, method)(numbers, contents[self._rank - 1])
-            case Call():
-                self._report(executor.call(command)[0])
 
 
 def _beat(reader: Reader) -> None:

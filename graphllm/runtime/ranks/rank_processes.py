@@ -22,9 +22,9 @@ import msgspec
 from graphllm.config import ConfigError
 from graphllm.host.importing import import_path
 from graphllm.host.silence import Silence, threads_of
-from graphllm.runtime.rank_messages import Failed, Report
 from graphllm.runtime.ranks.broadcast import Writer
 from graphllm.runtime.ranks.rank_failure import RankError, SharedFate
+from graphllm.runtime.ranks.rank_messages import Failed, Report
 from graphllm.runtime.ranks.rank_process import LIFE, Settings, receive
 
 _TICK = 0.25  # seconds between two looks at the signs of life

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import msgspec
 
 from graphllm.config import ConfigError
-from graphllm.runtime.rank_messages import Report
 from graphllm.runtime.ranks.node_messages import (
     Artifact,
     Begin,
@@ -28,6 +27,7 @@ from graphllm.runtime.ranks.node_messages import (
     Words,
 )
 from graphllm.runtime.ranks.rank_failure import RankError, SharedFate
+from graphllm.runtime.ranks.rank_messages import Report
 from graphllm.runtime.ranks.rank_processes import Hear
 
 _SILENCE = 5.0  # seconds without a sign of life until a node counts as dead that has given them in time

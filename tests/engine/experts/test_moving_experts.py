@@ -95,7 +95,7 @@ def check_slots(llm: LLM, model: Any) -> None:
     """What rank 0 has in its slots are the experts of the placements, by their values, and so are its tables."""
     executor, balancer = executor_of(llm), balancer_of(llm)
     executor.synchronize()
-    slots = executor._expert_slots
+    slots = executor.expert_slots
     assert slots is not None
     layout = slots._layout
     for layer, placement in balancer.placements.items():
@@ -179,7 +179,7 @@ def scatter(llm: LLM, seed: int) -> None:
     for layer, old in balancer.placements.items():
         new = draw.sample(old, len(old))
         groups = moves_between(old, new, 2)
-        llm.llm_engine.core._executor.move_experts(balancer._moves(layer, groups))
+        llm.llm_engine.core._executor.do(balancer._moves(layer, groups))
         assert balancer.placements[layer] == new
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from graphllm import LLM, AsyncLLM, EngineArgs, SamplingParams
 from graphllm.config import ConfigError
-from graphllm.runtime.rank_calls import RankCallError, Worker
+from graphllm.runtime.commands.calls import RankCallError, Worker
 from graphllm.runtime.ranks.rank_failure import RankError
 from graphllm.weights.loading.host_array import HostArray
 from tests.engine import rank_functions as functions
@@ -32,7 +32,11 @@ REFUSED: list[tuple[Callable[[LLM], Any], type[Exception], str]] = [
         RankCallError,
         r"'count' cannot be imported .*; give package.module:name",
     ),
-    (lambda llm: llm.collective_rpc("rank_functions:none"), RankCallError, "'rank_functions:none' cannot be imported"),
+    (
+        lambda llm: llm.collective_rpc("tests.engine.rank_functions:none"),
+        RankCallError,
+        "'tests.engine.rank_functions:none' cannot be imported",
+    ),
     (lambda llm: llm.collective_rpc(lambda worker: 1), ConfigError, "put it at the top of a module"),
     (lambda llm: llm.collective_rpc(functions.who, args=(torch.ones(1),)), ConfigError, "an argument of .*Tensor"),
     (lambda llm: llm.collective_rpc(functions.whole_weight), RankCallError, "returned Tensor: .*; return numbers"),
@@ -47,7 +51,7 @@ def test_ranks(dense: Path, tmp_path: Path, ranks: int) -> None:  # noqa: F811
         assert [t[:3] for t in told] == [[rank, ranks, "cpu"] for rank in range(ranks)]
         assert len({t[3] for t in told}) == ranks
         assert all(t[4:] == [[1, ["a", None]], {"b": {"c": 2.5}}] for t in told)
-        held = llm.collective_rpc("rank_functions.shapes")
+        held = llm.collective_rpc("tests.engine.rank_functions.shapes")
         assert [h["layers.0.down"] for h in held] == [[64, 96 // ranks]] * ranks
         for call, kind, message in REFUSED:
             with pytest.raises(kind, match=message):

@@ -50,7 +50,7 @@ def test_matrices_and_stages(dense: Path, ranks: int, stages: int) -> None:
     with LLM(dense, **WHOLE, tensor_parallel_size=ranks, pipeline_parallel_size=stages) as llm:
         pids = pids_of(llm)
         assert len(pids) == 7
-        assert executor_of(llm).overlapping == stages
+        assert executor_of(llm).pipeline_depth == stages
         check_dense(dense, llm)
     until(lambda: gone(*pids))
 

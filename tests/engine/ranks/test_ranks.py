@@ -9,18 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphllm import LLM, SamplingParams, StructuredOutputsParams
 from graphllm.config import ConfigError
-from graphllm.runtime.rank_messages import Array, Start
+from graphllm.engine.requests.request import CacheEntry
+from graphllm.runtime.commands.command import TensorData
 from graphllm.runtime.ranks.multiproc_executor import MultiprocExecutor
 from graphllm.runtime.ranks.rank_failure import RankError
+from graphllm.runtime.ranks.rank_messages import Array, Start
 from graphllm.runtime.ranks.rank_processes import RankProcesses
 from tests.artifacts import LIMITS
 from tests.engine.harness import request
+from tests.engine.rank_functions import FillBlocks, SumOfBlock
 from tests.waiting import gone, until
 
 PROMPTS = ["hello world, the cat", "what is the answer", "a list of words in a row", "hello"]
@@ -126,11 +130,22 @@ class TestTwoRanks:
         assert {len(e.data) for e in entries} == {2 * executor_of(two).states.block_bytes}
         assert core.reset_prefix_cache()
         with pytest.raises(ConfigError, match=r"imported block has 8 bytes, here it has"):
-            executor_of(two).write_blocks([1], [entries[0].data[:8]])
+            core.import_cache([CacheEntry(0, b"other", entries[0].data[:8])])
         assert core.import_cache(entries) == 4
         after = two.generate({"prompt_token_ids": prompt}, greedy)[0]
         assert after.num_cached_tokens == 4 * options["block_size"]
         assert after.outputs[0].token_ids == before.outputs[0].token_ids
+
+    def test_a_command_from_outside(self, two: LLM) -> None:
+        """A mover of device state costs one struct: every rank runs it, and answers what is asked of it."""
+        executor = executor_of(two)
+        fill = FillBlocks([3, 5], np.array([1, 4], np.int16), TensorData(torch.tensor([2.5])))
+        executor.do(fill)
+        assert [a.value for a in executor.ask(SumOfBlock(3))] == [[0, 3.5], [1, 3.5]]
+        assert [a.value for a in executor.ask(SumOfBlock(5))] == [[0, 6.5], [1, 6.5]]
+        with pytest.raises(ConfigError, match="block 0 is nobody's"):
+            executor.do(FillBlocks([0], fill.bytes, fill.more))
+        assert two.generate(PROMPTS[0], GREEDY)[0].finished
 
     def test_each_rank_holds_its_share(self, one: LLM, two: LLM) -> None:
         whole: Any = one.llm_engine.core

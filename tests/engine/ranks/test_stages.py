@@ -94,7 +94,11 @@ def test_stages_work_on_different_batches(three_layers: Path, options: dict[str,
         launch, together = core._launch, []
 
         def watched(output: Any, *rest: Any) -> Any:
-            steps = [step.output.requests for step in core._in_flight][-output.beside :] if output.beside else []
+            steps = (
+                [step.output.requests for step in core._in_flight][-output.num_independent :]
+                if output.num_independent
+                else []
+            )
             together.append([{s.request.id for s in requests} for requests in (*steps, output.requests)])
             return launch(output, *rest)
 

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from graphllm.runtime.rank_messages import Loaded
 from graphllm.runtime.ranks.all_ranks import AllRanks
 from graphllm.runtime.ranks.broadcast import CAPACITY, Reader, Writer
 from graphllm.runtime.ranks.rank_failure import RankError, SharedFate
+from graphllm.runtime.ranks.rank_messages import Loaded
 from graphllm.runtime.ranks.rank_processes import Orders, RankProcesses, WaitingRanks
 from tests.waiting import PATIENCE, gone, until
 

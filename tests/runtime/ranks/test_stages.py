@@ -84,7 +84,7 @@ def second() -> Iterator[SecondStage]:
 
 
 def _batch(tokens: list[int], start: int, block: int, beside: int = 0) -> StepInput:
-    return ragged([tokens], [start], [stack_tables([[block]])])._replace(beside=beside)
+    return ragged([tokens], [start], [stack_tables([[block]])])._replace(num_independent=beside)
 
 
 def _first_stage(folder: Path, checkpoint: Path) -> Executor:
@@ -97,7 +97,7 @@ def _first_stage(folder: Path, checkpoint: Path) -> Executor:
 @pytest.mark.parametrize("kind", ["eager", "compiled"])
 def test_two_steps_at_once(kind: str, request: pytest.FixtureRequest, checkpoint: Path, second: SecondStage) -> None:
     executor = _first_stage(request.getfixturevalue(f"{kind}_artifact"), checkpoint)
-    assert executor.overlapping == 2
+    assert executor.pipeline_depth == 2
     prompts = [[11, 12, 13, 14], [21, 22, 23]]
 
     second.give(5)  # one alone, for what it sends

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from graphllm.config import ConfigError
 from graphllm.host.importing import imported, name_of
-from graphllm.runtime.rank_messages import Answered, Call
-
-if TYPE_CHECKING:
-    import torch
-
-    from graphllm.weights.loading.host_array import HostArray
-
+from graphllm.runtime.commands.command import Answered, Device, Query
+from graphllm.runtime.commands.worker import Worker
 
 START_PROFILE, STOP_PROFILE = (f"graphllm.runtime.profiling:{name}_profile" for name in ("start", "stop"))
 PROFILE_PREFIX = "profile/"
@@ -31,31 +25,16 @@ class RankCallError(RuntimeError):
     """A rank could not do what it was asked; the engine goes on."""
 
 
-@dataclass
-class Worker:
-    """The first argument of such a function: the rank that runs it, of ``world_size``. device: "cpu", or "cuda:1".
-    in_order: runs something where kernels are launched from, on a CPU another thread, and waits for it. kept: for
-    functions, which find there what they have put there before."""
+class Call(Query):
+    """A function, module:name, that is given the rank's `Worker` first."""
 
-    rank: int
-    world_size: int
-    device: str
-    parameters: Mapping[str, torch.Tensor | HostArray]
-    in_order: Callable[[Callable[[], Any]], Any]
-    kept: dict[str, Any] = field(default_factory=dict)
+    function: str
+    args: list[Any]
+    kwargs: dict[str, Any]
 
-    @property
-    def weights(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters, by the names that the model's file gives them, in the memory that kernels read. They
-        may be written, with numbers of the same shape and dtype."""
-        import torch  # an engine may run without
-
-        return {
-            name: weight
-            if isinstance(weight, torch.Tensor)
-            else torch.from_numpy(weight.numbers).view(getattr(torch, weight.dtype))
-            for name, weight in self.parameters.items()
-        }
+    def run(self, device: Device) -> Answered:
+        device.synchronize()
+        return answer(device.worker, self)
 
 
 def call_of(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:

@@ -1,0 +1,1 @@
+"""Commands to the device, one file a capability; command.py has the contract."""
