@@ -1,4 +1,4 @@
-// Many rows of x: weights as they lie, packed on the way into the panels of cpu_panels.h.
+// Many rows of x: weights as they lie, packed on the way into the panels of cpu/panels.h.
 #pragma once
 
 #include "cpu/panels.h"

@@ -293,7 +293,7 @@ def test_input_that_changes_while_it_is_read(
     lines: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No result is filed under a line that it was not made of."""
-    from graphllm.cli.run.run import run as module
+    from graphllm.cli.run import run as module
 
     file, out, resolve = tmp_path / "in.txt", tmp_path / "out.jsonl", module.resolve_model
     file.write_text("one\ntwo\nthree\n")

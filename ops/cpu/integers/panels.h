@@ -1,4 +1,4 @@
-// Many rows of x with AMX: panels (cpu_panels.h) of quantized weights, scaled and rounded to bfloat16 on the way.
+// Many rows of x with AMX: panels (cpu/panels.h) of quantized weights, scaled and rounded to bfloat16 on the way.
 #pragma once
 
 #include "cpu/integers/formats.h"

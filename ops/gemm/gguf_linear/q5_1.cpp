@@ -1,4 +1,4 @@
-// gguf_linear with Q5_1: see linear.h and cpu_gguf_formats.h.
+// gguf_linear with Q5_1: see linear.h and cpu/integers/gguf_formats.h.
 #include "linear.h"
 
 GRAPHLLM_GGUF_LINEAR(q5_1, Q5_1)

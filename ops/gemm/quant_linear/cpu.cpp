@@ -2,7 +2,7 @@
 // op.py has the layout.
 //
 // The weights are one stream of 64-byte lines, each of four inner entries (int4: two times four) of 16 rows, and one of
-// scales; cpu_int_linear.h has how they are multiplied.
+// scales; cpu/integers/linear.h has how they are multiplied.
 #include "cpu/integers/linear.h"
 #include "pack.h"
 

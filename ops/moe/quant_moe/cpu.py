@@ -13,7 +13,7 @@ from graphllm.ops.gemm.quant_linear.cpu import of_integers
 from graphllm.ops.moe.fused_moe.op import LORA_TABLES
 from graphllm.ops.moe.quant_moe.op import quant_moe
 
-_ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # in the order of cpu_experts.h
+_ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # in the order of cpu/experts.h
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _LINES = {torch.int8: 16, torch.uint8: 4}  # of the groups that the kernels are compiled for
 _kernels = {
