@@ -429,7 +429,7 @@ def test_sample_with_the_largest_random_number(level: str) -> None:
 
 
 _NUMBERS = """
-#include "sample/cpu.cpp"
+#include "sampling/sample/cpu.cpp"
 extern "C" void numbers(const std::uint32_t* bits, float* to, std::int64_t count) {
   using namespace graphllm;
   for (std::int64_t i = 0; i < count; i += kRegLanes) {
