@@ -72,6 +72,7 @@ ROOMS = {
         ("process", "schedule"),
         ("structured", "vectors"),
         ("step",),
+        ("parts",),
         ("core",),
     ),
     "loading": (("checkpoint", "memory"), ("artifact",), ("core",)),

@@ -10,6 +10,7 @@ from typing import Any, cast
 from graphllm.config import CacheConfig, CoreConfig, LoadConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
+from graphllm.engine.parts.grammars import Grammars
 from graphllm.engine.requests.request import EngineCoreOutput, EngineRequest, PositionLogprobs
 from graphllm.engine.structured.bad_words import BadWords, TokenTexts
 from graphllm.engine.structured.compilers import GrammarCompilers
@@ -57,7 +58,8 @@ def open_core(folder: Path, place: Path, pages: int = 49, **options: Any) -> Eng
         speculation=speculation,
     )
     core = load_core(config, processors=processors)
-    core.grammars = cast("GrammarCompilers", Letters(core.grammars))
+    if core.info.task == "generate":
+        core.part(Grammars).compilers = cast("GrammarCompilers", Letters(core.grammars))
     return core
 
 

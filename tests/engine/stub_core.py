@@ -83,9 +83,9 @@ class StubCore:
     def stats(self) -> CoreStats:
         return CoreStats(steps=self.steps, running=len(self._running), waiting=len(self._waiting))
 
-    bell = None
+    wakeup_fd = None
 
-    def hear_bell(self) -> None:
+    def hear(self) -> None:
         pass
 
     def warm_up(self) -> bool:

@@ -96,9 +96,9 @@ class StubCore:
     def stats(self) -> CoreStats:
         return CoreStats(steps=self._steps, running=len(self._live), waiting=self._cold)
 
-    bell = None
+    wakeup_fd = None
 
-    def hear_bell(self) -> None:
+    def hear(self) -> None:
         pass
 
     def warm_up(self) -> bool:

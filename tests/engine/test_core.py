@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from graphllm.config import ConfigError
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
+from graphllm.engine.parts.grammars import Grammars
 from graphllm.engine.requests.request import CoreStats
 from graphllm.runtime.executor import Executor, StepHandle
 from graphllm.runtime.memory.padding import Size, pick
@@ -400,7 +401,7 @@ def test_structured_outputs(opened: Open, checkpoint: Path) -> None:
     assert texts["ignored"] in ("red", "green")
     assert found["ignored"].finish_reason == "stop"
     assert found["plain"].tokens == finish(core, [request("plain", [5, 6, 7])])["plain"].tokens
-    assert not core._constraints._matchers
+    assert not core.part(Grammars).constraints.count
     wrong = StructuredOutputsParams(json={"type": "object", "propertyNames": {"maxLength": 3}})
     refused = finish(core, [request("x", [5], replace(free, structured_outputs=wrong))])["x"]
     assert refused.finish_reason == "error"

@@ -12,6 +12,7 @@ import pytest
 from graphllm.config import Bucket, ConfigError, SchedulerConfig
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
+from graphllm.engine.parts.part import CoreSetup
 from graphllm.program.schema import CacheGroup, CacheLayout
 from graphllm.program.specs import InputSpec
 from graphllm.runtime.commands.command import Answered, Command, Query
@@ -58,6 +59,9 @@ class Recorder:
         result = StepResult({"tokens": tokens, "kept": kept, **known}, {}, None)
         return SimpleNamespace(wait=lambda: result, size=Size(self.buckets[0], 32, 4, 4))
 
+    def sample(self, *given: Any) -> None:
+        """The tokens are those of `start`."""
+
     def do(self, command: Command) -> None:
         match command:
             case WriteBlocks(blocks, data):
@@ -98,7 +102,7 @@ def test_states_around_steps() -> None:
         finish(core, [one])
     names = [(name, *given) if name != "step" else (name, given[1]) for name, *given in executor.log]
     assert names == [
-        ("ResetSlots", [0]), ("encode", rows.tolist(), 3, 0), ("step", list(range(8))), ("SaveSnapshots", [(0, 0)]),
+        ("encode", rows.tolist(), 3, 0), ("ResetSlots", [0]), ("step", list(range(8))), ("SaveSnapshots", [(0, 0)]),
         ("step", [8, 9]),
         ("LoadSnapshots", [(0, 0)]), ("step", [8, 9]),
     ]  # fmt: skip
@@ -129,7 +133,7 @@ def test_verified_tokens() -> None:
 )
 def test_who_is_verified(fields: dict[str, Any], processors: tuple[Any, ...], lengths: set[int]) -> None:
     executor = Recorder(LAYOUT._replace(recurrent=False))
-    core = EngineCore(executor, 64, SchedulerConfig(), processors=processors)  # type: ignore[arg-type]
+    core = EngineCore(executor, 64, SchedulerConfig(), CoreSetup(processors=processors))  # type: ignore[arg-type]
     core.add(request("x", [1, 2, 3], _params(6, **fields)))
     while core.unfinished:
         core.step()

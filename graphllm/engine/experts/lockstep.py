@@ -103,6 +103,10 @@ class CoreWaves:
         except RuntimeError as failure:
             raise self._blame(failure) from failure
 
+    def explain(self, failure: RuntimeError) -> Exception:
+        """PeerError for what has failed because a core is gone."""
+        return failure if isinstance(failure, PeerError) else self._blame(failure)
+
     def check(self) -> None:
         """Raise PeerError when a core is gone."""
         if gone := self._gone(0):

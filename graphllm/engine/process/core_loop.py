@@ -127,8 +127,8 @@ class _Loop:
         self._progress = progress
         self._poller = zmq.Poller()
         self._poller.register(requests, zmq.POLLIN)
-        if core.bell is not None:
-            self._poller.register(core.bell, zmq.POLLIN)
+        if core.wakeup_fd is not None:
+            self._poller.register(core.wakeup_fd, zmq.POLLIN)
         self._decode = msgspec.msgpack.Decoder(ToCore).decode
         self.live: dict[str, bytes] = {}  # unfinished ids, oldest first, and whose they are
         self._watching: set[bytes] = set()  # fronts that want to know the load
@@ -148,7 +148,7 @@ class _Loop:
                     return
                 while not self._poller.poll(_CHECKED):
                     self._core.check_health()
-                self._core.hear_bell()
+                self._core.hear()
             while self._requests.poll(0):
                 self._handle(*self._requests.recv_multipart())
             if self._busy() and not self._over():

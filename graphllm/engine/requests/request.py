@@ -302,10 +302,10 @@ class Core(Protocol):
         """Raise when what runs its steps is gone; for whoever has none to run."""
 
     @property
-    def bell(self) -> int | None:
+    def wakeup_fd(self) -> int | None:
         """A file descriptor that can be read when there is something to do without a request, if there ever is."""
 
-    def hear_bell(self) -> None:
+    def hear(self) -> None:
         """Look what there is to do; it is ``unfinished`` then."""
 
     def close(self) -> None: ...

@@ -66,9 +66,8 @@ class SamplingTable:
         self._last_slots = _NO_SLOTS
         self._last_rows: dict[str, np.ndarray] = {}
 
-    def admit(self, state: RequestState, always_masked: bool) -> bool:
-        """Fill a slot; whether it has state on the device, penalties or bias. always_masked: each of its rows has a
-        mask of its own (a grammar, bad words)."""
+    def admit(self, state: RequestState) -> bool:
+        """Fill a slot; whether it has state on the device, penalties or bias."""
         slot, request, p = state.slot, state.request, state.request.params
         self._last_slots = _NO_SLOTS
         for definition, values in self._columns.items():
@@ -85,11 +84,19 @@ class SamplingTable:
             base = self._base[slot] = np.zeros(self.words, dtype=np.int32)
             for token in p.allowed_token_ids:
                 _set(base, token, True)
-        self.masked[slot] = always_masked or slot in self._base
+        self.masked[slot] = slot in self._base
         has_state = bool(counted or p.logit_bias)
         wants = p.logprobs is not None or p.prompt_logprobs is not None
         self.special[slot] = has_state or wants or self.masked[slot]
         return has_state
+
+    def always_mask(self, slot: int) -> None:
+        """Each row of a slot has a mask of its own."""
+        self.masked[slot] = self.special[slot] = True
+
+    def stop_at_logits(self, slot: int) -> None:
+        """Each step of a slot stops at its logits, once all tokens before it are known."""
+        self.special[slot] = True
 
     def _wanted(self, logprobs: int | None) -> int:
         return -1 if logprobs is None else logprobs if 0 <= logprobs <= self._ranked else 0

@@ -31,6 +31,11 @@ class Constraints:
         self._matchers: dict[str, Matcher] = {}
         self._words: dict[str, BadWords] = {}
 
+    @property
+    def count(self) -> int:
+        """Requests that are constrained."""
+        return len({*self._matchers, *self._words})
+
     def __contains__(self, id: str) -> bool:
         return id in self._matchers or id in self._words
 

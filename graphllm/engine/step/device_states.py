@@ -3,7 +3,7 @@ as the scheduler says, and to bring prefixes of the cache out and in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -11,18 +11,10 @@ import numpy as np
 from graphllm.config import ConfigError
 from graphllm.engine.cache.cache_manager import CacheManager
 from graphllm.engine.requests.request import CacheEntry, EngineRequest
-from graphllm.engine.schedule.scheduler_output import SchedulerOutput
-from graphllm.engine.step.adapter_memory import AdapterMemory
-from graphllm.runtime.commands.adapters import WriteAdapter
-from graphllm.runtime.commands.command import Answered, Command, Query, TensorData, joined
-from graphllm.runtime.commands.items import Encode
+from graphllm.runtime.commands.command import Answered, Command, Query, joined
 from graphllm.runtime.commands.states import (
-    CopyBlocks,
-    LoadSnapshots,
     ReadBlocks,
     ReadSnapshots,
-    ResetSlots,
-    SaveSnapshots,
     WriteBlocks,
     WriteSnapshots,
 )
@@ -50,26 +42,6 @@ class DeviceStates(Protocol):
 
     def ask(self, query: Query, timeout: float | None = None) -> list[Answered]:
         """The answers of all ranks, once all steps before have ended."""
-
-
-def before_step(output: SchedulerOutput, adapters: AdapterMemory) -> Iterator[Command]:
-    """What a step builds on. adapters: has the tables of those that are to be written."""
-    for entry, digest in output.adapters:
-        yield WriteAdapter(entry, {name: TensorData(table) for name, table in adapters[digest].items()})
-    if output.copies:
-        yield CopyBlocks(list(output.copies))
-    if output.resets:
-        yield ResetSlots(list(output.resets))
-    if output.snapshot_loads:
-        yield LoadSnapshots(list(output.snapshot_loads))
-    for item, start in output.encodes:
-        yield Encode(np.frombuffer(item.data, item.dtype).reshape(item.shape), item.length, start)
-
-
-def after_step(output: SchedulerOutput) -> Iterator[Command]:
-    """What is kept of a step that was launched."""
-    if output.snapshot_saves:
-        yield SaveSnapshots(list(output.snapshot_saves))
 
 
 def adapter_tables(states: DeviceStates, name: str, values: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:

@@ -154,6 +154,7 @@ def _make_core(
 ) -> EngineCore:
     from graphllm.engine.core import EngineCore
     from graphllm.engine.experts.expert_balancer import ExpertBalancer
+    from graphllm.engine.parts.part import CoreSetup
     from graphllm.engine.requests.logits_processors import BatchLimits, ModelLimits, ProcessorConfig, adapted
     from graphllm.engine.structured.compilers import GrammarCompilers
     from graphllm.host.importing import imported
@@ -180,19 +181,21 @@ def _make_core(
         BatchLimits(executor.max_num_seqs, executor.max_num_batched_tokens),
     )
     ready = [adapted(processor, told, executor.device) for processor in (*named, *processors)]
-    adapters = _adapter_memory(executor, config, compiled.dtype)
+    setup = CoreSetup(
+        grammars=grammars,
+        processors=ready,
+        speculation=config.speculation,
+        adapters=_adapter_memory(executor, config, compiled.dtype),
+        balancer=None if executor.experts is None else ExpertBalancer(executor.experts, config.parallel),
+        waves=waves,
+    )
     return EngineCore(
         executor,
         compiled.max_model_len,
         config.scheduler,
-        grammars,
-        ready,
-        config.speculation,
-        adapters,
+        setup,
         executor.pipeline_depth,
         executor.min_batch_per_stage,
-        None if executor.experts is None else ExpertBalancer(executor.experts, config.parallel),
-        waves,
         cold,
     )
 

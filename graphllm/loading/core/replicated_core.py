@@ -110,9 +110,9 @@ class ReplicatedCore:
         if (cause := self._client.health().cause) is not None:
             raise EngineDeadError(cause)
 
-    bell = None
+    wakeup_fd = None
 
-    def hear_bell(self) -> None:
+    def hear(self) -> None:
         """Nothing is to be done without requests."""
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from graphllm import LLM
 from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.engine.parts.adapters import Adapters
 from graphllm.engine.requests.request import Adapter
 from graphllm.weights.adapters.adapters import adapter_digest
 from tests.engine.harness import request
@@ -97,7 +98,7 @@ def _run(model: Model, llm: LLM, count: int, rng: random.Random) -> dict[str, in
     table = core._scheduler.adapters
     assert not table.used
     assert not table._users[0]
-    assert len(core._adapters.digests) <= 32
+    assert len(core.part(Adapters).memory.digests) <= 32
     assert core._scheduler.cache.pool.free_blocks == core.info.num_blocks - 1
     return ended
 

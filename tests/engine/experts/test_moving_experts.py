@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,8 +14,10 @@ import transformers
 
 from graphllm import LLM, SamplingParams
 from graphllm.config import ConfigError
+from graphllm.engine.core import EngineCore
 from graphllm.engine.experts import expert_balancer
 from graphllm.engine.experts.expert_placement import moves_between
+from graphllm.engine.parts.experts import Experts
 from graphllm.weights.plan.expert_slots import routing_tables
 from tests.engine.ranks.test_ranks import executor_of
 
@@ -86,7 +88,7 @@ def check(
 
 
 def balancer_of(llm: LLM) -> expert_balancer.ExpertBalancer:
-    found = llm.llm_engine.core._balancer
+    found = cast("EngineCore", llm.llm_engine.core).part(Experts).balancer
     assert found is not None
     return found
 

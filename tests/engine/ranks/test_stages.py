@@ -95,7 +95,7 @@ def test_stages_work_on_different_batches(three_layers: Path, options: dict[str,
 
         def watched(output: Any, *rest: Any) -> Any:
             steps = (
-                [step.output.requests for step in core._in_flight][-output.num_independent :]
+                [step.plan.requests for step in core._in_flight][-output.num_independent :]
                 if output.num_independent
                 else []
             )

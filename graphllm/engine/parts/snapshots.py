@@ -1,0 +1,29 @@
+"""States between steps: blocks that are copied when sequences part, slots of recurrent states, and their snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from graphllm.engine.parts.part import Part
+from graphllm.engine.schedule.scheduler_output import SchedulerOutput
+from graphllm.engine.step.started_step import StartedStep
+from graphllm.runtime.commands.command import Command
+from graphllm.runtime.commands.states import CopyBlocks, LoadSnapshots, ResetSlots, SaveSnapshots
+
+
+class Snapshots(Part):
+    """What is copied where, the scheduler's cache says."""
+
+    name = "snapshots"
+
+    def before(self, plan: SchedulerOutput) -> Iterable[Command]:
+        if plan.copies:
+            yield CopyBlocks(list(plan.copies))
+        if plan.resets:
+            yield ResetSlots(list(plan.resets))
+        if plan.snapshot_loads:
+            yield LoadSnapshots(list(plan.snapshot_loads))
+
+    def started(self, step: StartedStep) -> Iterable[Command]:
+        if step.plan.snapshot_saves:
+            yield SaveSnapshots(list(step.plan.snapshot_saves))

@@ -1,0 +1,1 @@
+"""Parts of the step from outside: each one file and one line of entry_points.txt."""
