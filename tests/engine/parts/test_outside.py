@@ -92,3 +92,9 @@ def test_a_place_that_there_is_not(checkpoint: Path, monkeypatch: pytest.MonkeyP
     names = ", ".join(part.name for part in PARTS)
     with pytest.raises(ConfigError, match=f"part 'lost' comes after 'nobody', which there is not; parts are {names}"):
         LLM(checkpoint, **OPTIONS)
+
+
+def test_the_guide_has_the_whole_part() -> None:
+    guide = Path(__file__).parents[3] / "docs" / "adding-a-part.md"
+    here = Path(__file__).parent / "site" / "outside" / "token_budget.py"
+    assert here.read_text() in guide.read_text()
