@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.models import test_parity as parity
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from graphllm import LLM, SamplingParams
 from graphllm.runtime.ranks.rank_failure import RankError
 
-sys.path.append(str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.engine.ranks.test_ranks import pids_of
 
 

@@ -81,7 +81,7 @@ def _check(outputs: list[Any], expected: list[Any]) -> None:
 
 
 def test_messages_between_gpus(tmp_path: Path) -> None:
-    words = [sys.executable, str(HERE.parent / "runtime" / "links_worker.py"), str(tmp_path / "meeting"), "2"]
+    words = [sys.executable, str(HERE.parent / "runtime" / "ranks" / "links_worker.py"), str(tmp_path / "meeting"), "2"]
     processes = [subprocess.Popen([*words, str(stage), "cuda"]) for stage in range(2)]
     try:
         assert [process.wait(60) for process in processes] == [0, 0]
