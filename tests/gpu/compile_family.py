@@ -14,7 +14,8 @@ from tests.models import test_parity as parity
 
 if __name__ == "__main__":
     name, ranks, apart, folder = sys.argv[1], int(sys.argv[2]), bool(sys.argv[3]), Path(sys.argv[4])
-    parity._build(next(a for a in parity.ARCHS if a.name == name)).save_pretrained(folder)
+    arch = next(a for a in parity.ARCHS if a.name == name)
+    parity._build(arch, arch.config).save_pretrained(folder)
     settings: dict[str, Any] = {"tensor_parallel_size": ranks, "enable_expert_parallel": apart}
     parity.driver.Driver(
         folder,

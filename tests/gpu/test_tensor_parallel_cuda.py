@@ -59,7 +59,8 @@ def opened(compiled: Compiled) -> Iterator[Opened]:
 @torch.no_grad()
 def test_gpus_give_what_transformers_does(family: Family, opened: Opened) -> None:
     runner = parity.driver.Runner(opened[family].result())
-    model = parity._build(next(a for a in parity.ARCHS if a.name == family.name))
+    arch = next(a for a in parity.ARCHS if a.name == family.name)
+    model = parity._build(arch, arch.config | arch.oracle)
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(parity.V, (n,), generator=draw).tolist() for n in LENGTHS]
     for _ in range(2):  # the second time every graph is replayed

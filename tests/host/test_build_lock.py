@@ -30,7 +30,7 @@ def progress(stage, done, total):
         time.sleep(0.01)
 
 args = EngineArgs(target="cpu", backend="eager", max_num_seqs=2, max_num_batched_tokens=16)
-print(take_artifact(open_source(sys.argv[1]), args, progress)[0], flush=True)
+print(take_artifact(open_source(sys.argv[1]), args, progress)[0].folder, flush=True)
 """
 WAITS = "another process compiles this artifact; waiting for it"
 
