@@ -22,6 +22,6 @@ if __name__ == "__main__":
         "inductor",
         target="cuda",
         settings=settings,
-        opened=lambda place, tensors: None,
+        opened=lambda place, tensors: (folder / "artifact").symlink_to(place),
         jobs=4,
     )
