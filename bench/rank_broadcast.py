@@ -23,7 +23,7 @@ import numpy as np
 
 from graphllm.runtime.memory.staging import ragged
 from graphllm.runtime.ranks.broadcast import Reader, Writer
-from graphllm.runtime.ranks.rank_messages import Command, Start
+from graphllm.runtime.ranks.rank_messages import Message, Start
 
 STEPS, CONTEXT, BLOCK = 1000, 2000, 16
 
@@ -43,7 +43,7 @@ def now() -> int:
 def read(fd: int, readers: int, number: int, spin: float) -> None:
     """Another rank: take the steps and print when each had come."""
     reader = Reader(fd, readers, number, spin)
-    decode = msgspec.msgpack.Decoder(Command).decode
+    decode = msgspec.msgpack.Decoder(Message).decode
     came = []
     for _ in range(STEPS):
         command = decode(reader.read())

@@ -30,7 +30,7 @@ from graphllm.ir.graph import Shapes, TensorSpec, to_json
 from graphllm.ir.registry import load_ops
 from graphllm.runtime.kernels import CpuKernels
 from graphllm.runtime.memory.torch_memory import TorchMemory
-from graphllm.program.linking import Call, LinkedProgram, plan_memory
+from graphllm.program.linking import LinkedProgram, PieceCall, plan_memory
 from graphllm.runtime.binding import bind
 
 ops = load_ops()
@@ -43,7 +43,7 @@ folder = Path(tempfile.mkdtemp())
 backend = Cpu(Objects())
 built = backend.build(to_json(unit.graph, shapes), bucket, CompileConfig(Target("cpu", ())), {})
 backend.assemble([built], folder)
-program = LinkedProgram([Call(built.bundle, ["x"], ["y"])], ["y"])
+program = LinkedProgram([PieceCall(built.bundle, ["x"], ["y"])], ["y"])
 plan = plan_memory(program, bucket.limits(4))
 x = torch.randn(7, 48)
 arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)

@@ -39,6 +39,10 @@ class StagedStream:
         """Keep what follows the layers of a step for later."""
         self._held.append((step, [work]))
 
+    def is_held(self, step: StagedStep) -> bool:
+        """Whether what follows the layers of a step is kept for later."""
+        return any(other is step for other, _ in self._held)
+
     def then(self, step: StagedStep, work: Work) -> None:
         """Launch the next part of a step, or keep it if what comes before it is kept."""
         held = next((works for other, works in self._held if other is step), None)

@@ -254,7 +254,7 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
 @pytest.mark.thorough
 def test_inductor_is_imported_late() -> None:
     """Not by what traces, tunes, and refuses models; building needs it."""
-    modules = ("pipeline", "tune", "workers", "building", "cuda", "cost")
+    modules = ("pipeline", "tuning.tune", "tuning.workers", "building", "codegen.cuda", "cost")
     told = "print('torch._inductor.compile_fx' in sys.modules)"
     early = [f"import graphllm.compile.{module}" for module in modules]
     late = "; ".join(["import sys", *early, told, "import graphllm.compile.codegen.backends", told])

@@ -13,15 +13,20 @@ from tests.stub_driver import run_with_driver
 SCRIPT = """
 import dataclasses, json, sys
 from pathlib import Path
-from graphllm.config import CoreConfig, LoadConfig, ModelConfig, ParallelConfig, Peers
+from graphllm.config import CompileConfig, CoreConfig, LoadConfig, ModelConfig, ParallelConfig, Peers, Target
 from graphllm.loading.core.early_start import begin_early
+from graphllm.program.artifact import Artifact
+from graphllm.program.manifest import Factors, Manifest, MemoryTable
 folder, artifact, device, ranks, stages, peers = sys.argv[1:]
 parallel = ParallelConfig(pipeline_parallel_size=int(stages))
 config = CoreConfig(ModelConfig(folder), LoadConfig(artifact), parallel=parallel)
 if int(peers):
     config = dataclasses.replace(config, peers=Peers(0, 2, "folder"))
-compiled = {"target": {"device": device}, "tensor_parallel_size": int(ranks)}
-begun = begin_early(config, {"factors": {"compile": compiled}})
+compiled = CompileConfig(Target(device, ()), tensor_parallel_size=int(ranks))
+factors = Factors(5, {}, {}, {}, compiled, {}, "")
+memory = MemoryTable(0, 0, {}, 0, 0, 0, 0, 0, 0, 0)
+manifest = Manifest(factors, {}, [], [], {}, [], memory, {}, {}, {}, {}, {})
+begun = begin_early(config, Artifact(Path(artifact), manifest))
 if begun.functions is not None:
     print(bool(begun.functions.get({"cubin": "one.cubin", "symbol": "f", "shared": 0})))
 if begun.weights is not None:

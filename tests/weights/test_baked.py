@@ -241,6 +241,7 @@ def test_dummy_weights_are_not_baked(cli: Any, checkpoint: Path) -> None:
 MAPS = """
 import re, sys
 from pathlib import Path
+from graphllm.program import baked_table
 from graphllm.weights.loading import baked
 found = baked.open_weights(Path(sys.argv[1]))
 total = sum(float(t.float().sum()) for t in found.values())  # reads all pages

@@ -145,17 +145,19 @@ def test_a_program_that_is_new_runs_alone(
     new = [False, True, False]
     monkeypatch.setattr(executor._main, "has_run", lambda *asked: not new[0])
     first = executor.start(_batch([11, 12], 0, 3))
-    assert first.later
+    assert executor.stream.is_held(first)
     new.pop(0)
     second.give(5)
     second.give(6)
     other = executor.start(_batch([21, 22, 23], 0, 4, beside=1))
-    assert (first.later, other.later, second.settled) == ([], [], 1)
+    assert not any(map(executor.stream.is_held, (first, other)))
+    assert second.settled == 1
     assert first.jobs[-1].wait(0)
     assert other.jobs[-1].wait(PATIENCE)
     new.pop(0)
     third = executor.start(_batch([5], 2, 3, beside=1))
-    assert (len(third.later), second.settled) == (1, 1)
+    assert executor.stream.is_held(third)
+    assert second.settled == 1
     second.give(7)
     assert [h.wait().tokens.tolist() for h in (first, other, third)] == [[5], [6], [7]]
     executor.close()
