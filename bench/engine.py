@@ -46,6 +46,7 @@ class StubExecutor:
         self.shareable, self.device_drafts, self.device = True, False, torch.device("cpu")
         self.task, self.inputs, self.item_input = "generate", {}, (None, 0)
         self.max_logprobs, self.max_logit_bias = 20, 1024
+        self.vector, self.adapted, self.max_lora_rank, self.adapters, self.outputs = ("R", 0), (), 0, {}, ()
         self._random = np.random.default_rng(0)
 
     def start(self, step, program: str = "plain"):

@@ -115,6 +115,7 @@ class EngineCore:
         context = PartContext(executor, self._scheduler, self._table, self._stats, options, setup)
         self.parts = make_parts(PARTS, context)
         self._at = Moments(self.parts)
+        self._holding = [p for p in self.parts if type(p).held is not Part.held or type(p).busy is not Part.busy]
         self._edits_logits = any(part.edits_logits for part in self.parts)
         self._in_flight: collections.deque[StartedStep] = collections.deque()
         self._depth = pipeline_depth  # steps that are started before the first of them is waited for
@@ -141,7 +142,7 @@ class EngineCore:
     @property
     def unfinished(self) -> int:
         """Requests that are not done, and news not yet fetched."""
-        more = sum(part.held + part.busy for part in self.parts)
+        more = sum([part.held + part.busy for part in self._holding])
         return self._scheduler.unfinished + len(self._news) + bool(self._in_flight) + more
 
     @property
@@ -212,7 +213,8 @@ class EngineCore:
             batch = adjust(batch)
         started, late = None, False
         if plan is not None and batch is not None:
-            late = any(is_late(plan) for is_late in self._at.is_late)
+            for is_late in self._at.is_late:
+                late = late or is_late(plan)
             if not late:
                 started = self._launch(plan, batch, begun)
         news, self._news = self._news, []
@@ -230,29 +232,27 @@ class EngineCore:
         if started is not None:
             if started.batch.full:
                 self._sample(started)
-            self._do(follow(started) for follow in self._at.started)
+            for follow in self._at.started:
+                for command in follow(started):
+                    self._executor.do(command)
             self._in_flight.append(started)
         return news
 
     def _gather(self) -> None:
         """Queue requests that parts have held back, and take the news of those that ended."""
-        if not self._at.gather:
-            return
         idle = not self._scheduler.running and not self._in_flight
-        for found in chain.from_iterable([gather(idle) for gather in self._at.gather]):
-            try:
-                if isinstance(found, EngineRequest):
-                    self._scheduler.add(found)
-                    for added in self._at.added:
-                        added()
-                else:
+        for gather in self._at.gather:
+            for found in gather(idle):
+                if isinstance(found, EngineCoreOutput):
                     self._end(found)
-            except ConfigError as mistake:
-                self._end(EngineCoreOutput(found.id, [], "error", error=str(mistake), mistake=True))
-
-    def _do(self, commands: Iterator[Iterable[Any]]) -> None:
-        for command in chain.from_iterable(commands):
-            self._executor.do(command)
+                    continue
+                try:
+                    self._scheduler.add(found)
+                except ConfigError as mistake:
+                    self._end(EngineCoreOutput(found.id, [], "error", error=str(mistake), mistake=True))
+                    continue
+                for added in self._at.added:
+                    added()
 
     def _due(self, plan: SchedulerOutput | None, known: bool) -> Iterator[StartedStep]:
         """The steps to wait for now. If no step starts, the oldest; otherwise so many that at most `pipeline_depth` - 1
@@ -274,7 +274,9 @@ class EngineCore:
                 states.update(admit(state))
             if states:
                 self._executor.do(WriteEntry(state.slot, states))
-        self._do(before(plan) for before in self._at.before)
+        for before in self._at.before:
+            for command in before(plan):
+                self._executor.do(command)
         requests = self._scheduler.requests
         batch = self._table.stage(plan, requests, self._executor.layout, self._edits_logits)
         if self._providers:
@@ -288,8 +290,10 @@ class EngineCore:
         task = self._executor.task
         program = task if task != "generate" else "full" if batch.full else "plain"
         # Who masks or edits the rows of drafts must know the drafts.
-        masking = self._edits_logits or self._table.masking(self._scheduler.requests.order)
-        asked = {"drafts": True} if self._executor.device_drafts and masking else {}
+        asked = {}
+        if self._executor.device_drafts:
+            known = self._edits_logits or self._table.masking(self._scheduler.requests.order)
+            asked = {"drafts": True} if known else {}
         return StartedStep(plan, batch, self._executor.start(batch.step, program, **asked), begun)
 
     def _measure(self, step: StartedStep) -> None:
@@ -325,13 +329,12 @@ class EngineCore:
             EngineCoreOutput(s.request.id, tokens)
             for s, tokens in zip(committed.requests, committed.tokens, strict=True)
         ]
-        changed: set[int] = set()
+        touched: Iterable[int] = range(len(news)) if step.batch.full else committed.events
         if self._at.commit:
             pairs = list(zip(committed.requests, news, strict=True))
-            for commit in self._at.commit:
-                changed.update(commit(step, result, pairs))
-        ending = range(len(news)) if step.batch.full else sorted({*committed.events, *changed})
-        for i in ending:
+            changed = {i for commit in self._at.commit for i in commit(step, result, pairs)}
+            touched = sorted({*touched, *changed}) if changed else touched
+        for i in touched:
             self._complete(committed.requests[i], news[i])
         self._stats.generated_tokens += sum(map(len, committed.tokens))
         return news
@@ -358,7 +361,7 @@ class EngineCore:
         """Gauges and counters as of now."""
         scheduler, stats = self._scheduler, self._stats
         stats.running = scheduler.running
-        stats.waiting = scheduler.waiting + sum(part.held for part in self.parts)
+        stats.waiting = scheduler.waiting + sum(part.held for part in self._holding)
         stats.free_blocks = scheduler.cache.pool.free_blocks
         stats.kv_usage = 1 - stats.free_blocks / max(stats.total_blocks, 1)
         stats.prefix_queries, stats.prefix_hits = scheduler.prefix_queries, scheduler.prefix_hits

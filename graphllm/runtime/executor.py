@@ -182,6 +182,7 @@ class Executor:
         self._main = next(iter(self._graphs.values()))
         self._drafter = next((g for g in self._graphs.values() if g.task == "draft"), None)
         self.device_drafts = self._drafter is not None or self.layout.history > 0
+        self.outputs = self._main.outputs
         self.task, self.buckets, self.max_rows = self._main.task, self._main.buckets, self._main.most["R"]
         self.inputs = {**self._main.inputs, **(self._drafter.inputs if self._drafter is not None else {})}
         self.adapters: Mapping[str, tuple[int, ...]] = self.states.adapters

@@ -52,6 +52,7 @@ class GraphPrograms:
         self.name, self.task = graph.name, graph.task
         self.buckets, self.inputs, self.optional = graph.buckets, graph.inputs, graph.optional
         self._folder, self._programs = pieces, graph.programs
+        self.outputs = frozenset(name for program in graph.programs.values() for name in program.host)
         self._outside, self._arena, self._memory = outside, arena, memory
         self._kernels, self._max_num_seqs = kernels, max_num_seqs
         self._longest_query, self._stage = longest_query, stage

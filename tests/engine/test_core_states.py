@@ -43,7 +43,7 @@ class Recorder:
         self.blocks: dict[int, bytes] = {}
         self.snapshots: dict[int, bytes] = {}
         self.newest = [99] * 4
-        self.block_bytes, self.snapshot_bytes = [8], [8]
+        self.block_bytes, self.snapshot_bytes, self.outputs = [8], [8], ()
 
     def start(self, step: StepInput, program: str, drafts: bool = False) -> Any:
         q, slots, given = max(1, step.query_len), step.arrays["row_slots"], step.arrays

@@ -37,17 +37,22 @@ class Adapters(Part):
         wanted = table.wanted
         if wanted and idle:
             self.memory.wait(WAIT)
-        for digest, error in self.memory.take([adapter.digest for adapter in wanted]).items():
-            for state in scheduler.fail_adapter(digest, error):
-                yield EngineCoreOutput(state.request.id, [], "error", error=error)
+        failed = self.memory.take([adapter.digest for adapter in wanted])
         table.in_memory = self.memory.digests
+        return [
+            EngineCoreOutput(state.request.id, [], "error", error=error)
+            for digest, error in failed.items()
+            for state in scheduler.fail_adapter(digest, error)
+        ]
 
     def planned(self, plan: SchedulerOutput | None) -> None:
         self.memory.request(self.context.scheduler.adapters.wanted)
 
     def before(self, plan: SchedulerOutput) -> Iterable[Command]:
-        for entry, digest in plan.adapters:
-            yield WriteAdapter(entry, {name: TensorData(table) for name, table in self.memory[digest].items()})
+        return [
+            WriteAdapter(entry, {name: TensorData(table) for name, table in self.memory[digest].items()})
+            for entry, digest in plan.adapters
+        ]
 
     def put(self, digest: str, values: Mapping[str, np.ndarray]) -> None:
         """Keep tables for requests whose adapter has this digest, by the names of their states. A table is zero but for

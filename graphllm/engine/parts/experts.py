@@ -28,6 +28,10 @@ class Experts(Part):
         self.balancer = context.setup.balancer
         self._tokens: np.ndarray | None = None  # [layers, experts], since the start
 
+    @classmethod
+    def applies(cls, context: PartContext) -> bool:
+        return context.setup.balancer is not None or "expert_tokens" in context.executor.outputs
+
     def before(self, plan: SchedulerOutput) -> Iterable[Command]:
         return self.balancer.next() if self.balancer is not None else ()
 

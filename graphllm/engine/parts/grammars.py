@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,7 +56,10 @@ class Grammars(Part):
         return None
 
     def gather(self, idle: bool) -> Iterable[EngineRequest | EngineCoreOutput]:
-        if idle and self._compiling:
+        return self._compiled(idle) if self._compiling else ()
+
+    def _compiled(self, idle: bool) -> Iterator[EngineRequest | EngineCoreOutput]:
+        if idle:
             futures = [f for _, f in self._compiling.values()]
             concurrent.futures.wait(futures, timeout=WAIT, return_when=concurrent.futures.FIRST_COMPLETED)
         for id, (request, future) in list(self._compiling.items()):

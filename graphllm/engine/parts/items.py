@@ -25,8 +25,10 @@ class Items(Part):
         return request
 
     def before(self, plan: SchedulerOutput) -> Iterable[Command]:
-        for item, start in plan.encodes:
-            yield Encode(np.frombuffer(item.data, item.dtype).reshape(item.shape), item.length, start)
+        return [
+            Encode(np.frombuffer(item.data, item.dtype).reshape(item.shape), item.length, start)
+            for item, start in plan.encodes
+        ]
 
     def reset(self) -> None:
         self.context.scheduler.items.reset()

@@ -52,9 +52,9 @@ class Logprobs(Part):
 
     def arrived(self, step: StartedStep, result: StepResult) -> None:
         self._sampled = {}
-        rows, scores = step.batch.rows, result.outputs.get("scores")
-        if scores is None or not step.batch.full:
+        if not step.batch.full or (scores := result.outputs.get("scores")) is None:
             return
+        rows = step.batch.rows
         for row in np.flatnonzero(rows.wanted >= 0):
             state = step.plan.requests[rows.entry[row]]
             inside = bool(rows.sample_index[row] < 0)

@@ -17,13 +17,14 @@ class Snapshots(Part):
     name = "snapshots"
 
     def before(self, plan: SchedulerOutput) -> Iterable[Command]:
+        found: list[Command] = []
         if plan.copies:
-            yield CopyBlocks(list(plan.copies))
+            found.append(CopyBlocks(list(plan.copies)))
         if plan.resets:
-            yield ResetSlots(list(plan.resets))
+            found.append(ResetSlots(list(plan.resets)))
         if plan.snapshot_loads:
-            yield LoadSnapshots(list(plan.snapshot_loads))
+            found.append(LoadSnapshots(list(plan.snapshot_loads)))
+        return found
 
     def started(self, step: StartedStep) -> Iterable[Command]:
-        if step.plan.snapshot_saves:
-            yield SaveSnapshots(list(step.plan.snapshot_saves))
+        return [SaveSnapshots(list(step.plan.snapshot_saves))] if step.plan.snapshot_saves else ()

@@ -46,7 +46,7 @@ class DraftRows(NamedTuple):
 NO_DRAFTS = DraftRows(np.zeros((0, 0), dtype=np.int32), None)
 
 
-@dataclass
+@dataclass(slots=True)
 class StartedStep:
     """plan: the scheduler's. batch: its arrays. handle: of the launched step. begun: seconds. drafts: that it verifies,
     once they are known."""
@@ -58,7 +58,7 @@ class StartedStep:
     drafts: DraftRows = NO_DRAFTS
 
 
-@dataclass
+@dataclass(slots=True)
 class LogitsEdit:
     """What happens at a step's logits, before tokens are chosen.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -32,12 +32,19 @@ class Handle(Protocol):
 
 
 class StepExecutor(DeviceStates, Protocol):
-    """task: of the main graph. inputs: by name, those that providers fill among them. item_input: what an encoder reads
-    of an item, None without one, and for how many tokens at most. max_rows: sampled rows of a step.
-    vector: of the task "pool", the symbol that there is a vector for each of, "R" or "T", and its numbers.
-    shareable: cached states of a prefix are valid behind any continuation. device_drafts: every sequence that has
-    sampled a token has drafts in slot states. kernels_done: how many have run, as far as can be told; any thread may
-    ask. device: its ``type`` is "cpu" or "cuda". adapted: layers with tables for adapters of max_lora_rank."""
+    """task: of the main graph.
+
+    inputs: by name; providers fill some of them.
+    item_input: what an encoder reads of an item, None without an encoder; and for how many tokens at most.
+    max_rows: sampled rows of a step.
+    vector: of the task "pool": the symbol that there is a vector for each of, "R" or "T", and its numbers.
+    shareable: cached states of a prefix are valid whatever follows it.
+    device_drafts: every sequence that has sampled a token has drafts in slot states.
+    kernels_done: how many have run, as far as can be told; any thread may ask.
+    outputs: the results that every step copies to the host.
+    device: its ``type`` is "cpu" or "cuda".
+    adapted: layers with tables for adapters of max_lora_rank.
+    """
 
     @property
     def task(self) -> str: ...
@@ -69,6 +76,8 @@ class StepExecutor(DeviceStates, Protocol):
     def device_drafts(self) -> bool: ...
     @property
     def kernels_done(self) -> int: ...
+    @property
+    def outputs(self) -> Collection[str]: ...
     @property
     def device(self) -> Any: ...
     @property
