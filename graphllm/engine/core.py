@@ -114,6 +114,7 @@ class EngineCore:
         )
         context = PartContext(executor, self._scheduler, self._table, self._stats, options, setup)
         self.parts = make_parts(PARTS, context)
+        self._scheduler.resources = [part.resource for part in self.parts if part.resource is not None]
         self._at = Moments(self.parts)
         self._holding = [p for p in self.parts if type(p).held is not Part.held or type(p).busy is not Part.busy]
         self._edits_logits = any(part.edits_logits for part in self.parts)

@@ -19,8 +19,11 @@ import numpy as np
 
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.cache.cache_manager import Exported
+from graphllm.engine.cache.item_cache import ItemCache
 from graphllm.engine.requests.request import Adapter, EngineRequest, Item
 from graphllm.engine.requests.request_table import RequestState
+from graphllm.engine.schedule.adapter_table import AdapterTable
+from graphllm.engine.schedule.item_rows import ItemRows
 from graphllm.engine.schedule.results import Commit
 from graphllm.engine.schedule.scheduler import Scheduler
 from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
@@ -160,6 +163,9 @@ class Simulation:
         self.block_sizes = block_sizes or (limits.block_size,) * len(windows)
         self.layout = layout(windows, pages, self.block_sizes, **fields)
         self.scheduler = Scheduler(limits, self.layout, caching, secret="s")
+        self.adapters = AdapterTable(self.layout.max_adapters)
+        self.items = ItemRows(ItemCache(self.layout.item_tokens, caching))
+        self.scheduler.resources = [self.adapters, self.items]
         self.pool = self.scheduler.cache.pool
         self.requests: dict[str, Request] = {}
         self.output: dict[str, list[int]] = {}
@@ -200,11 +206,11 @@ class Simulation:
         """One turn of the loop: plan and start a step, then take the result of the one before."""
         streams = self.decoding()
         preemptions = self.scheduler.preemptions
-        wanted = [a.digest for a in self.scheduler.adapters.wanted]
+        wanted = [a.digest for a in self.adapters.wanted]
         assert len(wanted) <= self.layout.max_adapters
         read = [d for d in self._read if d not in wanted] + wanted
         self._read = read[-(self.layout.max_adapters + 1) :]
-        self.scheduler.adapters.in_memory = set(self._read)
+        self.adapters.in_memory = set(self._read)
         output = self.scheduler.next()
         assert output is None or not output.admitted or self.scheduler.preemptions == preemptions
         self._check_streams(streams, output)
@@ -357,7 +363,7 @@ class Simulation:
         """Copies, resets, loads, encodes, and requests that enter."""
         limits = self.limits
         self.copied += output.copies
-        for entry, digest in output.adapters:
+        for entry, digest in self.adapters.writes():
             assert digest in self._read, "writes tables that are not there"
             self._tables[entry] = digest
         t = self.scheduler.requests
@@ -384,7 +390,7 @@ class Simulation:
                     self._states[state.slot] = beginning(state.request)
         for snapshot, slot in output.snapshot_loads:
             self._states[slot] = self._snapshots[snapshot]
-        for item, start in output.encodes:
+        for item, start in self.items.encodes():
             assert 0 <= start <= self.layout.item_tokens - item.length
             self.encoded.append(item.content_hash)
             self._rows |= {start + i: (item.content_hash, i) for i in range(item.length)}
@@ -512,7 +518,7 @@ class Simulation:
             assert not any(table[slot].any() for table in scheduler.cache.tables)
         held = {i.content_hash: i.length for s in self.alive.values() if s.slot >= 0
                 for i, first in zip(s.request.items, s.item_starts, strict=True) if first >= 0}  # fmt: skip
-        assert scheduler.items.held_rows == sum(held.values())
+        assert self.items.cache.held_rows == sum(held.values())
         if not self.unfinished and planned is None and scheduler.cache.snapshots:
             snapshots = scheduler.cache.snapshots.pool
             assert snapshots.free_blocks == len(snapshots.references) - 1

@@ -10,6 +10,7 @@ import numpy as np
 from graphllm.config import ConfigError
 from graphllm.engine.parts.part import WAIT, Part, PartContext
 from graphllm.engine.requests.request import Adapter, CoreStats, EngineCoreOutput, EngineRequest
+from graphllm.engine.schedule.adapter_table import AdapterTable, fail_waiting
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.step.adapter_memory import AdapterMemory
 from graphllm.engine.step.device_states import adapter_tables
@@ -18,22 +19,21 @@ from graphllm.runtime.commands.command import Command, TensorData
 
 
 class Adapters(Part):
-    """memory: the tables in the host's memory."""
+    """memory: the tables in the host's memory. resource: says which of them lie on the device."""
 
     name = "adapters"
 
     def __init__(self, context: PartContext) -> None:
         super().__init__(context)
-        self.memory = context.setup.adapters or AdapterMemory(context.executor.layout.max_adapters, _no_files)
-
-    @classmethod
-    def applies(cls, context: PartContext) -> bool:
-        return context.executor.layout.max_adapters > 0
+        count = context.executor.layout.max_adapters
+        self.resource = self._table = AdapterTable(count)
+        self.memory = context.setup.adapters or AdapterMemory(count, _no_files)
 
     def gather(self, idle: bool) -> Iterable[EngineRequest | EngineCoreOutput]:
         """Take in adapters that have been read."""
-        scheduler = self.context.scheduler
-        table = scheduler.adapters
+        table = self._table
+        if not table.count:
+            return ()
         wanted = table.wanted
         if wanted and idle:
             self.memory.wait(WAIT)
@@ -42,30 +42,40 @@ class Adapters(Part):
         return [
             EngineCoreOutput(state.request.id, [], "error", error=error)
             for digest, error in failed.items()
-            for state in scheduler.fail_adapter(digest, error)
+            for state in fail_waiting(self.context.scheduler, table, digest, error)
         ]
 
     def planned(self, plan: SchedulerOutput | None) -> None:
-        self.memory.request(self.context.scheduler.adapters.wanted)
+        if self._table.count:
+            self.memory.request(self._table.wanted)
 
     def before(self, plan: SchedulerOutput) -> Iterable[Command]:
         return [
             WriteAdapter(entry, {name: TensorData(table) for name, table in self.memory[digest].items()})
-            for entry, digest in plan.adapters
+            for entry, digest in self._table.writes()
         ]
 
     def put(self, digest: str, values: Mapping[str, np.ndarray]) -> None:
         """Keep tables for requests whose adapter has this digest, by the names of their states. A table is zero but for
         the beginning that is given. Raises ConfigError for what no table can hold."""
+        if not self._table.count:
+            raise ConfigError("this artifact has no tables for adapters; compile with --enable-lora")
         self.memory.put(digest, adapter_tables(self.context.executor, digest, values))
 
     def stats(self, into: CoreStats) -> None:
-        scheduler = self.context.scheduler
-        into.max_adapters = scheduler.adapters.count if self.context.executor.adapted else 0
-        into.adapters_running, into.adapters_waiting = scheduler.adapter_names()
+        if self._table.count and self.context.executor.adapted:
+            into.max_adapters = self._table.count
+        into.adapters_running, into.adapters_waiting = self._names(running=True), self._names(running=False)
 
     def close(self) -> None:
         self.memory.close()
+
+    def _names(self, running: bool) -> list[str]:
+        """Of the adapters that requests with, or without, a slot have."""
+        if not self._table.count:
+            return []
+        states = self.context.scheduler.states
+        return sorted({s.request.adapter.name for s in states if s.request.adapter and (s.slot >= 0) == running})
 
 
 def _no_files(adapter: Adapter) -> NoReturn:

@@ -16,6 +16,7 @@ import numpy as np
 from graphllm.config import ConfigError, SchedulerConfig, SpeculationConfig
 from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, EngineRequest
 from graphllm.engine.requests.request_table import RequestState
+from graphllm.engine.schedule.resource import Resource
 from graphllm.engine.schedule.scheduler import Scheduler
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.step.batch import Batch, SamplingTable
@@ -86,6 +87,7 @@ class Part:
     held: requests that are kept back, see `receive`.
     busy: the core must step even without requests.
     wakeup_fd: can be read when the core must step; None without one.
+    resource: what requests need to join a step; None for nothing.
     """
 
     name: ClassVar[str] = ""
@@ -94,6 +96,7 @@ class Part:
     held: int = 0
     busy: bool = False
     wakeup_fd: int | None = None
+    resource: Resource | None = None
 
     def __init__(self, context: PartContext) -> None:
         self.context = context

@@ -115,7 +115,6 @@ class RequestTable:
         self.num_prompt_tokens[slot] = len(request.prompt)
         self.limit[slot] = min(len(request.prompt) + request.limit, max_len)
         self.stoppable[slot] = min(len(request.prompt) + request.params.min_tokens, self.limit[slot])
-        self.adapter_id[slot] = state.adapter_entry
         self.temperature[slot], self.seed[slot] = request.params.temperature, request.seed
         self.scoring[slot] = request.params.prompt_logprobs is not None
         stops = request.stop_ids

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphllm.engine.requests.request import Adapter
-from graphllm.engine.requests.request_table import RequestState
+from graphllm.config import ConfigError
+from graphllm.engine.requests.request import Adapter, EngineRequest
+from graphllm.engine.requests.request_table import RequestState, RequestTable
+from graphllm.engine.schedule.resource import Resource
+from graphllm.engine.schedule.scheduler import Scheduler
 
 
-class AdapterTable:
+class AdapterTable(Resource):
     """count: entries beside the neutral one, which is 0. in_memory: digests of the adapters whose tables can be written
     now; the owner keeps it up to date."""
 
@@ -27,6 +30,14 @@ class AdapterTable:
         self._reserved: dict[int, RequestState] = {}
         self._wanted: dict[str, Adapter] = {}
         self._writes: list[tuple[int, str]] = []
+
+    def check(self, request: EngineRequest) -> None:
+        """Raise ConfigError for a request with an adapter where there is no table."""
+        if request.adapter is not None and not self.count:
+            raise ConfigError(
+                f"request {request.id}: adapter {request.adapter.name!r}: this artifact has no tables for adapters; "
+                "compile with --enable-lora"
+            )
 
     def begin(self) -> None:
         """A look at all that wait begins, in their order."""
@@ -60,8 +71,13 @@ class AdapterTable:
         state.adapter_entry = entry
         return True
 
-    def release(self, state: RequestState) -> None:
-        """Give back what a request has taken, if it has."""
+    def place(self, state: RequestState, table: RequestTable) -> bool:
+        """Note which entry the request reads."""
+        table.adapter_id[state.slot] = state.adapter_entry
+        return True
+
+    def release(self, state: RequestState, joined: bool) -> None:
+        """Give back the entry that a request has taken, if it has."""
         self._users[state.adapter_entry] -= state.adapter_entry > 0
         state.adapter_entry = 0
 
@@ -102,3 +118,13 @@ class AdapterTable:
             entry = next((e for e in self._entries.values() if e not in self._reserved), 0)
             if entry:
                 self._reserved[entry] = state
+
+
+def fail_waiting(scheduler: Scheduler, table: AdapterTable, digest: str, error: str) -> list[RequestState]:
+    """End the requests that wait for an adapter that cannot be read; those that there were."""
+    table.forget(digest)
+    waiting = [s for s in scheduler.states if s.slot < 0]
+    found = [s for s in waiting if s.request.adapter is not None and s.request.adapter.digest == digest]
+    for state in found:
+        scheduler.fail(state, error)
+    return found

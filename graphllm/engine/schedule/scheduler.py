@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from graphllm.config import ConfigError
 from graphllm.engine.cache.cache_manager import CacheManager
-from graphllm.engine.cache.item_cache import ItemCache
 from graphllm.engine.cache.retention import NEVER
 from graphllm.engine.drafts.acceptance import Acceptance
-from graphllm.engine.requests.request import EngineRequest, Item, QueueFullError
+from graphllm.engine.requests.request import EngineRequest, QueueFullError
 from graphllm.engine.requests.request_table import RequestState, RequestTable
-from graphllm.engine.schedule.adapter_table import AdapterTable
 from graphllm.engine.schedule.match_tracker import follow_guesses
+from graphllm.engine.schedule.resource import Resource
 from graphllm.engine.schedule.results import Commit, take, take_verified
 from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.program.schema import CacheLayout
@@ -30,7 +29,11 @@ _MOST_HELD_BACK = 256  # requests that others may pass in one look, so that a st
 
 
 class Scheduler:
-    """The cache and the request table are this scheduler's alone. caching, secret: see `CacheManager`."""
+    """The cache and the request table are this scheduler's alone.
+
+    caching, secret: see `CacheManager`.
+    resources: what requests need beside a slot and blocks.
+    """
 
     def __init__(
         self, limits: SchedulerLimits, layout: CacheLayout, caching: bool = True, secret: str | None = None
@@ -42,11 +45,9 @@ class Scheduler:
             layout, limits.block_size, limits.max_num_seqs, limits.max_len, limits.max_num_batched_tokens, caching,
             secret, limits.snapshot_interval,
         )  # fmt: skip
-        self.items = ItemCache(layout.item_tokens, caching)
-        self.adapters = AdapterTable(layout.max_adapters)
+        self.resources: Sequence[Resource] = ()
         self._waiting: list[RequestState] = []  # a heap
         self._by_id: dict[str, RequestState] = {}
-        self._held_items: dict[str, list[str]] = {}  # content hashes, by request
         self._guessing = layout.history > 0  # the device looks drafts up in what was said
         self._begin_step()
         self._arrivals = itertools.count()
@@ -57,7 +58,6 @@ class Scheduler:
         self._copies: list[tuple[int, int]] = []
         self._resets: list[int] = []
         self._loads: list[tuple[int, int]] = []
-        self._encodes: list[tuple[Item, int]] = []
         self._admitted: list[RequestState] = []
 
     @property
@@ -75,18 +75,15 @@ class Scheduler:
         """Requests without one."""
         return len(self._by_id) - len(self.requests.running)
 
-    def adapter_names(self) -> tuple[list[str], list[str]]:
-        """Of the adapters that requests with and without a slot have."""
-        if not self.adapters.count:
-            return [], []
-        found = {(s.slot >= 0, s.request.adapter.name) for s in self._by_id.values() if s.request.adapter is not None}
-        running, waiting = (sorted(name for has_slot, name in found if has_slot == slot) for slot in (True, False))
-        return running, waiting
-
     @property
     def unfinished(self) -> int:
         """All of them."""
         return len(self._by_id)
+
+    @property
+    def states(self) -> Iterable[RequestState]:
+        """All of them, with and without a slot."""
+        return self._by_id.values()
 
     @property
     def capacity(self) -> int:
@@ -115,17 +112,8 @@ class Scheduler:
                 f"request {request.id}: {len(request.prompt)} prompt tokens; this model computes a prompt in one step, "
                 f"which has at most {longest}; shorten it, or compile with a larger --max-num-batched-tokens"
             )
-        if request.adapter is not None and not self._layout.max_adapters:
-            raise ConfigError(
-                f"request {request.id}: adapter {request.adapter.name!r}: this artifact has no tables for adapters; "
-                "compile with --enable-lora"
-            )
-        rows = sum({item.content_hash: item.length for item in request.items}.values())
-        if rows > self._layout.item_tokens:
-            raise ConfigError(
-                f"request {request.id}: its encoded inputs have {rows} rows, more than the {self._layout.item_tokens} "
-                "that the artifact holds; give fewer or smaller ones"
-            )
+        for resource in self.resources:
+            resource.check(request)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises as `check` does."""
@@ -152,16 +140,6 @@ class Scheduler:
         """End a request with an error, which may be its own mistake."""
         state.error, state.mistake = error, mistake
         self.end(state, "error")
-
-    def fail_adapter(self, digest: str, error: str) -> list[RequestState]:
-        """End the requests that wait for an adapter that cannot be read; those that there were."""
-        self.adapters.forget(digest)
-        waiting = [
-            s for s in self._by_id.values() if s.slot < 0 and s.request.adapter and s.request.adapter.digest == digest
-        ]
-        for state in waiting:
-            self.fail(state, error)
-        return waiting
 
     def end(self, state: RequestState, reason: str) -> None:
         """End a request for a reason that only the caller knows."""
@@ -270,7 +248,7 @@ class Scheduler:
         return SchedulerOutput(
             requests, slots, starts, counts, rows, samples, fed, t.epoch[slots], self.cache.tables, query_len, ahead,
             verified, drafts, pending, num_drafts, num_independent, self._copies, self._resets, self._loads,
-            self._encodes, saves, self._admitted, self.adapters.writes(),
+            saves, self._admitted,
         )  # fmt: skip
 
     def _reserve_snapshots(
@@ -407,7 +385,8 @@ class Scheduler:
 
     def _admit(self, entries: list[tuple[np.ndarray, np.ndarray]], budget: int, rows: int) -> None:
         held_back: list[RequestState] = []
-        self.adapters.begin()
+        for resource in self.resources:
+            resource.begin()
         while (
             len(held_back) < _MOST_HELD_BACK
             and self._waiting
@@ -424,12 +403,13 @@ class Scheduler:
             if leader is not None and not self._ready_to_fork(leader):
                 held_back.append(state)
                 continue
-            if not self.adapters.acquire(state):
+            if not all(resource.acquire(state) for resource in self.resources):
+                self._release(state, joined=False)
                 held_back.append(state)
                 continue
             count = self._enter(state, leader, budget, rows)
             if not count:
-                self.adapters.release(state)
+                self._release(state, joined=False)
                 heapq.heappush(self._waiting, state)
                 break
             slot = state.slot
@@ -456,7 +436,7 @@ class Scheduler:
 
     def _enter(self, state: RequestState, leader: RequestState | None, budget: int, rows: int) -> int:
         """Give a request a slot, what it can share, and room for its first chunk, whose tokens are returned; 0, and
-        nothing done, when the blocks for all of it are not free, its items find no place or no row is left."""
+        no slot, when the blocks for all of it are not free, a resource has no place for it or no row is left."""
         cache, t, request, length = self.cache, self.requests, state.request, state.num_tokens
         if leader is not None and not cache.recurrent and cache.can_fork(leader.slot, length):
             hit = cache.fork(leader.slot, length)
@@ -464,24 +444,17 @@ class Scheduler:
             hit = cache.lookup(state)
         if not cache.fits(length, hit):
             return 0
-        needed = [item for item in request.items if item.position < 0 or item.position + item.length > hit.num_tokens]
-        if (placed := self.items.acquire(needed)) is None:
-            return 0
         slot = t.enter(state, hit.num_tokens, self._limits.max_len)
         t.verifiable[slot] = True
         cache.enter(slot, hit, len(request.prompt))
-        self._held_items[request.id] = [item.content_hash for item in needed]
-        starts, new = placed
-        first = dict(zip(self._held_items[request.id], starts, strict=True))
-        t.place_items(state, [first.get(item.content_hash, -1) for item in request.items])
-        count = self._chunk(state, slot, budget, rows)
+        placed = all(resource.place(state, t) for resource in self.resources)
+        count = self._chunk(state, slot, budget, rows) if placed else 0
         if not count or not cache.extend(slot, hit.num_tokens, hit.num_tokens + count, self._copies):
             if hit.snapshot >= 0 and cache.snapshots:
                 cache.snapshots.release(hit.snapshot)
-            self._leave(state)
-            self.items.forget(new)
+            cache.free(slot)
+            t.leave(state)
             return 0
-        self._encodes += new
         if cache.recurrent:
             if hit.snapshot >= 0:
                 self._loads.append((hit.snapshot, slot))
@@ -565,10 +538,13 @@ class Scheduler:
         heapq.heappush(self._waiting, state)
 
     def _leave(self, state: RequestState) -> None:
-        self.adapters.release(state)
+        self._release(state, joined=True)
         self.cache.free(state.slot)
-        self.items.release(self._held_items.pop(state.request.id))
         self.requests.leave(state)
+
+    def _release(self, state: RequestState, joined: bool) -> None:
+        for resource in self.resources:
+            resource.release(state, joined)
 
     def _finish(self, state: RequestState, reason: str) -> None:
         state.finish_reason = reason

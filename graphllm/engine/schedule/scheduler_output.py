@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graphllm.engine.requests.request import Item
 from graphllm.engine.requests.request_table import RequestState
 
 
@@ -54,8 +53,7 @@ class SchedulerOutput(NamedTuple):
     num_independent: how many of the newest steps in flight it takes no token of.
 
     To do before the step: copies of blocks (from, to); resets: slots whose recurrent states become zero;
-    snapshot_loads (snapshot, slot); encodes (item, first row): encoder runs. After it: snapshot_saves (slot, snapshot).
-    admitted: requests new in their slot. adapters (entry, digest): tables to write before the step.
+    snapshot_loads (snapshot, slot). After it: snapshot_saves (slot, snapshot). admitted: requests new in their slot.
     """
 
     requests: list[RequestState]
@@ -77,10 +75,8 @@ class SchedulerOutput(NamedTuple):
     copies: list[tuple[int, int]]
     resets: list[int]
     snapshot_loads: list[tuple[int, int]]
-    encodes: list[tuple[Item, int]]
     snapshot_saves: list[tuple[int, int]]
     admitted: list[RequestState]
-    adapters: list[tuple[int, str]]
 
     def part(self, which: slice) -> SchedulerOutput:
         """Some of the entries, as `commit` looks at them."""

@@ -95,7 +95,7 @@ def _run(model: Model, llm: LLM, count: int, rng: random.Random) -> dict[str, in
                 if output.finish_reason == "length":
                     number, prompt = asked[output.id]
                     assert tokens[output.id] == model.expected(number, prompt), (output.id, number)
-    table = core._scheduler.adapters
+    table = core.part(Adapters).resource
     assert not table.used
     assert not table._users[0]
     assert len(core.part(Adapters).memory.digests) <= 32

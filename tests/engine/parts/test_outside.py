@@ -80,6 +80,28 @@ def test_a_budget_for_each_user(llm: LLM) -> None:
     assert llm.llm_engine.core.unfinished == 0
 
 
+def test_a_limit_for_each_user(llm: LLM) -> None:
+    """Its requests wait for one another; others pass them, and all get their tokens."""
+    core: Any = llm.llm_engine.core
+    users = ["a", "a", "a", "a", None, "b"]
+    args = [{} if user is None else {"extra_args": {"limited_user": user}} for user in users]
+    found: list[list[str]] = []
+    step = core.step
+
+    def watched() -> Any:
+        news = step()
+        running = core._scheduler.requests.running
+        found.append([(s.request.params.extra_args or {}).get("limited_user", "") for s in running])
+        return news
+
+    core.step = watched
+    params = [_params(max_tokens=10, **more) for more in args]
+    outputs = llm.generate([{"prompt_token_ids": PROMPTS[0]} for _ in users], params)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [10] * len(users)
+    assert max(running.count("a") for running in found) == 2
+    assert ["a", "a", "", "b"] in found
+
+
 def test_a_place_that_there_is_not(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     info = tmp_path / "lost-1.0.dist-info"
     info.mkdir()

@@ -9,6 +9,7 @@ import pytest
 
 from graphllm.config import ConfigError
 from graphllm.engine.requests.request import QueueFullError
+from graphllm.engine.schedule.adapter_table import fail_waiting
 from graphllm.engine.schedule.scheduler import Scheduler
 from graphllm.engine.schedule.scheduler_output import SchedulerLimits
 from tests.engine.simulation import VOCAB, Entry, Simulation, alone, continuation, item, layout, request
@@ -830,7 +831,7 @@ def test_no_more_adapters_run_at_once_than_have_tables() -> None:
         running = sim.scheduler.requests.running
         most = max(most, len({s.request.adapter.digest for s in running if s.request.adapter is not None}))
     assert most == 2
-    assert not sim.scheduler.adapters.used
+    assert not sim.adapters.used
 
 
 def test_an_adapter_whose_requests_keep_coming_holds_up_no_other() -> None:
@@ -856,11 +857,11 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests_only() -> None:
     for i, adapter in enumerate([1, 2, 1, 0]):
         sim.scheduler.add(request(f"{i}", prompt(5), 2, adapter=adapter))
     assert sim.scheduler.next() is not None  # the one without
-    (wanted,) = sim.scheduler.adapters.wanted
-    assert [s.request.id for s in sim.scheduler.fail_adapter(wanted.digest, "is gone")] == ["0", "2"]
+    (wanted,) = sim.adapters.wanted
+    assert [s.request.id for s in fail_waiting(sim.scheduler, sim.adapters, wanted.digest, "is gone")] == ["0", "2"]
     assert sim.scheduler.unfinished == 2
     sim.scheduler.next()
-    assert [a.name for a in sim.scheduler.adapters.wanted] == ["2"]
+    assert [a.name for a in sim.adapters.wanted] == ["2"]
 
 
 def test_items_are_encoded_once() -> None:

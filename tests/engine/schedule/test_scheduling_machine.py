@@ -204,7 +204,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert set(sim.reason) == set(sim.requests)
         sim.check()
         assert sim.pool.free_blocks == len(sim.pool.references) - 1
-        assert sim.scheduler.items.held_rows == 0
+        assert sim.items.cache.held_rows == 0
 
 
 TestScheduler = SchedulerMachine.TestCase

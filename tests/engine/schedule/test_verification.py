@@ -359,7 +359,8 @@ def test_masks_behind_drafts() -> None:
     wire = request("a", [1, 2], params, bad_words=[[5, 6], [8, 5, 7]])
     state = RequestState(wire, (0, 0))
     state.slot, state.output = 1, [8]
-    table.admit(state, always_masked=True)
+    table.admit(state)
+    table.stop_at_logits(state.slot)
     constraints = Constraints(table)
     constraints.add("a", *Letters().constraints(wire.params))
     masks = np.full((4, table.words), -1, dtype=np.int32)
@@ -377,7 +378,8 @@ def test_masks_behind_drafts() -> None:
 
     forced = RequestState(request("b", [1], SamplingParams(), thinking=thinking), (0, 0))
     forced.slot, forced.output = 0, [8]
-    table.admit(forced, always_masked=True)
+    table.admit(forced)
+    table.stop_at_logits(forced.slot)
     masks[:] = -1
     constraints.write(forced, masks, [3, 61, 4])
     assert _allowed(masks, 30) == [True, False, True, True]
@@ -426,7 +428,8 @@ def test_branches_that_end_or_break_leave_the_others_their_masks() -> None:
     table = SamplingTable(1, 64, 0)
     state = RequestState(request("a", [1], SamplingParams()), (0, 0))
     state.slot, state.output = 0, [2]
-    table.admit(state, always_masked=True)
+    table.admit(state)
+    table.stop_at_logits(state.slot)
     constraints = Constraints(table)
     constraints.add("a", Counting, None)  # type: ignore[arg-type]
     constraints.advance(state, [2])
