@@ -95,9 +95,6 @@ class EngineCore:
             policy=options.scheduling_policy,
             long_prefill_token_threshold=options.long_prefill_token_threshold,
             snapshot_interval=options.snapshot_interval,
-            device_drafts=executor.device_drafts,
-            late_drafts=setup.speculation.draft_proposer is not None,
-            verify_at_most=setup.speculation.speculative_disable_by_batch_size,
             pipeline_depth=pipeline_depth,
             min_batch_per_stage=min_batch_per_stage,
         )
@@ -112,7 +109,7 @@ class EngineCore:
             total_blocks=executor.layout.num_blocks - 1,
             buckets={b.name: BucketStats() for b in executor.buckets},
         )
-        context = PartContext(executor, self._scheduler, self._table, self._stats, options, setup)
+        context = PartContext(executor, self._scheduler, limits, self._table, self._stats, options, setup)
         self.parts = make_parts(PARTS, context)
         self._scheduler.resources = [part.resource for part in self.parts if part.resource is not None]
         self._at = Moments(self.parts)
@@ -302,12 +299,10 @@ class EngineCore:
         later than its own start: the host had both in flight until then."""
         now = time.monotonic()
         bucket, tokens = self._stats.buckets[step.handle.size.bucket.name], step.batch.step.tokens
-        bucket.seconds.observe(now - max(step.begun, self._ended))
+        step.seconds = now - max(step.begun, self._ended)
+        bucket.seconds.observe(step.seconds)
         bucket.tokens += tokens
         bucket.padding += step.handle.size.T - tokens
-        if query_len := step.batch.step.query_len:
-            seconds = now - max(step.begun, self._ended)
-            self._scheduler.acceptance.timed(query_len, step.batch.step.sequences, seconds)
         self._stats.step_tokens.observe(tokens)
         self._ended = now
 
@@ -324,8 +319,8 @@ class EngineCore:
             arrived(step, result)
         found = result.outputs
         tokens = result.tokens if "tokens" in found else np.zeros(int(step.plan.rows.sum()), dtype=np.int32)
-        kept = found["kept"] if step.plan.verified else None
-        committed = self._scheduler.commit(step.plan, tokens, kept, found.get("drafted"), found.get("runs"))
+        drafted = found.get("kept"), found.get("drafted"), found.get("runs")
+        committed = self._scheduler.commit(step.plan, tokens, *drafted)
         news = [
             EngineCoreOutput(s.request.id, tokens)
             for s, tokens in zip(committed.requests, committed.tokens, strict=True)

@@ -10,6 +10,7 @@ from typing import Any, cast
 from graphllm.config import CacheConfig, CoreConfig, LoadConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
+from graphllm.engine.parts.drafts import Drafts
 from graphllm.engine.parts.grammars import Grammars
 from graphllm.engine.requests.request import EngineCoreOutput, EngineRequest, PositionLogprobs
 from graphllm.engine.structured.bad_words import BadWords, TokenTexts
@@ -85,7 +86,7 @@ class Letters:
 
 def verify_all_drafts(core: EngineCore) -> None:
     """However long steps take, which is what usually decides how many drafts are made and verified."""
-    core._scheduler.acceptance.best = lambda n, lengths, share=1.0, **runs: lengths[-1]  # type: ignore[method-assign]
+    core.part(Drafts).planner.acceptance.best = lambda n, lengths, share=1.0, **runs: lengths[-1]  # type: ignore[method-assign]
 
 
 def request(id: str, prompt: Sequence[int], params: SamplingParams = GREEDY, **fields: Any) -> EngineRequest:

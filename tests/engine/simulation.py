@@ -27,6 +27,7 @@ from graphllm.engine.schedule.item_rows import ItemRows
 from graphllm.engine.schedule.results import Commit
 from graphllm.engine.schedule.scheduler import Scheduler
 from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
+from graphllm.engine.schedule.verification import DraftPlanner
 from graphllm.program.schema import CacheGroup, CacheLayout
 
 VOCAB = 4  # sampled tokens are below
@@ -156,7 +157,7 @@ class Simulation:
 
     def __init__(
         self, limits: SchedulerLimits, pages: int, windows: tuple[int, ...] = (0,), caching: bool = True,
-        block_sizes: tuple[int, ...] | None = None, **fields: Any,
+        block_sizes: tuple[int, ...] | None = None, device_drafts: bool = False, **fields: Any,
     ) -> None:  # fmt: skip
         """block_sizes: of the groups, by default all that of the limits. fields: of the layout."""
         self.limits, self.windows = limits, windows
@@ -166,6 +167,7 @@ class Simulation:
         self.adapters = AdapterTable(self.layout.max_adapters)
         self.items = ItemRows(ItemCache(self.layout.item_tokens, caching))
         self.scheduler.resources = [self.adapters, self.items]
+        self.scheduler.verification = DraftPlanner(self.layout, limits, self.scheduler.requests, device_drafts)
         self.pool = self.scheduler.cache.pool
         self.requests: dict[str, Request] = {}
         self.output: dict[str, list[int]] = {}

@@ -127,7 +127,7 @@ def _check(core: EngineCore, wanted: list[tuple[EngineRequest, list[int]]], righ
             if state is not None:
                 known = len(state.output)
                 tokens = {r.id: t for r, t in wanted}[state.request.id][known:]
-                core._scheduler.propose(state, [t if rng.random() < right else (t + 1) % 90 for t in tokens])
+                core._scheduler.requests.propose(state, [t if rng.random() < right else (t + 1) % 90 for t in tokens])
 
     found = finish(core, [r for r, _ in wanted], propose)
     assert {id: r.tokens for id, r in found.items()} == {r.id: tokens for r, tokens in wanted}

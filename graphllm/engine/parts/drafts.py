@@ -13,6 +13,7 @@ from graphllm.engine.parts.part import Part, PartContext
 from graphllm.engine.requests.request import CoreStats, EngineCoreOutput
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
+from graphllm.engine.schedule.verification import DraftPlanner
 from graphllm.engine.step.batch import Batch, history
 from graphllm.engine.step.started_step import DraftRows, LogitsEdit, StartedStep
 
@@ -30,6 +31,10 @@ class Drafts(Part):
         super().__init__(context)
         self._proposer = find_proposer(context.setup.speculation)
         self._tree = context.executor.layout.tree
+        self.planner = context.scheduler.verification = DraftPlanner(
+            context.executor.layout, context.limits, context.scheduler.requests, context.executor.device_drafts,
+            late=self._proposer is not None, verify_at_most=context.setup.speculation.speculative_disable_by_batch_size,
+        )  # fmt: skip
         self._on_device = np.zeros((0, 0), dtype=np.int32)  # of the next step, by slot
         self._parents = self._on_device  # of dynamic trees, by slot
 
@@ -71,6 +76,10 @@ class Drafts(Part):
         step.drafts = DraftRows(tokens[: len(slots), : plan.query_len - 1], self._tree, parents)
         return ()
 
+    def arrived(self, step: StartedStep, result: StepResult) -> None:
+        if query_len := step.batch.step.query_len:
+            self.planner.acceptance.timed(query_len, step.batch.step.sequences, step.seconds)
+
     def commit(
         self, step: StartedStep, result: StepResult, news: Sequence[tuple[RequestState, EngineCoreOutput]]
     ) -> Iterable[int]:
@@ -79,9 +88,8 @@ class Drafts(Part):
         return ()
 
     def committed(self) -> None:
-        proposer, scheduler = self._proposer, self.context.scheduler
-        requests, most = scheduler.requests, scheduler.most_drafts
-        if proposer is None or scheduler.acceptance.off(len(requests.running)):
+        proposer, requests, most = self._proposer, self.context.scheduler.requests, self.planner.most_drafts
+        if proposer is None or self.planner.acceptance.off(len(requests.running)):
             return
         for state in requests.running:
             if state.output:
@@ -91,13 +99,13 @@ class Drafts(Part):
                     raise ConfigError(
                         f"draft_proposer: {type(proposer).__name__} proposed {drafts}; not all of these are tokens"
                     )
-                scheduler.propose(state, drafts[:most])
+                requests.propose(state, drafts[:most])
 
     def end(self, id: str, output: Sequence[int]) -> None:
         if self._proposer is not None:
             self._proposer.end(id, output)
 
     def stats(self, into: CoreStats) -> None:
-        drafted = self.context.scheduler.acceptance
+        drafted = self.planner.acceptance
         into.drafts, into.draft_tokens = drafted.drafts, drafted.draft_tokens
         into.accepted_tokens = drafted.by_position.tolist()

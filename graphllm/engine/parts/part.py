@@ -18,7 +18,7 @@ from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, Engine
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.engine.schedule.resource import Resource
 from graphllm.engine.schedule.scheduler import Scheduler
-from graphllm.engine.schedule.scheduler_output import SchedulerOutput
+from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.engine.step.batch import Batch, SamplingTable
 from graphllm.engine.step.started_step import LogitsEdit, StartedStep
 from graphllm.engine.step.step_executor import StepExecutor
@@ -64,7 +64,7 @@ NOTHING_MORE = CoreSetup()
 class PartContext:
     """What a part is made of.
 
-    executor, scheduler: of the core.
+    executor, scheduler, limits: of the core.
     table: sampling parameters by slot.
     stats: counters that `EngineCore.stats` gives.
     options, setup: as the core was given them.
@@ -72,6 +72,7 @@ class PartContext:
 
     executor: StepExecutor
     scheduler: Scheduler
+    limits: SchedulerLimits
     table: SamplingTable
     stats: CoreStats
     options: SchedulerConfig

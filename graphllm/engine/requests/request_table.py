@@ -150,7 +150,9 @@ class RequestTable:
         self.order = self.order[self.order != slot]
 
     def propose(self, state: RequestState, drafts: list[int]) -> None:
-        """Remember the tokens that are expected behind all known ones. A hint; forgotten for one that waits."""
+        """Remember the tokens that are expected after all known ones of a request. They are verified as far as they
+        reach past those in flight, when a step has room. A hint: forgotten when one of them was wrong, or the request
+        has to wait."""
         if state.slot >= 0:
             state.drafts = list(drafts)
             self.num_drafts[state.slot] = len(drafts)

@@ -23,6 +23,23 @@ class Commit(NamedTuple):
         return Commit([*self.requests, *other.requests], [*self.tokens, *other.tokens], events)
 
 
+def take_step(
+    t: RequestTable, output: SchedulerOutput, tokens: np.ndarray, num_kept: np.ndarray | None, drafted: np.ndarray,
+    live: np.ndarray,
+) -> tuple[Commit, list[tuple[RequestState, str]]]:  # fmt: skip
+    """What all entries of a step get; also who ends, and why. See `take` and `take_verified`."""
+    v, n = output.verified, len(output.slots)
+    if not v:
+        return take(t, output, tokens, live)
+    assert num_kept is not None
+    first, row = output if v == n else output.part(slice(v)), v * output.query_len
+    commit, ends = take_verified(t, first, tokens[:row], num_kept[:v], drafted, live[:v])
+    if v < n:
+        others, their_ends = take(t, output.part(slice(v, None)), tokens[row:], live[v:])
+        commit, ends = commit.followed_by(others), ends + their_ends
+    return commit, ends
+
+
 def take(
     t: RequestTable, output: SchedulerOutput, tokens: np.ndarray, live: np.ndarray
 ) -> tuple[Commit, list[tuple[RequestState, str]]]:

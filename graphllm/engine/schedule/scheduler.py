@@ -16,13 +16,12 @@ import numpy as np
 from graphllm.config import ConfigError
 from graphllm.engine.cache.cache_manager import CacheManager
 from graphllm.engine.cache.retention import NEVER
-from graphllm.engine.drafts.acceptance import Acceptance
 from graphllm.engine.requests.request import EngineRequest, QueueFullError
 from graphllm.engine.requests.request_table import RequestState, RequestTable
-from graphllm.engine.schedule.match_tracker import follow_guesses
 from graphllm.engine.schedule.resource import Resource
-from graphllm.engine.schedule.results import Commit, take, take_verified
+from graphllm.engine.schedule.results import Commit, take_step
 from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
+from graphllm.engine.schedule.verification import Verification
 from graphllm.program.schema import CacheLayout
 
 _MOST_HELD_BACK = 256  # requests that others may pass in one look, so that a step costs the same however many wait
@@ -33,13 +32,14 @@ class Scheduler:
 
     caching, secret: see `CacheManager`.
     resources: what requests need beside a slot and blocks.
+    verification: says whether a step verifies drafts.
     """
 
     def __init__(
         self, limits: SchedulerLimits, layout: CacheLayout, caching: bool = True, secret: str | None = None
     ) -> None:
-        self._limits, self._layout, self._query_lens = limits, layout, tuple(sorted(layout.query_lens))
-        self.acceptance = Acceptance(self.most_drafts, limits.verify_at_most)
+        self._limits, self._layout = limits, layout
+        self.verification = Verification()
         self.requests = RequestTable(limits.max_num_seqs)
         self.cache = CacheManager(
             layout, limits.block_size, limits.max_num_seqs, limits.max_len, limits.max_num_batched_tokens, caching,
@@ -48,7 +48,6 @@ class Scheduler:
         self.resources: Sequence[Resource] = ()
         self._waiting: list[RequestState] = []  # a heap
         self._by_id: dict[str, RequestState] = {}
-        self._guessing = layout.history > 0  # the device looks drafts up in what was said
         self._begin_step()
         self._arrivals = itertools.count()
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
@@ -59,11 +58,6 @@ class Scheduler:
         self._resets: list[int] = []
         self._loads: list[tuple[int, int]] = []
         self._admitted: list[RequestState] = []
-
-    @property
-    def most_drafts(self) -> int:
-        """Of a sequence in a step, one behind the other."""
-        return self._layout.ahead(max(self._query_lens, default=1)) - 1
 
     @property
     def running(self) -> int:
@@ -148,12 +142,6 @@ class Scheduler:
         else:
             state.finish_reason = reason
 
-    def propose(self, state: RequestState, drafts: list[int]) -> None:
-        """Tell which tokens are expected behind all known ones of a request. They are verified as far as they reach
-        beyond those in flight, when a step has room; a hint, forgotten when one of them was wrong or the request has to
-        wait."""
-        self.requests.propose(state, drafts)
-
     def next(self) -> SchedulerOutput | None:
         """The next step's work; None when nothing can be done before the step in flight has ended."""
         t = self.requests
@@ -178,8 +166,7 @@ class Scheduler:
         query_len = 1
         if len(chosen):
             chosen = chosen[: min(budget, rows, most)]
-            if self._query_lens:
-                query_len = self._verify(chosen, known[chosen], alone=not (chunks or self._waiting))
+            query_len = self._verify(chosen, known[chosen], alone=not (chunks or self._waiting))
             entries.append((chosen, np.full(len(chosen), query_len, dtype=np.int32)))
             budget, rows = budget - query_len * len(chosen), rows - query_len * len(chosen)
         if chunks:
@@ -210,14 +197,13 @@ class Scheduler:
         starts, in_flight, known = t.num_computed_tokens[slots], t.num_in_flight[slots], t.num_tokens[slots]
         ends, ahead = starts + counts, self._layout.ahead(query_len)
         drafts = pending = None
-        if self._query_lens and np.count_nonzero(unsure := t.num_unsure[slots]):
+        if np.count_nonzero(unsure := t.num_unsure[slots]):
             pending = unsure > 0
         samples = ends == known + in_flight
         rows = samples.astype(np.int32)
         if verified:
             samples[:verified], rows[:verified] = True, ahead
-            if not (self._limits.device_drafts or self._limits.late_drafts):
-                drafts = t.drafts(slots[:verified], query_len - 1)
+            drafts = self.verification.drafts(slots[:verified], query_len)
             t.num_unsure[slots[:verified]] += ahead - 1
         if num_independent := self._limits.pipeline_depth - 1:
             flying = t.sampled_at[slots[in_flight > 0]]
@@ -238,10 +224,7 @@ class Scheduler:
         ends[:verified] = starts[:verified] + ahead
         t.num_computed_tokens[slots] = ends
         t.num_in_flight[slots] = in_flight
-        num_drafts = None
-        if self._limits.device_drafts and not self._guessing:
-            num_drafts = self.acceptance.best(len(t.running), self._query_lens) - 1
-            t.num_made[slots] = num_drafts
+        num_drafts = self.verification.made(slots)
         saves = []
         if self.cache.snapshots and self.cache.caching and verified < len(slots):
             saves = self._reserve_snapshots(requests, slots, ends, known, pending, verified)
@@ -263,41 +246,12 @@ class Scheduler:
         return [(int(slots[i]), snapshot) for i, snapshot in found if snapshot >= 0]
 
     def _verify(self, slots: np.ndarray, known: np.ndarray, alone: bool) -> int:
-        """Tokens for each of these slots, all of which decode: a compiled query length when there are drafts, all may
-        have them, and there is room for it; else 1. alone: nothing else wants a part of the step. Drafts behind a
-        request's limit are computed for nothing, which costs less than a step of its own for the others. How many a
-        draft model has made was decided with the step before."""
-        t, limits, n = self.requests, self._limits, len(slots)
-        if self.acceptance.off(n):
-            return 1
-        drafts = 0
-        if self._guessing:
-            drafts = self.most_drafts
-        elif limits.device_drafts:
-            drafts = int(t.num_made[slots].min())
-        elif np.count_nonzero(t.num_drafts):
-            flying = 0 if limits.late_drafts else t.num_in_flight[slots]
-            drafts = int((t.num_drafts[slots] - flying).max())
-        if drafts <= 0 or not t.verifiable[slots].all() or (known <= t.num_prompt_tokens[slots]).any():
-            return 1
-        budget = limits.max_num_batched_tokens if alone else limits.max_num_batched_tokens // 2
-        room = min(budget // n, limits.max_num_rows // n, limits.max_len - int(known.max()))
-        fitting = [q for q in self._query_lens if 1 < q <= room]
-        enough = next((i + 1 for i, q in enumerate(fitting) if q > drafts), len(fitting))
-        fitting = fitting[:enough]
-        if not fitting:
-            return 1
-        # Drafts that somebody proposes by hand are verified whatever came of others.
-        query_len = fitting[-1]
-        if self._guessing:
-            query_len = self.acceptance.best(
-                n, fitting, runs=t.run[slots].tolist(), ahead=t.num_in_flight[slots].tolist()
-            )
-        elif limits.late_drafts:
-            query_len = self.acceptance.best(n, fitting, np.count_nonzero(t.num_drafts[slots]) / n)
+        """Tokens for each of these slots, all of which decode. alone: nothing else wants a part of the step."""
+        budget = self._limits.max_num_batched_tokens
+        query_len = self.verification.query_len(slots, known, budget if alone else budget // 2)
         if query_len == 1:
             return 1
-        late = (t.num_computed_tokens + query_len > self.cache.reach)[slots]
+        late = (t := self.requests).num_computed_tokens[slots] + query_len > self.cache.reach[slots]
         ends = t.num_computed_tokens[slots[late]] + query_len
         return query_len if self.cache.extend_all(slots[late], ends) else 1
 
@@ -346,7 +300,7 @@ class Scheduler:
         ends: of all slots, whether they decode and how far their tokens then go."""
         t, cache = self.requests, self.cache
         slots = t.order[decode[t.order]]
-        starts = t.num_computed_tokens - t.num_unsure if self._query_lens else t.num_computed_tokens
+        starts = t.num_computed_tokens - t.num_unsure
         events = cache.unready(starts, ends) & decode
         if not np.count_nonzero(events):
             return slots
@@ -481,26 +435,9 @@ class Scheduler:
         self._committed += 1
         t = self.requests
         live = t.epoch[output.slots] == output.epochs
-        before = None if runs is None else (t.num_tokens[output.slots], t.run[output.slots])
-        commit, ends = Commit([], [], []), list[tuple[RequestState, str]]()
-        if v := output.verified:
-            assert num_kept is not None
-            drafted = np.full(v, output.ahead - 1) if num_drafted is None else num_drafted[:v]
-            if before is not None:
-                drafted = drafted * (before[1][:v] > 0)
-            if output.drafts is not None:  # the device takes those that there are not for tokens
-                drafted = (output.drafts >= 0).sum(axis=1)
-            self.acceptance.learn(num_kept[:v][live[:v]], drafted[live[:v]])
-            first = output if v == len(output.slots) else output.part(slice(v))
-            new = tokens[: v * output.query_len]
-            commit, ends = take_verified(self.requests, first, new, num_kept[:v], drafted, live[:v])
-        if v < len(output.slots):
-            rest = output.part(slice(v, None)) if v else output
-            others, their_ends = take(self.requests, rest, tokens[v * output.query_len :], live[v:])
-            commit, ends = commit.followed_by(others), ends + their_ends
-        if runs is not None and before is not None:
-            done = [state.slot for state, _ in ends]
-            follow_guesses(t, self.acceptance.runs, output, *before, runs, num_kept, live, done)
+        given = self.verification.given(output, live, num_kept, num_drafted, runs)
+        commit, ends = take_step(t, output, tokens, num_kept, given.drafted, live)
+        self.verification.taken(output, live, num_kept, runs, given, [state.slot for state, _ in ends])
         self._store_due(output, live)
         for state, reason in ends:
             if reason != "error":

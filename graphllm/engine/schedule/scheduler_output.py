@@ -14,11 +14,8 @@ class SchedulerLimits(NamedTuple):
     "fcfs" or "priority".
 
     long_prefill_token_threshold: tokens of one prompt in one step, 0 for no limit. snapshot_interval: see
-    `CacheManager`. device_drafts: every sequence that has sampled a token has drafts on the device. late_drafts: those
-    of the host come when the step before is done, and `Scheduler.propose` tells how many there were the last time.
-    verify_at_most: sequences of a step that verifies; None: as it pays. pipeline_depth: steps that run at once, none of
-    which needs the tokens of another one. min_batch_per_stage: sequences that stay in one step, as it takes nearly as
-    long with a part of them.
+    `CacheManager`. pipeline_depth: steps that run at once, none of which needs the tokens of another one.
+    min_batch_per_stage: sequences that stay in one step, as it takes nearly as long with a part of them.
     """
 
     max_num_seqs: int
@@ -30,9 +27,6 @@ class SchedulerLimits(NamedTuple):
     policy: str = "fcfs"
     long_prefill_token_threshold: int = 0
     snapshot_interval: int = 0
-    device_drafts: bool = False
-    late_drafts: bool = False
-    verify_at_most: int | None = None
     pipeline_depth: int = 1
     min_batch_per_stage: int = 1
 

@@ -49,13 +49,14 @@ NO_DRAFTS = DraftRows(np.zeros((0, 0), dtype=np.int32), None)
 @dataclass(slots=True)
 class StartedStep:
     """plan: the scheduler's. batch: its arrays. handle: of the launched step. begun: seconds. drafts: that it verifies,
-    once they are known."""
+    once they are known. seconds: that it took, once its result is there."""
 
     plan: SchedulerOutput
     batch: Batch
     handle: Handle
     begun: float
     drafts: DraftRows = NO_DRAFTS
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from graphllm.compile.pipeline import find_model
 from graphllm.config import ConfigError
 from graphllm.config.token_tree import DynamicTree, TokenTree, token_tree
 from graphllm.engine.core import EngineCore
+from graphllm.engine.parts.drafts import Drafts
 from graphllm.loading.checkpoint.source import open_source
 from graphllm.runtime.memory.staging import StepInput
 from tests.artifacts import artifact_of
@@ -593,7 +594,7 @@ def test_no_more_drafts_than_are_verified(model: LlamaForCausalLM, name: str, tm
         return handle
 
     begin = core._executor.start
-    core._scheduler.acceptance.best, core._executor.start = best, start  # type: ignore[method-assign]
+    core.part(Drafts).planner.acceptance.best, core._executor.start = best, start  # type: ignore[method-assign]
     assert _run(opened, model, _texts(model, 1, (40, 31, 8, 39, 16, 52, 1))) > 10
     assert all(drafts <= most for drafts, most in verified)
     assert {drafts for drafts, _ in verified} == {0, 1, 2, 3}

@@ -20,6 +20,7 @@ from graphllm.engine.core import EngineCore
 from graphllm.engine.drafts.ngram import NgramProposer
 from graphllm.engine.drafts.proposers import find_proposer
 from graphllm.engine.drafts.suffix import SuffixProposer
+from graphllm.engine.parts.drafts import Drafts
 from graphllm.engine.requests.request import EngineRequest
 from tests.artifacts import artifact_of
 from tests.engine.harness import finish, open_core, request
@@ -171,7 +172,9 @@ def test_guesses_change_no_text(
         monkeypatch.setitem(sys.modules, "own_proposers", SimpleNamespace(Guesses=Guesses))
         proposer = "own_proposers:Guesses"
     core = open_core(checkpoint, place, pages=pages, speculation=SpeculationConfig(draft_proposer=proposer))
-    monkeypatch.setattr(core._scheduler.acceptance, "best", lambda sequences, lengths, share: lengths[-1])  # no clock
+    monkeypatch.setattr(
+        core.part(Drafts).planner.acceptance, "best", lambda sequences, lengths, share: lengths[-1]
+    )  # no clock
     for seed in (1, 2):
         wanted = _requests(seed)
         plain.reset_prefix_cache()

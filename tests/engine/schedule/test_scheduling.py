@@ -614,7 +614,7 @@ def test_drafts_are_kept_as_far_as_they_are_right(right: int) -> None:
     """The first of those expected is in flight. The next step is planned before it is known what is kept."""
     sim = simulation(query_lens=(5,))
     true = _drafting(sim)
-    sim.scheduler.propose(sim.alive["a"], [*true[: right + 1], *[VOCAB + 1] * (4 - right)])
+    sim.scheduler.requests.propose(sim.alive["a"], [*true[: right + 1], *[VOCAB + 1] * (4 - right)])
     assert sim.step() == [Entry("a", 7, 5, 5, True, True)]
     assert sim.step() == [Entry("a", 12, 1, 1, True, True)]
     assert sim.output["a"][3:] == true[1 : right + 2]
@@ -626,7 +626,7 @@ def test_drafts_are_kept_as_far_as_they_are_right(right: int) -> None:
 def test_drafts_that_are_known_to_be_wrong_are_not_verified() -> None:
     sim = simulation(query_lens=(2, 3, 4))
     _drafting(sim)
-    sim.scheduler.propose(sim.alive["a"], [VOCAB + 1] * 4)
+    sim.scheduler.requests.propose(sim.alive["a"], [VOCAB + 1] * 4)
     assert brief(sim.step()) == [("a", 7, 4)]
     assert brief(sim.step()) == [("a", 11, 1)]
     assert sim.alive["a"].drafts == []
@@ -642,7 +642,7 @@ def test_other_requests_go_on_beside_drafts() -> None:
     for i in range(9):
         if i in (3, 6):
             wire = sim.requests["a"].wire
-            sim.scheduler.propose(sim.alive["a"], continuation(wire, [*wire.prompt, *sim.output["a"]], 3))
+            sim.scheduler.requests.propose(sim.alive["a"], continuation(wire, [*wire.prompt, *sim.output["a"]], 3))
         if i == 6:
             sim.add(request("c", prompt(5, 2), 4))
         entries = sim.step()
@@ -670,7 +670,7 @@ def test_drafts_of_another_block_leave_no_wrong_block_behind(right: int) -> None
     """Rejected drafts fill a block that nobody may find; the blocks are used again by what follows."""
     sim = simulation(pages=8, query_lens=(7,))
     true = _drafting(sim, 14)
-    sim.scheduler.propose(sim.alive["a"], [*true[: right + 1], *[VOCAB + 1] * (6 - right)])
+    sim.scheduler.requests.propose(sim.alive["a"], [*true[: right + 1], *[VOCAB + 1] * (6 - right)])
     assert brief(sim.step()) == [("a", 7, 7)]
     tables = sim.scheduler.cache.tables[0]
     held = int((tables > 0).sum())
@@ -688,7 +688,7 @@ def test_a_stop_token_among_kept_drafts() -> None:
     )  # fmt: skip
     sim = simulation(query_lens=(4,))
     true = _drafting(sim, seed=seed, stop_ids=[3])
-    sim.scheduler.propose(sim.alive["a"], true[:4])
+    sim.scheduler.requests.propose(sim.alive["a"], true[:4])
     sim.step()
     sim.step()
     assert (len(sim.output["a"]), sim.reason["a"], sim.alive["a"].stop_reason) == (5, "stop", 3)
@@ -700,7 +700,7 @@ def test_drafts_end_at_the_limit(limit: int) -> None:
     """Those behind it are not computed: 1 of the output is sampled at any rate."""
     sim = simulation(max_len=5 + limit, query_lens=(2, 3, 4, 5, 6, 7, 8, 9))
     true = _drafting(sim, limit)
-    sim.scheduler.propose(sim.alive["a"], true[:9])
+    sim.scheduler.requests.propose(sim.alive["a"], true[:9])
     assert brief(sim.step()) == [("a", 7, limit - 3)]
     sim.step()
     assert (len(sim.output["a"]), sim.reason["a"]) == (limit, "length")
@@ -709,7 +709,7 @@ def test_drafts_end_at_the_limit(limit: int) -> None:
 def test_no_room_for_a_compiled_length() -> None:
     sim = simulation(max_len=13, query_lens=(8,))
     true = _drafting(sim, 8)
-    sim.scheduler.propose(sim.alive["a"], true[:6])
+    sim.scheduler.requests.propose(sim.alive["a"], true[:6])
     plans = sim.run()
     assert {count for _, count in computed(plans, "a")} == {1}
 
@@ -719,7 +719,7 @@ def test_an_error_among_kept_drafts() -> None:
     wire = sim.add(request("a", prompt(5), 20), error_at=5)
     for _ in range(3):
         sim.step()
-    sim.scheduler.propose(sim.alive["a"], continuation(wire, [*wire.prompt, *sim.output["a"]], 4))
+    sim.scheduler.requests.propose(sim.alive["a"], continuation(wire, [*wire.prompt, *sim.output["a"]], 4))
     sim.run()
     assert (len(sim.output["a"]), sim.reason["a"]) == (5, "error")
 
@@ -733,7 +733,7 @@ def test_drafts_are_no_more_than_a_step_takes(limits: dict[str, Any]) -> None:
         sim.step()
     for id in "ab":
         wire = sim.requests[id].wire
-        sim.scheduler.propose(sim.alive[id], continuation(wire, [*wire.prompt, *sim.output[id]], 4))
+        sim.scheduler.requests.propose(sim.alive[id], continuation(wire, [*wire.prompt, *sim.output[id]], 4))
     assert [e.count for e in sim.step()] == [3, 3]
     sim.run()
     assert sim.verified == [(3, 3)] * 2

@@ -64,13 +64,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         limits = SchedulerLimits(
             max_num_seqs=seqs, max_num_batched_tokens=tokens, max_num_rows=seqs + more_rows, max_len=32,
             block_size=block_size, policy=policy, long_prefill_token_threshold=threshold, snapshot_interval=interval,
-            device_drafts=device_drafts,
         )  # fmt: skip
         windows, multiples = groups
         self.sim = Simulation(
             limits, pages, windows, caching, tuple(m * block_size for m in multiples),
             recurrent=snapshots is not None, num_snapshots=snapshots or 0, item_tokens=8, max_adapters=2,
-            query_lens=query_lens,
+            query_lens=query_lens, device_drafts=device_drafts,
         )  # fmt: skip
         # Where nothing is kept between steps, a prompt is computed in one, all of its scored rows included.
         self.longest = 32 if windows or snapshots is not None else min(tokens, seqs + more_rows)
@@ -145,7 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         right += max(0, flying - len(wire.prompt))
         drafts = continuation(wire, [*wire.prompt, *self.sim.output[id]], right + wrong)
         drafts[right:] = [(t + 1) % VOCAB for t in drafts[right:]]
-        self.sim.scheduler.propose(self.sim.alive[id], drafts)
+        self.sim.scheduler.requests.propose(self.sim.alive[id], drafts)
 
     def _step(self) -> None:
         self.broken = True

@@ -20,6 +20,7 @@ from graphllm.config.token_tree import token_tree
 from graphllm.engine.core import EngineCore
 from graphllm.engine.drafts.acceptance import Acceptance
 from graphllm.engine.drafts.ngram import NgramProposer
+from graphllm.engine.parts.drafts import Drafts
 from graphllm.engine.requests.request import EngineRequest, ThinkingBudget
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.engine.step.batch import SamplingTable
@@ -58,7 +59,7 @@ def _run(
             if state is not None:
                 known = len(state.output)
                 drafts = [t if rng.random() < right else (t + 1) % 90 for t in expected[int(state.request.id)][known:]]
-                core._scheduler.propose(state, drafts[:8])
+                core._scheduler.requests.propose(state, drafts[:8])
 
     core._executor.start = record  # type: ignore[method-assign]
     found = finish(core, [request(str(i), p, params) for i, p in enumerate(prompts)], propose)
@@ -148,7 +149,7 @@ def test_looking_up_changes_nothing_but_the_number_of_steps(
     place, core = looking
     scarce = open_core(checkpoint, place, pages=25)
     for each in (core, core, scarce):  # the second time prompts are in the prefix cache
-        monkeypatch.setattr(each._scheduler.acceptance, "best", _most)
+        monkeypatch.setattr(each.part(Drafts).planner.acceptance, "best", _most)
         before = each.stats()
         found, lengths = _run(each, prompts, [[]] * len(prompts), 1.0, params)
         assert found == expected
@@ -168,7 +169,7 @@ def test_sampling_is_the_same_with_looking_up(
     looking: tuple[Path, EngineCore], llama: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, core = looking
-    monkeypatch.setattr(core._scheduler.acceptance, "best", _most)
+    monkeypatch.setattr(core.part(Drafts).planner.acceptance, "best", _most)
     prompts = [p[:10] for p in _repeating(311, 6)]
     params = SamplingParams(temperature=0.3, top_k=20, seed=3, max_tokens=60, ignore_eos=True)
     llama.reset_prefix_cache()
@@ -183,7 +184,7 @@ def test_drafts_that_there_are_not_do_not_count(
 ) -> None:
     """Every step verifies, and the metrics have the drafts that the host finds in the same text, no others."""
     core, host = looking[1], NgramProposer(SpeculationConfig(ngram_proposer_max=3))
-    monkeypatch.setattr(core._scheduler.acceptance, "best", _most)
+    monkeypatch.setattr(core.part(Drafts).planner.acceptance, "best", _most)
     steps = drafted = 0
     for i in range(4):
         prompt = random.Random(i).sample(range(5, 311), 12)
@@ -217,7 +218,9 @@ def test_the_host_knows_on_what_the_next_guess_rests(
 ) -> None:
     """With every kind of step: prompts, some in chunks, plain ones and such that verify."""
     core, rng = looking[1], random.Random(4)
-    monkeypatch.setattr(core._scheduler.acceptance, "best", lambda n, lengths, **runs: rng.choice([1, lengths[-1]]))
+    monkeypatch.setattr(
+        core.part(Drafts).planner.acceptance, "best", lambda n, lengths, **runs: rng.choice([1, lengths[-1]])
+    )
     found: list[int] = []
 
     def check(number: int) -> None:
@@ -266,7 +269,7 @@ def test_logits_processors_that_look_at_nothing_but_a_row(
     own = SpeculationConfig(draft_proposer="ngram")
     host = open_core(checkpoint, llama_place, pages=100, processors=[rowwise], speculation=own)
     for core in (device, host):
-        monkeypatch.setattr(core._scheduler.acceptance, "best", _most)
+        monkeypatch.setattr(core.part(Drafts).planner.acceptance, "best", _most)
         short = [r for r in wanted if core is device or len(r.prompt) < 50]
         found = finish(core, short)
         assert {r.id: found[r.id].tokens for r in short} == {r.id: alone[r.id] for r in short}
@@ -299,7 +302,7 @@ def test_every_kind_of_request_is_verified(
     prompts = [p[:12] for p in _repeating(311, 7)][: len(kinds)]
     wanted = [_wanting(i, kind, p, temperature) for i, (kind, p) in enumerate(zip(kinds, prompts, strict=True))]
     _, core = looking
-    monkeypatch.setattr(core._scheduler.acceptance, "best", _most)
+    monkeypatch.setattr(core.part(Drafts).planner.acceptance, "best", _most)
     for each in (llama, core):
         each.reset_prefix_cache()
     alone, won = finish(llama, wanted), {}
@@ -331,7 +334,7 @@ def test_lossy_acceptance(
     )
     rate |= {"prompt_lookup_max": 2, "max_model_len": 160, "max_num_seqs": 8, "rejection_sample_method": method}
     core = open_core(checkpoint, _artifact(checkpoint, device, **rate), pages=200)
-    monkeypatch.setattr(core._scheduler.acceptance, "best", _most)
+    monkeypatch.setattr(core.part(Drafts).planner.acceptance, "best", _most)
     requests = []
     for i, p in enumerate(_prompts(311, 3)[:8]):
         params = SamplingParams(temperature=temperatures[i % len(temperatures)], max_tokens=110, ignore_eos=True)

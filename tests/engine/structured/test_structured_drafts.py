@@ -12,6 +12,7 @@ from graphllm.config import SpeculationConfig
 from graphllm.config.requests.sampling_params import SamplingParams, StructuredOutputsParams
 from graphllm.embedded import MODEL_DIR
 from graphllm.engine.core import EngineCore
+from graphllm.engine.parts.drafts import Drafts
 from graphllm.engine.requests.request import EngineRequest, ThinkingBudget
 from graphllm.engine.requests.text import Tokenizer
 from tests.artifacts import artifact_of
@@ -78,7 +79,9 @@ def _requests() -> list[EngineRequest]:
 def test_grammars_with_drafts(cores: dict[str, EngineCore], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All in one batch, then some in smaller ones."""
     core, wanted = cores[where], _requests()
-    monkeypatch.setattr(core._scheduler.acceptance, "best", lambda sequences, lengths, share=1.0, **runs: lengths[-1])
+    monkeypatch.setattr(
+        core.part(Drafts).planner.acceptance, "best", lambda sequences, lengths, share=1.0, **runs: lengths[-1]
+    )
     alone = finish(cores["plain"], wanted)
     tokenizer = Tokenizer.from_folder(MODEL_DIR)
     won = []
