@@ -356,8 +356,8 @@ class Simulation:
                 computed = self._computed[state.request.id]
                 self._states[state.slot] = hashes[i][computed - 1]
         for slot, snapshot in output.snapshot_saves:
-            assert self.scheduler.cache.snapshots is not None
-            assert self.scheduler.cache.snapshots.pool.exclusive(snapshot + 1), "writes a snapshot that others see"
+            (snapshots,) = self.scheduler.cache.states.pools
+            assert snapshots.pool.exclusive(snapshot + 1), "writes a snapshot that others see"
             self._snapshots[snapshot] = self._states[slot]
         return flight
 
@@ -521,9 +521,9 @@ class Simulation:
         held = {i.content_hash: i.length for s in self.alive.values() if s.slot >= 0
                 for i, first in zip(s.request.items, s.item_starts, strict=True) if first >= 0}  # fmt: skip
         assert self.items.cache.held_rows == sum(held.values())
-        if not self.unfinished and planned is None and scheduler.cache.snapshots:
-            snapshots = scheduler.cache.snapshots.pool
-            assert snapshots.free_blocks == len(snapshots.references) - 1
+        if not self.unfinished and planned is None:
+            for snapshots in scheduler.cache.states.pools:
+                assert snapshots.pool.free_blocks == len(snapshots.pool.references) - 1
 
 
 def _entries(output: SchedulerOutput) -> list[Entry]:

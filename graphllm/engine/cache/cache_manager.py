@@ -16,6 +16,7 @@ from graphllm.config import ConfigError
 from graphllm.engine.cache.block_pool import BlockPool
 from graphllm.engine.cache.digests import PrefixHasher
 from graphllm.engine.cache.retention import NEVER, FullBlocks, Snapshots, WindowBlocks
+from graphllm.engine.cache.slot_states import RecurrentStates, SlotStates
 from graphllm.engine.requests.request import EngineRequest
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.program.schema import CacheLayout
@@ -46,8 +47,8 @@ class Exported(NamedTuple):
 class CacheManager:
     """Of so many slots, each for a sequence of up to max_len tokens, computed in steps of up to step_tokens.
 
-    block_size: of the smallest group; for a model without groups, tokens between snapshots. snapshot_interval: besides
-    the end of a prompt, snapshots are taken about every so many tokens; 0: not. caching: whether anything is shared and
+    block_size: of the smallest group; for a model without groups, tokens between snapshots. snapshot_interval: see
+    `RecurrentStates`. states: of slots. caching: whether anything is shared and
     remembered. secret: see `PrefixHasher`. capacity: tokens of the longest sequence that fits alone.
     """
 
@@ -75,15 +76,16 @@ class CacheManager:
         self._windows = [g for g in self.groups if isinstance(g, WindowBlocks)]
         self._single = self.groups[0] if len(self.groups) == 1 and not self._windows else None
         self.tables = tuple(g.table for g in self.groups)
-        self.recurrent, self._lookahead, self._ahead = layout.recurrent, layout.lookahead, int(layout.next_seen)
-        self.snapshots = Snapshots(layout.num_snapshots, self.boundary, caching) if layout.recurrent else None
-        self._retentions: list[FullBlocks | WindowBlocks | Snapshots] = [
-            *self.groups,
-            *([self.snapshots] if self.snapshots else []),
-        ]
-        self.caching = caching and bool(self._retentions) and not (layout.recurrent and not layout.num_snapshots)
-        self._interval = -(-snapshot_interval // self.boundary) * self.boundary
+        self._lookahead, self._ahead = layout.lookahead, int(layout.next_seen)
         self._hasher = PrefixHasher(block_size, secret, layout.groups, self._ahead)
+        self.states = SlotStates()
+        if layout.recurrent:
+            self.states = RecurrentStates(layout.num_snapshots, self.boundary, snapshot_interval, caching, self._hasher)
+        self._retentions: list[FullBlocks | WindowBlocks | Snapshots] = [*self.groups, *self.states.pools]
+        self.caching = caching and bool(self._retentions) and self.states.cacheable
+        # By the group of an export: the pool, its key there, and what its block 0 stands for.
+        self._pools = {g.number: (self.pool, g.number, 0) for g in self.groups}
+        self._pools.update((-1, (snapshots.pool, 0, 1)) for snapshots in self.states.pools)
         # By slot: tokens for which there are blocks, -1 where it must first get one of its own; position behind which a
         # window lets go of a block; tokens whose blocks are findable; tokens at which the next ones become so.
         self.reach = np.full(max_num_seqs, NEVER, dtype=np.int32)
@@ -110,7 +112,7 @@ class CacheManager:
         if not self.caching or state.scoring or state.request.params.skip_reading_prefix_cache:
             return none
         end = (state.num_tokens - 1) // self.boundary * self.boundary
-        self._digest(state, end)
+        self._hasher.digest(state, end)
         return self._find(state.digests, end) or none
 
     def _find(self, digests: list[bytes], end: int) -> Hit | None:
@@ -128,19 +130,12 @@ class CacheManager:
         for group, entries in zip(self.groups, found, strict=False):
             first = min(group.first_seen(end), end // group.unit)
             blocks.append([0] * first + entries[first : end // group.unit])
-        snapshot = found[-1][end // self.boundary - 1] - 1 if self.snapshots else -1
-        return Hit(end, blocks, snapshot)
-
-    def _digest(self, state: RequestState, num_tokens: int) -> None:
-        """Extend the sequence's chain of digests to the full blocks of that many tokens."""
-        have, size = len(state.digests), self.block_size
-        if num_tokens // size > have:
-            tokens = state.tokens(have * size, num_tokens // size * size + self._ahead)
-            self._hasher.extend(state.request, state.digests, tokens)
+        return Hit(end, blocks, self.states.found(found[-1], end))
 
     def can_fork(self, leader: int, num_tokens: int) -> bool:
         """Whether the slot still holds the blocks that the last of so many tokens sees."""
-        return bool(self.groups) and all(g.freed[leader] <= g.first_seen(num_tokens - 1) for g in self._windows)
+        sees = bool(self.groups) and self.states.forkable
+        return sees and all(g.freed[leader] <= g.first_seen(num_tokens - 1) for g in self._windows)
 
     def fork(self, leader: int, num_tokens: int) -> Hit:
         """All but the last of the tokens that a slot has computed, sharing the block that this one lies in."""
@@ -159,8 +154,7 @@ class CacheManager:
         """Hold for a slot what a hit gives it; its snapshot until that is released."""
         for group, blocks in zip(self.groups, hit.blocks, strict=True):
             group.enter(slot, blocks)
-        if self.snapshots and hit.snapshot >= 0:
-            self.snapshots.hold(hit.snapshot)
+        self.states.hold(hit.snapshot)
         self._stored[slot] = hit.num_tokens // self.block_size * self.block_size
         self._num_prompt_tokens[slot] = num_prompt_tokens
         self._set_store_at(slot)
@@ -253,7 +247,7 @@ class CacheManager:
         known = min(num_computed_tokens, state.num_tokens - self._ahead)
         stored, end = int(self._stored[slot]), known // size * size
         if end > stored:
-            self._digest(state, end)
+            self._hasher.digest(state, end)
             for group in self.groups:
                 each = group.unit // size
                 group.store(slot, stored, end, state.digests[each - 1 :: each])
@@ -265,39 +259,6 @@ class CacheManager:
         more = 1 if stored + size <= self._num_prompt_tokens[slot] else _STORED_AT_ONCE
         self._store_at[slot] = stored + more * size
 
-    # Snapshots of recurrent states
-
-    def next_snapshot(self, num_computed_tokens: int, num_tokens: int) -> int:
-        """Where the next chunk of so many known tokens is to end at the latest, for a snapshot: at the last boundary
-        before their end, and at every interval."""
-        if self.snapshots is None or not self.caching:
-            return num_tokens
-        last = (num_tokens - 1) // self.boundary * self.boundary
-        if num_computed_tokens >= last:
-            return num_tokens
-        return min(last, (num_computed_tokens // self._interval + 1) * self._interval) if self._interval else last
-
-    def wants_snapshot(self, ends: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """Which sequences [bool], of so many known tokens, are where a snapshot is to be taken."""
-        wanted = ends == (num_tokens - 1) // self.boundary * self.boundary
-        if self._interval:
-            wanted |= ends % self._interval == 0
-        return wanted & (ends > 0)
-
-    def reserve_snapshot(self, state: RequestState, num_tokens: int) -> int:
-        """A snapshot, held, for a sequence's states behind so many tokens; -1 when there is one or no room."""
-        assert self.snapshots is not None
-        number = num_tokens // self.block_size
-        if number <= len(state.digests) and self.snapshots.known(state.digests[number - 1]):
-            return -1
-        return self.snapshots.reserve()
-
-    def store_snapshot(self, state: RequestState, snapshot: int, num_tokens: int) -> None:
-        """Make a snapshot of a sequence's states behind so many known tokens findable."""
-        assert self.snapshots is not None
-        self._digest(state, num_tokens)
-        self.snapshots.store(snapshot, state.digests[num_tokens // self.block_size - 1])
-
     # Export and import
 
     def export(self, request: EngineRequest) -> list[Exported]:
@@ -305,7 +266,7 @@ class CacheManager:
         processes with the same secret find it by."""
         state = RequestState(request, (0, 0))
         end = (state.num_tokens - 1) // self.boundary * self.boundary
-        self._digest(state, end)
+        self._hasher.digest(state, end)
         hit = self._find(state.digests, end) if self.caching else None
         if hit is None:
             return []
@@ -313,29 +274,26 @@ class CacheManager:
         for group, blocks in zip(self.groups, hit.blocks, strict=True):
             each = group.unit // self.block_size
             found += [Exported(group.number, state.digests[(i + 1) * each - 1], b) for i, b in enumerate(blocks) if b]
-        if self.snapshots:
-            found.append(Exported(-1, state.digests[hit.num_tokens // self.block_size - 1], hit.snapshot))
-        return found
+        last = state.digests[hit.num_tokens // self.block_size - 1]
+        return [*found, *(Exported(-1, last, hit.snapshot) for _ in self.states.pools)]
 
     def adopt(self, group: int, digest: bytes) -> int:
         """A block of a group, or with group -1 a snapshot, that is found by that digest from now on and that the caller
         writes; -1 if there is one already or there is no room. It is held until `settle`."""
-        pool, group_key = (self.snapshots.pool, 0) if group < 0 and self.snapshots else (self.pool, group)
-        if not self.caching or group_key < 0 or pool.find(group_key, digest) or not pool.free_blocks:
+        pool, key, first = self._pools.get(group, (self.pool, -1, 0))
+        if not self.caching or key < 0 or pool.find(key, digest) or not pool.free_blocks:
             return -1
         number = pool.allocate()
-        pool.store(number, group_key, digest)
-        return number - 1 if group < 0 else number
+        pool.store(number, key, digest)
+        return number - first
 
     def settle(self, group: int, number: int) -> None:
         """Let go of what was adopted. Settle the end of a prefix first: it is then the first to be reused."""
-        if group >= 0:
-            self.pool.release([number])
-        elif self.snapshots:
-            self.snapshots.release(number)
+        pool, _, first = self._pools[group]
+        pool.release([number + first])
 
     def reset(self) -> bool:
         """Forget all contents; False, and nothing done, while sequences hold some."""
-        if self.snapshots and self.snapshots.pool.free_blocks != len(self.snapshots.pool.references) - 1:
+        if not self.states.idle:
             return False
-        return self.pool.reset_cache() and (self.snapshots is None or self.snapshots.pool.reset_cache())
+        return self.pool.reset_cache() and all(snapshots.pool.reset_cache() for snapshots in self.states.pools)

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Sequence
 
 from graphllm.engine.requests.request import EngineRequest
+from graphllm.engine.requests.request_table import RequestState
 
 
 class PrefixHasher:
@@ -32,6 +33,13 @@ class PrefixHasher:
         seen_by_all = [item.content_hash for item in request.items if item.position < 0]
         adapter = "" if request.adapter is None else request.adapter.digest
         return hashlib.sha256(self._key + repr((request.cache_salt, adapter, seen_by_all)).encode()).digest()
+
+    def digest(self, state: RequestState, num_tokens: int) -> None:
+        """Extend a sequence's chain to the full blocks of that many tokens."""
+        have, size = len(state.digests), self.block_size
+        if num_tokens // size > have:
+            tokens = state.tokens(have * size, num_tokens // size * size + self._ahead)
+            self.extend(state.request, state.digests, tokens)
 
     def extend(self, request: EngineRequest, chain: list[bytes], tokens: Sequence[int]) -> None:
         """Append the digests of the full blocks that these tokens make, which follow those of the chain so far; the

@@ -55,8 +55,6 @@ class Scheduler:
 
     def _begin_step(self) -> None:
         self._copies: list[tuple[int, int]] = []
-        self._resets: list[int] = []
-        self._loads: list[tuple[int, int]] = []
         self._admitted: list[RequestState] = []
 
     @property
@@ -225,25 +223,13 @@ class Scheduler:
         t.num_computed_tokens[slots] = ends
         t.num_in_flight[slots] = in_flight
         num_drafts = self.verification.made(slots)
-        saves = []
-        if self.cache.snapshots and self.cache.caching and verified < len(slots):
-            saves = self._reserve_snapshots(requests, slots, ends, known, pending, verified)
+        states = self.cache.states
+        saves = states.reserve(requests, slots, ends, known, pending, verified)
         return SchedulerOutput(
             requests, slots, starts, counts, rows, samples, fed, t.epoch[slots], self.cache.tables, query_len, ahead,
-            verified, drafts, pending, num_drafts, num_independent, self._copies, self._resets, self._loads,
+            verified, drafts, pending, num_drafts, num_independent, self._copies, *states.beginnings(),
             saves, self._admitted,
         )  # fmt: skip
-
-    def _reserve_snapshots(
-        self, requests: list[RequestState], slots: np.ndarray, ends: np.ndarray, known: np.ndarray,
-        pending: np.ndarray | None, verified: int,
-    ) -> list[tuple[int, int]]:  # fmt: skip
-        wanted = self.cache.wants_snapshot(ends, known)
-        wanted[:verified] = False  # which version of the states is valid then, nobody knows yet
-        if pending is not None:
-            wanted &= ~pending
-        found = [(i, self.cache.reserve_snapshot(requests[i], int(ends[i]))) for i in np.flatnonzero(wanted)]
-        return [(int(slots[i]), snapshot) for i, snapshot in found if snapshot >= 0]
 
     def _verify(self, slots: np.ndarray, known: np.ndarray, alone: bool) -> int:
         """Tokens for each of these slots, all of which decode. alone: nothing else wants a part of the step."""
@@ -288,7 +274,7 @@ class Scheduler:
         if self._layout.stateless:  # nothing would be left of a part
             count = known - start
             return count if count <= budget and self._rows_of(state, slot, count) <= rows else 0
-        count = min(self.cache.next_snapshot(start, known) - start, budget)
+        count = min(self.cache.states.chunk_end(start, known) - start, budget)
         if self._limits.long_prefill_token_threshold:
             count = min(count, self._limits.long_prefill_token_threshold)
         while count and self._rows_of(state, slot, count) > rows:
@@ -379,20 +365,18 @@ class Scheduler:
             heapq.heappush(self._waiting, state)
 
     def _ready_to_fork(self, leader: RequestState) -> bool:
-        """Whether a leader's whole prompt is in the cache, or in a step that comes before; one that waits comes first.
-        Recurrent states are found by their snapshot, which is there when the host has seen the prompt's end."""
+        """Whether a leader's whole prompt is in the cache, or in a step that comes before; one that waits comes
+        first."""
         t, slot = self.requests, leader.slot
         if slot < 0:
             return False
-        if self.cache.recurrent:
-            return bool(t.num_tokens[slot] > t.num_prompt_tokens[slot]) or not self.cache.caching
-        return bool(t.num_computed_tokens[slot] >= t.num_prompt_tokens[slot])
+        return self.cache.states.may_fork(t, slot)
 
     def _enter(self, state: RequestState, leader: RequestState | None, budget: int, rows: int) -> int:
         """Give a request a slot, what it can share, and room for its first chunk, whose tokens are returned; 0, and
         no slot, when the blocks for all of it are not free, a resource has no place for it or no row is left."""
         cache, t, request, length = self.cache, self.requests, state.request, state.num_tokens
-        if leader is not None and not cache.recurrent and cache.can_fork(leader.slot, length):
+        if leader is not None and cache.can_fork(leader.slot, length):
             hit = cache.fork(leader.slot, length)
         else:
             hit = cache.lookup(state)
@@ -404,16 +388,11 @@ class Scheduler:
         placed = all(resource.place(state, t) for resource in self.resources)
         count = self._chunk(state, slot, budget, rows) if placed else 0
         if not count or not cache.extend(slot, hit.num_tokens, hit.num_tokens + count, self._copies):
-            if hit.snapshot >= 0 and cache.snapshots:
-                cache.snapshots.release(hit.snapshot)
+            cache.states.release(hit.snapshot)
             cache.free(slot)
             t.leave(state)
             return 0
-        if cache.recurrent:
-            if hit.snapshot >= 0:
-                self._loads.append((hit.snapshot, slot))
-            else:
-                self._resets.append(slot)
+        cache.states.begin(slot, hit.snapshot)
         return count
 
     def commit(
@@ -448,19 +427,12 @@ class Scheduler:
     def _store_due(self, output: SchedulerOutput, live: np.ndarray) -> None:
         """Make findable what the step has computed, and let go of its snapshots."""
         cache, t, slots = self.cache, self.requests, output.slots
+        ends = output.starts + output.counts
         if cache.caching:
-            done = output.starts + output.counts
-            for slot in slots[cache.due(slots, done) & live].tolist():
+            for slot in slots[cache.due(slots, ends) & live].tolist():
                 if (state := t.by_slot[slot]) is not None:
                     self._store(state)
-        if cache.snapshots:
-            for slot, snapshot in output.snapshot_saves:
-                i = int(np.flatnonzero(slots == slot)[0])
-                if live[i]:
-                    cache.store_snapshot(output.requests[i], snapshot, int(output.starts[i] + output.counts[i]))
-                cache.snapshots.release(snapshot)
-            for snapshot, _ in output.snapshot_loads:
-                cache.snapshots.release(snapshot)
+        cache.states.store(output.requests, slots, ends, live, output.snapshot_saves, output.snapshot_loads)
 
     def _store(self, state: RequestState) -> None:
         t, slot = self.requests, state.slot

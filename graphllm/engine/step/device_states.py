@@ -77,7 +77,7 @@ def export_prefix(states: DeviceStates, cache: CacheManager, request: EngineRequ
 def import_prefix(states: DeviceStates, cache: CacheManager, entries: Sequence[CacheEntry]) -> int:
     """Take in what `export_prefix` gave; how many entries were new. Those for which no block is free are left out.
     Raises ConfigError for entries of another kind of cache."""
-    wrong = [e.group for e in entries if not (-1 if cache.snapshots else 0) <= e.group < len(cache.groups)]
+    wrong = [e.group for e in entries if not -len(cache.states.pools) <= e.group < len(cache.groups)]
     if wrong:
         raise ConfigError(
             f"import_cache: there is no cache group {wrong[0]} here; import only what the same artifact exported"

@@ -184,9 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_cache(self) -> None:
-        pools = [self.sim.pool]
-        if self.sim.scheduler.cache.snapshots:
-            pools.append(self.sim.scheduler.cache.snapshots.pool)
+        pools = [self.sim.pool, *(snapshots.pool for snapshots in self.sim.scheduler.cache.states.pools)]
         idle = all(pool.free_blocks == len(pool.references) - 1 for pool in pools)
         assert self.sim.scheduler.cache.reset() == idle
 

@@ -1,0 +1,165 @@
+"""SlotStates: the recurrent states of slots between steps: what they begin with, and the snapshots kept of them.
+
+A model without such states has a `SlotStates`, which does nothing; one with them `RecurrentStates`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from graphllm.engine.cache.digests import PrefixHasher
+from graphllm.engine.cache.retention import Snapshots
+from graphllm.engine.requests.request_table import RequestState, RequestTable
+
+
+class SlotStates:
+    """No state outlives a step but in blocks.
+
+    pools: of snapshots, none or one.
+    cacheable: a beginning can be found again.
+    forkable: a sequence can go on from blocks of another one that still runs.
+    """
+
+    pools: Sequence[Snapshots] = ()
+    cacheable = True
+    forkable = True
+
+    def found(self, entries: Sequence[int], end: int) -> int:
+        """The snapshot after so many tokens, of what `Snapshots.find` gave; -1 for none."""
+        return -1
+
+    def hold(self, snapshot: int) -> None:
+        """Keep a snapshot until it is released; nothing for -1."""
+
+    def release(self, snapshot: int) -> None:
+        """Let go of a snapshot; nothing for -1."""
+
+    def begin(self, slot: int, snapshot: int) -> None:
+        """A sequence begins in a slot, with a snapshot or, with -1, with nothing."""
+
+    def beginnings(self) -> tuple[list[int], list[tuple[int, int]]]:
+        """Slots whose states become zero before the next step, and (snapshot, slot) of those that are loaded; told
+        once."""
+        return [], []
+
+    def may_fork(self, t: RequestTable, slot: int) -> bool:
+        """Whether the prompt of a sequence can be shared: it is computed, or in a step that comes before."""
+        return bool(t.num_computed_tokens[slot] >= t.num_prompt_tokens[slot])
+
+    def chunk_end(self, start: int, num_tokens: int) -> int:
+        """Where the next chunk of so many known tokens ends at the latest."""
+        return num_tokens
+
+    def reserve(
+        self, requests: Sequence[RequestState], slots: np.ndarray, ends: np.ndarray, known: np.ndarray,
+        uncertain: np.ndarray | None, verified: int,
+    ) -> list[tuple[int, int]]:  # fmt: skip
+        """(slot, snapshot) to be taken after a step that takes these sequences to these ends. known: their tokens.
+        uncertain: sequences whose end is an upper bound, as that of the first ``verified`` is."""
+        return []
+
+    def store(
+        self, requests: Sequence[RequestState], slots: np.ndarray, ends: np.ndarray, live: np.ndarray,
+        saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]],
+    ) -> None:  # fmt: skip
+        """A step has its result: make its snapshots findable, and let go of them. live: sequences that count."""
+
+    @property
+    def idle(self) -> bool:
+        """No snapshot is held."""
+        return True
+
+
+class RecurrentStates(SlotStates):
+    """Snapshots of at most so many, at multiples of ``boundary`` tokens.
+
+    interval: tokens, besides the end of a prompt, after about which a snapshot is taken; 0: not.
+    """
+
+    forkable = False
+
+    def __init__(self, num_snapshots: int, boundary: int, interval: int, caching: bool, hasher: PrefixHasher) -> None:
+        self._snapshots = Snapshots(num_snapshots, boundary, caching)
+        self.pools = [self._snapshots]
+        self.cacheable = num_snapshots > 0
+        self._caching, self._boundary, self._hasher = caching and self.cacheable, boundary, hasher
+        self._interval = -(-interval // boundary) * boundary
+        self._resets: list[int] = []
+        self._loads: list[tuple[int, int]] = []
+
+    def found(self, entries: Sequence[int], end: int) -> int:
+        return entries[end // self._boundary - 1] - 1
+
+    def hold(self, snapshot: int) -> None:
+        if snapshot >= 0:
+            self._snapshots.hold(snapshot)
+
+    def release(self, snapshot: int) -> None:
+        if snapshot >= 0:
+            self._snapshots.release(snapshot)
+
+    def begin(self, slot: int, snapshot: int) -> None:
+        if snapshot >= 0:
+            self._loads.append((snapshot, slot))
+        else:
+            self._resets.append(slot)
+
+    def beginnings(self) -> tuple[list[int], list[tuple[int, int]]]:
+        found = self._resets, self._loads
+        self._resets, self._loads = [], []
+        return found
+
+    def may_fork(self, t: RequestTable, slot: int) -> bool:
+        """States are found by their snapshot, which is there when the host has seen the prompt's end."""
+        return bool(t.num_tokens[slot] > t.num_prompt_tokens[slot]) or not self._caching
+
+    def chunk_end(self, start: int, num_tokens: int) -> int:
+        """For a snapshot: the last boundary before the end of the tokens, and every interval."""
+        last = (num_tokens - 1) // self._boundary * self._boundary
+        if not self._caching or start >= last:
+            return num_tokens
+        return min(last, (start // self._interval + 1) * self._interval) if self._interval else last
+
+    def reserve(
+        self, requests: Sequence[RequestState], slots: np.ndarray, ends: np.ndarray, known: np.ndarray,
+        uncertain: np.ndarray | None, verified: int,
+    ) -> list[tuple[int, int]]:  # fmt: skip
+        if not self._caching or verified == len(slots):
+            return []
+        wanted = ends == (known - 1) // self._boundary * self._boundary
+        if self._interval:
+            wanted |= ends % self._interval == 0
+        wanted &= ends > 0
+        wanted[:verified] = False  # which version of the states is valid then, nobody knows yet
+        if uncertain is not None:
+            wanted &= ~uncertain
+        found = [(i, self._reserve(requests[i], int(ends[i]))) for i in np.flatnonzero(wanted).tolist()]
+        return [(int(slots[i]), snapshot) for i, snapshot in found if snapshot >= 0]
+
+    def _reserve(self, state: RequestState, num_tokens: int) -> int:
+        """A snapshot, held, for a sequence's states after so many tokens; -1 when there is one or no room."""
+        number = num_tokens // self._hasher.block_size
+        if number <= len(state.digests) and self._snapshots.known(state.digests[number - 1]):
+            return -1
+        return self._snapshots.reserve()
+
+    def store(
+        self, requests: Sequence[RequestState], slots: np.ndarray, ends: np.ndarray, live: np.ndarray,
+        saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]],
+    ) -> None:  # fmt: skip
+        for slot, snapshot in saves:
+            i = int(np.flatnonzero(slots == slot)[0])
+            if live[i]:
+                state, end = requests[i], int(ends[i])
+                self._hasher.digest(state, end)
+                self._snapshots.store(snapshot, state.digests[end // self._hasher.block_size - 1])
+            self._snapshots.release(snapshot)
+        for snapshot, _ in loads:
+            self._snapshots.release(snapshot)
+
+    @property
+    def idle(self) -> bool:
+        pool = self._snapshots.pool
+        return pool.free_blocks == len(pool.references) - 1
