@@ -21,6 +21,7 @@ from graphllm.engine.requests.request_table import RequestState, RequestTable
 from graphllm.engine.schedule.resource import Resource
 from graphllm.engine.schedule.results import Commit, take_step
 from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
+from graphllm.engine.schedule.stage_share import PipelineShare, StageShare
 from graphllm.engine.schedule.verification import Verification
 from graphllm.program.schema import CacheLayout
 
@@ -51,7 +52,9 @@ class Scheduler:
         self._begin_step()
         self._arrivals = itertools.count()
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
-        self._planned = self._committed = 0  # steps
+        self._share = StageShare()
+        if limits.pipeline_depth > 1:
+            self._share = PipelineShare(limits.pipeline_depth, limits.min_batch_per_stage)
 
     def _begin_step(self) -> None:
         self._copies: list[tuple[int, int]] = []
@@ -151,11 +154,7 @@ class Scheduler:
         todo = known - t.num_computed_tokens
         ready = (known < t.limit) | (t.num_computed_tokens < t.num_prompt_tokens)
         ready &= todo > 0
-        most = len(ready)
-        if self._limits.pipeline_depth > 1:
-            ready &= self._apart(ready & (todo > 1))
-            share = -(-self.running // self._limits.pipeline_depth)  # the others are for the other stages
-            most = max(share, self._limits.min_batch_per_stage)
+        most = self._share.choose(t, ready, todo, waiting=bool(self._waiting))
         if not (self._waiting or np.count_nonzero(ready)):
             return None
         decode = ready & (todo == 1)
@@ -178,18 +177,6 @@ class Scheduler:
             slots, counts = (np.concatenate(parts, dtype=np.int32) for parts in zip(*entries, strict=True))
         return self._plan(slots, counts, query_len, len(chosen) if query_len > 1 else 0)
 
-    def _apart(self, prompts: np.ndarray) -> np.ndarray:
-        """Which slots may be in the next step, where several run at once: one whose token is in flight is left out
-        until as many steps have begun as there are stages, so that none waits for another one's tokens. Few sequences
-        stay together, each step behind the one before, unless there are prompts to compute meanwhile; the host is a
-        step ahead of them. prompts: slots with tokens that are known."""
-        t, steps = self.requests, self._limits.pipeline_depth
-        known = t.num_in_flight == 0
-        computing = np.count_nonzero(prompts) or (self._waiting and t.has_free_slot)
-        if self.running > self._limits.min_batch_per_stage or computing:
-            return known | (self._planned + 1 - t.sampled_at >= steps)
-        return known if self._planned - self._committed > 1 else np.ones_like(known)
-
     def _plan(self, slots: np.ndarray, counts: np.ndarray, query_len: int, verified: int) -> SchedulerOutput:
         t = self.requests
         starts, in_flight, known = t.num_computed_tokens[slots], t.num_in_flight[slots], t.num_tokens[slots]
@@ -203,11 +190,7 @@ class Scheduler:
             samples[:verified], rows[:verified] = True, ahead
             drafts = self.verification.drafts(slots[:verified], query_len)
             t.num_unsure[slots[:verified]] += ahead - 1
-        if num_independent := self._limits.pipeline_depth - 1:
-            flying = t.sampled_at[slots[in_flight > 0]]
-            num_independent = min(num_independent, self._planned - int(flying.max(initial=0)))
-            self._planned += 1
-            t.sampled_at[slots[samples]] = self._planned
+        num_independent = self._share.planned(t, slots, in_flight, samples)
         in_flight += rows
         rows[:verified] = query_len
         by_slot = t.by_slot
@@ -411,7 +394,7 @@ class Scheduler:
         ends an entry, on what run its next drafts rest, 0 of the others; None where drafts are not looked up there.
         Requests that are gone or were preempted since are passed over.
         """
-        self._committed += 1
+        self._share.committed()
         t = self.requests
         live = t.epoch[output.slots] == output.epochs
         given = self.verification.given(output, live, num_kept, num_drafted, runs)

@@ -14,8 +14,7 @@ class SchedulerLimits(NamedTuple):
     "fcfs" or "priority".
 
     long_prefill_token_threshold: tokens of one prompt in one step, 0 for no limit. snapshot_interval: see
-    `CacheManager`. pipeline_depth: steps that run at once, none of which needs the tokens of another one.
-    min_batch_per_stage: sequences that stay in one step, as it takes nearly as long with a part of them.
+    `CacheManager`. pipeline_depth, min_batch_per_stage: see `PipelineShare`.
     """
 
     max_num_seqs: int
