@@ -286,7 +286,7 @@ def first_token(folder: Path, artifact: Path, begun: float) -> dict[str, Any]:
     run(core, [[1] * 128], [1], {"temperature": 0.0})
     phases["first token"] = time.time() - before
     seconds, compilers = time.time() - begun, [m for m in COMPILERS if m in sys.modules]
-    for rank, seconds in enumerate(getattr(core._executor, "rank_seconds", []), 1):
+    for rank, seconds in enumerate(getattr(core.executor, "rank_seconds", []), 1):
         phases |= {f"rank {rank}: {name}": s for name, s in seconds.items()}
     core.close()
     return {"s": seconds, "phases": phases, "compiler modules": compilers}

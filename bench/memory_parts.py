@@ -88,7 +88,7 @@ def ours(artifact: Path, file: Path, sequences: int, length: int) -> dict[str, A
             part("torch, and the cache's first memory")
 
     core = load_core(config, phase)
-    llm, executor = LLM.from_core(core, tokenizer), core._executor
+    llm, executor = LLM.from_core(core, tokenizer), core.executor
     main = executor._main
     states = {t.data_ptr() for t in executor.states.tensors.values()}
     weights = [(t.data_ptr(), t.nbytes) for t in main._outside.values() if t.data_ptr() not in states]

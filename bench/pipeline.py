@@ -59,7 +59,7 @@ def cases_of(target: str, counts: list[int]) -> Cases:
 def one_step_in_flight(llm: LLM) -> Callable[[], None]:
     """Have the engine run one step behind the other, as without stages; what gives the others back."""
     core: Any = llm.llm_engine.core
-    scheduler, depth = core._scheduler, core._depth
+    scheduler, depth = core.scheduler, core._depth
     limits = scheduler._limits
 
     def back() -> None:

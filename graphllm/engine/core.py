@@ -72,6 +72,7 @@ class EngineCore:
     pipeline_depth: steps that the executor runs at once, in the stages of a pipeline.
     min_batch_per_stage: a step with fewer sequences is not split over the stages.
     cold: buckets whose first step is still to come; `warm_up` runs one.
+    scheduler, executor, parts: what the core drives; see `PartContext`.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class EngineCore:
         min_batch_per_stage: int = 1,
         cold: Iterable[Bucket] = (),
     ) -> None:
-        self._executor, self._cold = executor, list(cold)
+        self.executor, self._cold = executor, list(cold)
         limits = SchedulerLimits(
             max_num_seqs=executor.max_num_seqs,
             max_num_batched_tokens=executor.max_num_batched_tokens,
@@ -98,7 +99,7 @@ class EngineCore:
             pipeline_depth=pipeline_depth,
             min_batch_per_stage=min_batch_per_stage,
         )
-        self._scheduler = _scheduler_class(options)(
+        self.scheduler = _scheduler_class(options)(
             limits, executor.layout, options.enable_prefix_caching and executor.shareable, options.cache_secret
         )
         self._table = SamplingTable(executor.max_num_seqs, executor.vocab, ranked_logprobs(executor.max_logprobs))
@@ -109,16 +110,16 @@ class EngineCore:
             total_blocks=executor.layout.num_blocks - 1,
             buckets={b.name: BucketStats() for b in executor.buckets},
         )
-        context = PartContext(executor, self._scheduler, limits, self._table, self._stats, options, setup)
+        context = PartContext(executor, self.scheduler, limits, self._table, self._stats, options, setup)
         self.parts = make_parts(PARTS, context)
-        self._scheduler.resources = [part.resource for part in self.parts if part.resource is not None]
+        self.scheduler.resources = [part.resource for part in self.parts if part.resource is not None]
         self._at = Moments(self.parts)
         self._holding = [p for p in self.parts if type(p).held is not Part.held or type(p).busy is not Part.busy]
         self._edits_logits = any(part.edits_logits for part in self.parts)
         self._in_flight: collections.deque[StartedStep] = collections.deque()
         self._depth = pipeline_depth  # steps that are started before the first of them is waited for
         self._news: list[EngineCoreOutput] = []  # of requests that ended outside a step
-        self.info = core_info(executor, max_len, self._scheduler.capacity)
+        self.info = core_info(executor, max_len, self.scheduler.capacity)
 
     def part(self, kind: type[_Kind]) -> _Kind:
         """The part of a kind. Raises ConfigError where the engine has none."""
@@ -135,13 +136,13 @@ class EngineCore:
     @property
     def kernels_done(self) -> int:
         """How many kernels have run, as far as the host can tell; any thread may ask."""
-        return self._executor.kernels_done
+        return self.executor.kernels_done
 
     @property
     def unfinished(self) -> int:
         """Requests that are not done, and news not yet fetched."""
         more = sum([part.held + part.busy for part in self._holding])
-        return self._scheduler.unfinished + len(self._news) + bool(self._in_flight) + more
+        return self.scheduler.unfinished + len(self._news) + bool(self._in_flight) + more
 
     @property
     def wakeup_fd(self) -> int | None:
@@ -161,7 +162,7 @@ class EngineCore:
             if not isinstance(found, EngineRequest):
                 break
         if isinstance(found, EngineRequest):
-            self._scheduler.add(found)
+            self.scheduler.add(found)
         elif found is not None:
             self._count_end(found.finish_reason)
             self._news.append(found)
@@ -174,7 +175,7 @@ class EngineCore:
         for id in ids:
             if any(abort(id) for abort in self._at.abort):
                 self._end(EngineCoreOutput(id, [], "abort"))
-        for state in self._scheduler.abort(ids):
+        for state in self.scheduler.abort(ids):
             self._end(EngineCoreOutput(state.request.id, [], "abort"))
 
     def _end(self, output: EngineCoreOutput) -> None:
@@ -202,7 +203,7 @@ class EngineCore:
 
     def _step(self) -> list[EngineCoreOutput]:
         self._gather()
-        plan = self._scheduler.next()
+        plan = self.scheduler.next()
         for planned in self._at.planned:
             planned(plan)
         begun = time.monotonic()
@@ -232,20 +233,20 @@ class EngineCore:
                 self._sample(started)
             for follow in self._at.started:
                 for command in follow(started):
-                    self._executor.do(command)
+                    self.executor.do(command)
             self._in_flight.append(started)
         return news
 
     def _gather(self) -> None:
         """Queue requests that parts have held back, and take the news of those that ended."""
-        idle = not self._scheduler.running and not self._in_flight
+        idle = not self.scheduler.running and not self._in_flight
         for gather in self._at.gather:
             for found in gather(idle):
                 if isinstance(found, EngineCoreOutput):
                     self._end(found)
                     continue
                 try:
-                    self._scheduler.add(found)
+                    self.scheduler.add(found)
                 except ConfigError as mistake:
                     self._end(EngineCoreOutput(found.id, [], "error", error=str(mistake), mistake=True))
                     continue
@@ -271,12 +272,12 @@ class EngineCore:
             for admit in self._at.admit:
                 states.update(admit(state))
             if states:
-                self._executor.do(WriteEntry(state.slot, states))
+                self.executor.do(WriteEntry(state.slot, states))
         for before in self._at.before:
             for command in before(plan):
-                self._executor.do(command)
-        requests = self._scheduler.requests
-        batch = self._table.stage(plan, requests, self._executor.layout, self._edits_logits)
+                self.executor.do(command)
+        requests = self.scheduler.requests
+        batch = self._table.stage(plan, requests, self.executor.layout, self._edits_logits)
         if self._providers:
             arrays = batch.step.arrays
             arrays = {**arrays, **provide(self._providers, plan, requests, arrays)}
@@ -285,14 +286,14 @@ class EngineCore:
 
     def _launch(self, plan: SchedulerOutput, batch: Batch, begun: float) -> StartedStep:
         self._stats.steps += 1
-        task = self._executor.task
+        task = self.executor.task
         program = task if task != "generate" else "full" if batch.full else "plain"
         # Who masks or edits the rows of drafts must know the drafts.
         asked = {}
-        if self._executor.device_drafts:
-            known = self._edits_logits or self._table.masking(self._scheduler.requests.order)
+        if self.executor.device_drafts:
+            known = self._edits_logits or self._table.masking(self.scheduler.requests.order)
             asked = {"drafts": True} if known else {}
-        return StartedStep(plan, batch, self._executor.start(batch.step, program, **asked), begun)
+        return StartedStep(plan, batch, self.executor.start(batch.step, program, **asked), begun)
 
     def _measure(self, step: StartedStep) -> None:
         """Count a step whose result has just come. Its time begins where that of the step before it ended, if that was
@@ -311,7 +312,7 @@ class EngineCore:
         edit = LogitsEdit()
         for output in chain.from_iterable([change(started, edit) for change in self._at.edit]):
             self._end(output)
-        self._executor.sample(started.handle, edit.mask, edit.scores, edit.whole, edit.hook)
+        self.executor.sample(started.handle, edit.mask, edit.scores, edit.whole, edit.hook)
 
     def _commit(self, step: StartedStep, result: StepResult) -> list[EngineCoreOutput]:
         """Give a step's tokens to its requests."""
@@ -320,7 +321,7 @@ class EngineCore:
         found = result.outputs
         tokens = result.tokens if "tokens" in found else np.zeros(int(step.plan.rows.sum()), dtype=np.int32)
         drafted = found.get("kept"), found.get("drafted"), found.get("runs")
-        committed = self._scheduler.commit(step.plan, tokens, *drafted)
+        committed = self.scheduler.commit(step.plan, tokens, *drafted)
         news = [
             EngineCoreOutput(s.request.id, tokens)
             for s, tokens in zip(committed.requests, committed.tokens, strict=True)
@@ -355,7 +356,7 @@ class EngineCore:
 
     def stats(self) -> CoreStats:
         """Gauges and counters as of now."""
-        scheduler, stats = self._scheduler, self._stats
+        scheduler, stats = self.scheduler, self._stats
         stats.running = scheduler.running
         stats.waiting = scheduler.waiting + sum(part.held for part in self._holding)
         stats.free_blocks = scheduler.cache.pool.free_blocks
@@ -368,7 +369,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all that is cached; False, and nothing done, while requests hold some."""
-        done = self._scheduler.cache.reset()
+        done = self.scheduler.cache.reset()
         for reset in self._at.reset if done else ():
             reset()
         return done
@@ -376,17 +377,17 @@ class EngineCore:
     def collective_rpc(self, call: Call, timeout: float | None = None) -> list[Any]:
         """What a function returns on every rank, between two steps. Raises RankCallError when a rank could not,
         RankError when one is gone, or takes longer than ``timeout`` seconds."""
-        return values(self._executor.ask(call, timeout))
+        return values(self.executor.ask(call, timeout))
 
     def warm_up(self) -> bool:
         """Run a step of a bucket that is still cold, while no request is there; whether there are more."""
         if self._cold:
-            self._executor.warm_up(self._cold.pop(0))
+            self.executor.warm_up(self._cold.pop(0))
         return bool(self._cold)
 
     def check_health(self) -> None:
         """Raise what a step would raise because a process that it needs is gone."""
-        self._executor.check_health()
+        self.executor.check_health()
         for check in self._at.check_health:
             check()
 
@@ -396,12 +397,12 @@ class EngineCore:
 
     def export_cache(self, request: EngineRequest) -> list[CacheEntry]:
         """What the cache has of a request's prompt: blocks up to its last block boundary, and the snapshot there."""
-        return export_prefix(self._executor, self._scheduler.cache, request)
+        return export_prefix(self.executor, self.scheduler.cache, request)
 
     def import_cache(self, entries: Sequence[CacheEntry]) -> int:
         """Have requests find what another core exported, one with the same artifact and ``cache_secret``; how many of
         the entries were new. Raises ConfigError."""
-        return import_prefix(self._executor, self._scheduler.cache, entries)
+        return import_prefix(self.executor, self.scheduler.cache, entries)
 
     def close(self) -> None:
         """Finish the step in flight and stop the threads. Nobody wants to know of that step any more, nor of its
@@ -409,7 +410,7 @@ class EngineCore:
         with contextlib.suppress(Exception):
             while self._in_flight:
                 self._in_flight.popleft().handle.wait()
-        *others, last = [*self._at.close, self._executor.close]
+        *others, last = [*self._at.close, self.executor.close]
         for close in (*others, last):
             close()
 

@@ -104,7 +104,7 @@ def test_preempted_requests_lose_nothing(opened: Open, model: LlamaForCausalLM, 
 def test_the_next_step_starts_before_the_tokens_of_this_one_are_known(opened: Open, monkeypatch: Any) -> None:
     core = opened()
     events: list[str] = []
-    executor = core._executor
+    executor = core.executor
     start = executor.start
 
     def watched(step: Any, full: bool = False) -> Any:
@@ -458,7 +458,7 @@ def _padded_as_on_a_gpu(executor: Executor, step: StepInput) -> Size:
 def test_steps_are_measured(opened: Open, monkeypatch: Any) -> None:
     """By bucket: the seconds are those in which any step was in flight, the tokens those computed and padded."""
     core = opened()
-    executor = core._executor
+    executor = core.executor
     monkeypatch.setattr(executor._main, "pick", functools.partial(_padded_as_on_a_gpu, executor))
     called = 0.0  # when the current call of step() began
     surely: list[tuple[float, float]] = []  # in flight, of each step

@@ -93,7 +93,7 @@ def check(cores: Cores, seed: int, batches: int, most: int = 14, longest: int = 
     draw = random.Random(seed)
     every = requests(draw, 24, longest)
     alone = {r.id: finish(cores.alone, [r])[r.id] for r in every}
-    before = sum(core._scheduler.preemptions for core in cores.beside)
+    before = sum(core.scheduler.preemptions for core in cores.beside)
     cached = 0
     for _ in range(batches):
         some = draw.sample(every, draw.randint(2, most))
@@ -102,7 +102,7 @@ def check(cores: Cores, seed: int, batches: int, most: int = 14, longest: int = 
         for r in some:
             assert told(found[r.id]) == told(alone[r.id]), f"seed {seed}: request {r.id} of {[o.id for o in some]}"
     assert cached
-    return sum(core._scheduler.preemptions for core in cores.beside) - before
+    return sum(core.scheduler.preemptions for core in cores.beside) - before
 
 
 def told(result: Result) -> Mapping[str, Any]:

@@ -41,7 +41,7 @@ early.Block = Watched
 checkpoint, place, found = sys.argv[1:]
 core = open_core(Path(checkpoint), Path(place))
 from safetensors.torch import save_file
-weights = core._executor.worker.weights
+weights = core.executor.worker.weights
 save_file({{name: weight.cpu().clone() for name, weight in weights.items()}}, found)
 blocks = {{weight.untyped_storage().data_ptr() for weight in weights.values()}}
 tokens = finish(core, [request("r", {PROMPT})])["r"].tokens

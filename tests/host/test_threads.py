@@ -82,7 +82,7 @@ before = native()
 load = LoadConfig(sys.argv[2], "dummy", int(sys.argv[3]) or None)
 settings = CoreConfig(ModelConfig(sys.argv[1]), load, CacheConfig(kv_cache_memory_bytes=1 << 20))
 core = load_core(settings)
-held = core._executor.stream.submit(work).result()
+held = core.executor.stream.submit(work).result()
 print(native() - before, held, torch.get_num_threads())
 core.close()
 """

@@ -16,7 +16,7 @@ from tests.engine.harness import finish, open_core, request
 assert "torch" not in sys.modules
 core = open_core(*map(Path, sys.argv[1:]))
 tokens = finish(core, [request("r", [5, 9, 77, 31])])["r"].tokens
-held = [weakref.ref(weight) for weight in core._executor.worker.weights.values()]
+held = [weakref.ref(weight) for weight in core.executor.worker.weights.values()]
 core.close()
 gc.collect()
 print(json.dumps([len(tokens), len(held), sum(weight() is not None for weight in held)]))

@@ -123,11 +123,11 @@ def _check(core: EngineCore, wanted: list[tuple[EngineRequest, list[int]]], righ
     rng = random.Random(0)
 
     def propose(number: int) -> None:
-        for state in core._scheduler.requests.by_slot if right >= 0 else ():
+        for state in core.scheduler.requests.by_slot if right >= 0 else ():
             if state is not None:
                 known = len(state.output)
                 tokens = {r.id: t for r, t in wanted}[state.request.id][known:]
-                core._scheduler.requests.propose(state, [t if rng.random() < right else (t + 1) % 90 for t in tokens])
+                core.scheduler.requests.propose(state, [t if rng.random() < right else (t + 1) % 90 for t in tokens])
 
     found = finish(core, [r for r, _ in wanted], propose)
     assert {id: r.tokens for id, r in found.items()} == {r.id: tokens for r, tokens in wanted}
@@ -150,7 +150,7 @@ def _every_way(strange: Strange, backend: str) -> None:
 
 def _few(core: EngineCore) -> int:
     """Blocks for two prompts of GROWING and none more, with the null one."""
-    return 1 + sum(2 * -(-GROWING[-1] // g.block_size) for g in core._executor.layout.groups)
+    return 1 + sum(2 * -(-GROWING[-1] // g.block_size) for g in core.executor.layout.groups)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -212,7 +212,7 @@ def test_unlike_states_go_to_another_engine(unlike: Strange) -> None:
     tokens = expected.greedy(unlike.features, unlike.weights, wanted.prompt, COUNT)
     _check(first, [(wanted, tokens)])
     entries = first.export_cache(wanted)
-    groups = first._executor.layout.groups
+    groups = first.executor.layout.groups
     assert len({(g.retention, g.block_size) for g in groups}) > 1
     assert {e.group for e in entries} == {*range(len(groups)), -1}
     assert second.import_cache(entries) == len(entries)
@@ -226,14 +226,14 @@ def test_items_are_encoded_once(tmp_path: Path) -> None:
     strange = Strange(["cross", "image"], tmp_path / "model")
     core, wanted = strange.core(), strange.many(8, 4)
     encoded: list[bytes] = []
-    do = core._executor.do
+    do = core.executor.do
 
     def noting(command: Command) -> None:
         if isinstance(command, Encode):
             encoded.append(command.data.tobytes())
         do(command)
 
-    core._executor.do = noting  # type: ignore[method-assign]
+    core.executor.do = noting  # type: ignore[method-assign]
     _check(core, wanted)
     brought = [item.data for r, _ in wanted for item in r.items]
     assert len(brought) > len(set(brought)) == len(encoded)
@@ -279,8 +279,8 @@ def test_programs_without_adapters(tmp_path: Path) -> None:
     strange = Strange(["adapter", "image"], tmp_path / "model")
     core = strange.core()
     ran: list[str] = []
-    bound = core._executor._main.bound
-    core._executor._main.bound = lambda name, size: (ran.append(name), bound(name, size))[1]  # type: ignore[method-assign]
+    bound = core.executor._main.bound
+    core.executor._main.bound = lambda name, size: (ran.append(name), bound(name, size))[1]  # type: ignore[method-assign]
     prompt = [5, 6, 7]
     tokens = expected.greedy(strange.features, strange.weights, prompt, COUNT)
     _check(core, [(request("a", prompt, GREEDY, limit=COUNT), tokens)])
@@ -327,7 +327,7 @@ def test_pooled(tmp_path: Path, backend: str) -> None:
         max_num_batched_tokens=32, tune=False,
     )  # fmt: skip
     core = open_core(folder, place)
-    warm_up_host(core._executor, 96, 32)
+    warm_up_host(core.executor, 96, 32)
     prompts = [[rng.randrange(1, 90) for _ in range(rng.randint(1, 32))] for _ in range(9)]
     found = {}
     for i, prompt in enumerate(prompts):
@@ -368,13 +368,13 @@ def test_draft_head(backend: str, tmp_path: Path) -> None:
     strange = Strange(["recurrent", "window"], tmp_path / "model", draft=tmp_path / "draft")
     core = strange.core(backend)
     verify_all_drafts(core)
-    rng, states = random.Random(1), core._executor.states.tensors
+    rng, states = random.Random(1), core.executor.states.tensors
     alone, tokens = strange.request("a", 50, rng)  # two chunks
     core.add(alone)
     found, kept = [], []
     while core.unfinished:
         found += [t for news in core.step() for t in news.tokens]
-        core._executor.synchronize()
+        core.executor.synchronize()
         # The last position of which there is a hidden state; the next token is sampled.
         last = int(states["state.draft_position"][0]) - 2
         if not len(alone.prompt) <= last + 1 < len(alone.prompt) + COUNT - 1:

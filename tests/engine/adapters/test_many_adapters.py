@@ -99,7 +99,7 @@ def _run(model: Model, llm: LLM, count: int, rng: random.Random) -> dict[str, in
     assert not table.used
     assert not table._users[0]
     assert len(core.part(Adapters).memory.digests) <= 32
-    assert core._scheduler.cache.pool.free_blocks == core.info.num_blocks - 1
+    assert core.scheduler.cache.pool.free_blocks == core.info.num_blocks - 1
     return ended
 
 

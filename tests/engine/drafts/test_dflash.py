@@ -213,12 +213,12 @@ def test_probabilities(model: LlamaForCausalLM, tmp_path: Path) -> None:
     (text,) = _texts(model, 5, (37,))
     finish(core, [request("0", text.prompt, SamplingParams(temperature=0.7, max_tokens=1, ignore_eos=True))])
     # The request ended with its first token, whose drafts were made all the same.
-    first = int(core._executor.states.tensors["state.last_token"][0])
+    first = int(core.executor.states.tensors["state.last_token"][0])
     known = text.known(len(text.prompt) - 1)
     assert known is not None
     assert method.first is not None
     expected = torch.softmax(method.first(model, known._replace(tokens=[*text.prompt, first])) / 0.7, -1)
-    torch.testing.assert_close(core._executor.states.tensors["state.draft_probs"][0], expected, rtol=2e-4, atol=1e-6)
+    torch.testing.assert_close(core.executor.states.tensors["state.draft_probs"][0], expected, rtol=2e-4, atol=1e-6)
     core.close()
 
 

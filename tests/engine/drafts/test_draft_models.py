@@ -469,15 +469,15 @@ def _run(
 ) -> int:
     """Answer them at once, and compare drafts and texts; how many steps' drafts were compared."""
     core, count = opened.core, 0
-    tensors, one = core._executor.states.tensors, opened.method.name in ("medusa", "mlp_speculator", "dflash")
+    tensors, one = core.executor.states.tensors, opened.method.name in ("medusa", "mlp_speculator", "dflash")
 
     def compare(number: int) -> None:
         nonlocal count
-        core._executor.synchronize()
-        for slot, state in enumerate(core._scheduler.requests.by_slot):
+        core.executor.synchronize()
+        for slot, state in enumerate(core.scheduler.requests.by_slot):
             if state is None:
                 continue
-            made = int(core._scheduler.requests.num_made[slot])
+            made = int(core.scheduler.requests.num_made[slot])
             behind = 1 if one else max(made, 1) + (opened.method.name == "draft_model")
             behind = behind if tree is None else 1
             text, position = texts[int(state.request.id)], int(tensors["state.draft_position"][slot])
@@ -593,8 +593,8 @@ def test_no_more_drafts_than_are_verified(model: LlamaForCausalLM, name: str, tm
             made[slot] = step.num_drafts
         return handle
 
-    begin = core._executor.start
-    core.part(Drafts).planner.acceptance.best, core._executor.start = best, start  # type: ignore[method-assign]
+    begin = core.executor.start
+    core.part(Drafts).planner.acceptance.best, core.executor.start = best, start  # type: ignore[method-assign]
     assert _run(opened, model, _texts(model, 1, (40, 31, 8, 39, 16, 52, 1))) > 10
     assert all(drafts <= most for drafts, most in verified)
     assert {drafts for drafts, _ in verified} == {0, 1, 2, 3}

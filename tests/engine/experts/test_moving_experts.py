@@ -181,7 +181,7 @@ def scatter(llm: LLM, seed: int) -> None:
     for layer, old in balancer.placements.items():
         new = draw.sample(old, len(old))
         groups = moves_between(old, new, 2)
-        llm.llm_engine.core._executor.do(balancer._moves(layer, groups))
+        llm.llm_engine.core.executor.do(balancer._moves(layer, groups))
         assert balancer.placements[layer] == new
 
 

@@ -90,7 +90,7 @@ def test_a_limit_for_each_user(llm: LLM) -> None:
 
     def watched() -> Any:
         news = step()
-        running = core._scheduler.requests.running
+        running = core.scheduler.requests.running
         found.append([(s.request.params.extra_args or {}).get("limited_user", "") for s in running])
         return news
 

@@ -50,7 +50,7 @@ def _make_unlikely(logits: torch.Tensor, rows: Any) -> None:
 
 
 def executor_of(llm: LLM) -> MultiprocExecutor:
-    found = llm.llm_engine.core._executor
+    found = llm.llm_engine.core.executor
     assert isinstance(found, MultiprocExecutor)
     return found
 
@@ -149,7 +149,7 @@ class TestTwoRanks:
 
     def test_each_rank_holds_its_share(self, one: LLM, two: LLM) -> None:
         whole: Any = one.llm_engine.core
-        assert executor_of(two).states.block_bytes * 2 == whole._executor.states.block_bytes
+        assert executor_of(two).states.block_bytes * 2 == whole.executor.states.block_bytes
         assert executor_of(two).layout.num_blocks == two.llm_engine.core.info.num_blocks
 
 

@@ -48,22 +48,22 @@ def _run(
     core: EngineCore, prompts: list[list[int]], expected: list[list[int]], right: float, params: Any = GREEDY
 ) -> tuple[list[list[int]], list[int]]:
     """What each prompt gets, and the query length of each step. right: how likely a draft is right."""
-    rng, lengths, start = random.Random(0), [], core._executor.start
+    rng, lengths, start = random.Random(0), [], core.executor.start
 
     def record(step: StepInput, program: str) -> Any:
         lengths.append(step.query_len)
         return start(step, program)
 
     def propose(number: int) -> None:
-        for state in core._scheduler.requests.by_slot:
+        for state in core.scheduler.requests.by_slot:
             if state is not None:
                 known = len(state.output)
                 drafts = [t if rng.random() < right else (t + 1) % 90 for t in expected[int(state.request.id)][known:]]
-                core._scheduler.requests.propose(state, drafts[:8])
+                core.scheduler.requests.propose(state, drafts[:8])
 
-    core._executor.start = record  # type: ignore[method-assign]
+    core.executor.start = record  # type: ignore[method-assign]
     found = finish(core, [request(str(i), p, params) for i, p in enumerate(prompts)], propose)
-    core._executor.start = start  # type: ignore[method-assign]
+    core.executor.start = start  # type: ignore[method-assign]
     return [found[str(i)].tokens for i in range(len(prompts))], lengths
 
 
@@ -224,9 +224,9 @@ def test_the_host_knows_on_what_the_next_guess_rests(
     found: list[int] = []
 
     def check(number: int) -> None:
-        for state in core._scheduler.requests.running:
+        for state in core.scheduler.requests.running:
             if state.output:
-                run = int(core._scheduler.requests.run[state.slot])
+                run = int(core.scheduler.requests.run[state.slot])
                 assert run == _stood_before([*state.request.prompt, *state.output], 1, 3)
                 found.append(run)
 
