@@ -134,8 +134,8 @@ class CacheManager:
 
     def can_fork(self, leader: int, num_tokens: int) -> bool:
         """Whether the slot still holds the blocks that the last of so many tokens sees."""
-        sees = bool(self.groups) and self.states.forkable
-        return sees and all(g.freed[leader] <= g.first_seen(num_tokens - 1) for g in self._windows)
+        forkable = bool(self.groups) and self.states.forkable
+        return forkable and all(g.freed[leader] <= g.first_seen(num_tokens - 1) for g in self._windows)
 
     def fork(self, leader: int, num_tokens: int) -> Hit:
         """All but the last of the tokens that a slot has computed, sharing the block that this one lies in."""

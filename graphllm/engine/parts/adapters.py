@@ -10,7 +10,7 @@ import numpy as np
 from graphllm.config import ConfigError
 from graphllm.engine.parts.part import WAIT, Part, PartContext
 from graphllm.engine.requests.request import Adapter, CoreStats, EngineCoreOutput, EngineRequest
-from graphllm.engine.schedule.adapter_table import AdapterTable, fail_waiting
+from graphllm.engine.schedule.adapter_table import NO_TABLES, AdapterTable, fail_waiting
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.step.adapter_memory import AdapterMemory
 from graphllm.engine.step.device_states import adapter_tables
@@ -59,7 +59,7 @@ class Adapters(Part):
         """Keep tables for requests whose adapter has this digest, by the names of their states. A table is zero but for
         the beginning that is given. Raises ConfigError for what no table can hold."""
         if not self._table.count:
-            raise ConfigError("this artifact has no tables for adapters; compile with --enable-lora")
+            raise ConfigError(NO_TABLES)
         self.memory.put(digest, adapter_tables(self.context.executor, digest, values))
 
     def stats(self, into: CoreStats) -> None:

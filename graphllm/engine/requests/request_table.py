@@ -128,17 +128,16 @@ class RequestTable:
         self.order = np.insert(self.order, place, slot)
         return slot
 
-    def place_items(self, state: RequestState, starts: list[int]) -> None:
-        """Note where the rows of a running request's items begin."""
-        state.item_starts = starts
-        placed = zip(state.request.items, starts, strict=True)
+    def place_items(self, state: RequestState) -> None:
+        """Note where the rows of the item begin that all tokens of a running request see."""
+        placed = zip(state.request.items, state.item_starts, strict=True)
         seen = ((start, item.length) for item, start in placed if item.position < 0)
         self.seen_start[state.slot], self.seen_length[state.slot] = next(seen, (0, 0))
 
     def leave(self, state: RequestState) -> None:
         """Take a request's slot."""
         slot, state.slot = state.slot, -1
-        state.drafts, state.item_starts = [], []
+        state.drafts = []
         for column in (self.num_tokens, self.num_computed_tokens, self.num_in_flight, self.num_unsure,
                        self.num_drafts, self.num_made, self.run, self.num_prompt_tokens, self.limit, self.scoring,
                        self.verifiable):  # fmt: skip

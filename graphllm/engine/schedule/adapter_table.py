@@ -16,6 +16,8 @@ from graphllm.engine.requests.request_table import RequestState, RequestTable
 from graphllm.engine.schedule.resource import Resource
 from graphllm.engine.schedule.scheduler import Scheduler
 
+NO_TABLES = "this artifact has no tables for adapters; compile with --enable-lora"
+
 
 class AdapterTable(Resource):
     """count: entries beside the neutral one, which is 0. in_memory: digests of the adapters whose tables can be written
@@ -34,10 +36,7 @@ class AdapterTable(Resource):
     def check(self, request: EngineRequest) -> None:
         """Raise ConfigError for a request with an adapter where there is no table."""
         if request.adapter is not None and not self.count:
-            raise ConfigError(
-                f"request {request.id}: adapter {request.adapter.name!r}: this artifact has no tables for adapters; "
-                "compile with --enable-lora"
-            )
+            raise ConfigError(f"request {request.id}: adapter {request.adapter.name!r}: {NO_TABLES}")
 
     def begin(self) -> None:
         """A look at all that wait begins, in their order."""
@@ -71,10 +70,9 @@ class AdapterTable(Resource):
         state.adapter_entry = entry
         return True
 
-    def place(self, state: RequestState, table: RequestTable) -> bool:
+    def place(self, state: RequestState, table: RequestTable) -> None:
         """Note which entry the request reads."""
         table.adapter_id[state.slot] = state.adapter_entry
-        return True
 
     def release(self, state: RequestState, joined: bool) -> None:
         """Give back the entry that a request has taken, if it has."""
@@ -123,8 +121,8 @@ class AdapterTable(Resource):
 def fail_waiting(scheduler: Scheduler, table: AdapterTable, digest: str, error: str) -> list[RequestState]:
     """End the requests that wait for an adapter that cannot be read; those that there were."""
     table.forget(digest)
-    waiting = [s for s in scheduler.states if s.slot < 0]
-    found = [s for s in waiting if s.request.adapter is not None and s.request.adapter.digest == digest]
+    waiting = [(s, s.request.adapter) for s in scheduler.states if s.slot < 0]
+    found = [state for state, adapter in waiting if adapter is not None and adapter.digest == digest]
     for state in found:
         scheduler.fail(state, error)
     return found

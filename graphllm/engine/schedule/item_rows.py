@@ -26,25 +26,26 @@ class ItemRows(Resource):
                 "that the artifact holds; give fewer or smaller ones"
             )
 
-    def place(self, state: RequestState, table: RequestTable) -> bool:
-        """Hold rows, and note where they begin."""
+    def hold(self, state: RequestState, num_cached: int) -> bool:
+        """Hold rows."""
         items = state.request.items
-        if not items:
-            table.place_items(state, [])
-            return True
-        cached = int(table.num_computed_tokens[state.slot])
-        needed = [item for item in items if item.position < 0 or item.position + item.length > cached]
+        needed = [item for item in items if item.position < 0 or item.position + item.length > num_cached]
         if (placed := self.cache.acquire(needed)) is None:
             return False
         starts, new = placed
         held = self._held[state.request.id] = [item.content_hash for item in needed]
         first = dict(zip(held, starts, strict=True))
-        table.place_items(state, [first.get(item.content_hash, -1) for item in items])
+        state.item_starts = [first.get(item.content_hash, -1) for item in items]
         self._new[state.request.id] = new
         return True
 
+    def place(self, state: RequestState, table: RequestTable) -> None:
+        """Note where the item begins that all tokens see."""
+        table.place_items(state)
+
     def release(self, state: RequestState, joined: bool) -> None:
         """Give rows back. Nothing will be encoded for a request that was in no step."""
+        state.item_starts = []
         self.cache.release(self._held.pop(state.request.id, ()))
         if not joined:
             self.cache.forget(self._new.pop(state.request.id, ()))

@@ -22,10 +22,13 @@ class Resource:
         """Take what a waiting request needs. False: it goes on waiting, and requests behind it may pass."""
         return True
 
-    def place(self, state: RequestState, table: RequestTable) -> bool:
-        """Take what depends on how many of its tokens are in the cache: the request has a slot and its columns now.
-        False: it goes on waiting, and so do all behind it."""
+    def hold(self, state: RequestState, num_cached: int) -> bool:
+        """Take what depends on how many of its tokens are in the cache. False: it goes on waiting, and so do all
+        behind it."""
         return True
+
+    def place(self, state: RequestState, table: RequestTable) -> None:
+        """The request has a slot: fill columns of it."""
 
     def release(self, state: RequestState, joined: bool) -> None:
         """Give back what a request has taken, if it has. joined: False for one that was in no step."""

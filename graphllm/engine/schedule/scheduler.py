@@ -220,9 +220,9 @@ class Scheduler:
         query_len = self.verification.query_len(slots, known, budget if alone else budget // 2)
         if query_len == 1:
             return 1
-        late = (t := self.requests).num_computed_tokens[slots] + query_len > self.cache.reach[slots]
-        ends = t.num_computed_tokens[slots[late]] + query_len
-        return query_len if self.cache.extend_all(slots[late], ends) else 1
+        ends = self.requests.num_computed_tokens[slots] + query_len
+        late = ends > self.cache.reach[slots]
+        return query_len if self.cache.extend_all(slots[late], ends[late]) else 1
 
     def _rows_of(self, state: RequestState, slot: int, count: int) -> int:
         """Logit rows of a chunk: the last one if it is sampled from, and prompt positions yet to be scored."""
@@ -350,10 +350,7 @@ class Scheduler:
     def _ready_to_fork(self, leader: RequestState) -> bool:
         """Whether a leader's whole prompt is in the cache, or in a step that comes before; one that waits comes
         first."""
-        t, slot = self.requests, leader.slot
-        if slot < 0:
-            return False
-        return self.cache.states.may_fork(t, slot)
+        return leader.slot >= 0 and self.cache.states.may_fork(self.requests, leader.slot)
 
     def _enter(self, state: RequestState, leader: RequestState | None, budget: int, rows: int) -> int:
         """Give a request a slot, what it can share, and room for its first chunk, whose tokens are returned; 0, and
@@ -363,13 +360,14 @@ class Scheduler:
             hit = cache.fork(leader.slot, length)
         else:
             hit = cache.lookup(state)
-        if not cache.fits(length, hit):
+        if not (cache.fits(length, hit) and all(resource.hold(state, hit.num_tokens) for resource in self.resources)):
             return 0
         slot = t.enter(state, hit.num_tokens, self._limits.max_len)
         t.verifiable[slot] = True
         cache.enter(slot, hit, len(request.prompt))
-        placed = all(resource.place(state, t) for resource in self.resources)
-        count = self._chunk(state, slot, budget, rows) if placed else 0
+        for resource in self.resources:
+            resource.place(state, t)
+        count = self._chunk(state, slot, budget, rows)
         if not count or not cache.extend(slot, hit.num_tokens, hit.num_tokens + count, self._copies):
             cache.states.release(hit.snapshot)
             cache.free(slot)

@@ -128,7 +128,8 @@ def _plain(value: Any) -> Any:
         import torch
 
         tensor = value.tensor
-        return str(tensor.dtype)[6:], tuple(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data
     raise NotImplementedError(f"{type(value).__name__} cannot be a field of a command")
 
 
