@@ -43,7 +43,7 @@ def artifact_of(model: Path | Source | None, replaced: dict[str, Any] | None = N
     otherwise. replaced: fields of the compile config that no setting has so. Weights are not looked at, nor whether the
     model was made for so many positions."""
     from graphllm.compile.codegen.objects import Objects
-    from graphllm.compile.pipeline import compile_model
+    from graphllm.compile.pipeline import Tools, compile_model
 
     args, env = EngineArgs(**{"target": "cpu", **settings}), Env.read()
     source = model if isinstance(model, Source) else open_source(model, runner=args.runner)
@@ -55,8 +55,8 @@ def artifact_of(model: Path | Source | None, replaced: dict[str, Any] | None = N
             return place
         native = (config.target.device, config.backend) == ("cpu", "inductor")
         with Objects(env.cache_dir / "objects") if native else contextlib.nullcontext() as objects:
-            tuned = env.cache_dir / "tuned"
-            compile_model(source.config, source.tensors, config, place, tuned=tuned, objects=objects, stored=stored)
+            tools = Tools(objects, tuned=env.cache_dir / "tuned")
+            compile_model(source.config, source.tensors, config, place, tools=tools, stored=stored)
     return place
 
 

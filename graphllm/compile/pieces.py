@@ -5,7 +5,7 @@ Imports nothing of Inductor, so that a setting that cannot work is refused at on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.graph import Shapes, from_json, input_specs
 from graphllm.ir.op import CallSite, Op, op_of
-from graphllm.rewrite import Unit, choose, fake_values, site_of
+from graphllm.rewrite import Pass, Unit, choose, fake_values, site_of
 
 
 def unit_of(piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> Unit:
@@ -31,9 +31,13 @@ def unit_of(piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> 
     return Unit(name, graph, tuple(f"o{i}" for i in range(len(piece["made"]))), shapes, bucket)
 
 
-def require_implementations(jobs: Iterable[tuple[Mapping[str, Any], Bucket]], config: CompileConfig) -> None:
+def require_implementations(
+    jobs: Iterable[tuple[Mapping[str, Any], Bucket]], config: CompileConfig, passes: Sequence[Pass] = ()
+) -> None:
     """Raise ConfigError, before anything is compiled, for a call that nothing can compute in one of the pieces at its
-    bucket: of an op without an implementation there whose reference needs data."""
+    bucket: of an op without an implementation there whose reference needs data. The backend eager runs references."""
+    if config.backend != "inductor":
+        return
     for piece, bucket in jobs:
         if not any(op.untraceable for node in from_json(piece).nodes if (op := op_of(node.target))):
             continue

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from graphllm.compile.families import find_model
+from graphllm.compile.layout import plan_layout
 from graphllm.compile.link import Linked, link
 from graphllm.compile.passes import PIPELINE
-from graphllm.compile.pipeline import compile_model, find_model, run_passes
-from graphllm.compile.trace import plan_layout, trace_model
+from graphllm.compile.pipeline import compile_model, run_passes
+from graphllm.compile.trace import trace_model
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.registry import load_ops, load_passes
 from graphllm.loading.checkpoint.source import open_source
@@ -45,10 +47,10 @@ def _link(hf: dict[str, Any]) -> Linked:
     model = find_model(hf)
     c = model.config(hf)
     layout = plan_layout(model, c, CONFIG)
-    graphs = trace_model(model, c, CONFIG, layout)
+    graphs = list(trace_model(layout))
     units = [u for g in graphs for u in g.units.values()]
     run_passes(units, make_plan(model, c, "float32"), CONFIG, PIPELINE.units)
-    return link(graphs, layout)
+    return link(graphs, layout, CONFIG)
 
 
 @pytest.mark.parametrize("layers", [2, 3, 9])

@@ -233,8 +233,8 @@ def test_cache_that_does_not_fit(eager_artifact: Path, checkpoint: Path) -> None
 def test_staging_round_trip(longest: int, data: st.DataObject) -> None:
     """What was filled in is what the device views hold; padding rows are zero and own no tokens. Small block tables are
     copied whole, large ones as far as they are used."""
+    from graphllm.compile.layout import base_inputs
     from graphllm.compile.tasks import sampling
-    from graphllm.compile.trace import base_inputs
 
     config = CompileConfig(
         Target("cpu", ()), max_model_len=longest, block_size=8, max_num_seqs=5, max_num_batched_tokens=32
