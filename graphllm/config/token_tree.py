@@ -73,8 +73,18 @@ class TokenTree(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of those, of a sequence in each further run of what drafts."""
+        """How many of them there are: rows of a sequence in each further run of a draft graph."""
         return len(self.inner)
+
+    @property
+    def ancestors_of_rows(self) -> list[int]:
+        """Of each of them, bit i is set where the i-th of them is on the path to it."""
+        inner, ancestors = self.inner, self.ancestors
+        return [sum(1 << i for i, other in enumerate(inner) if ancestors[node] >> other & 1) for node in inner]
+
+    def of_step(self, parents: Sequence[int] | None) -> TokenTree:
+        """The tree that a step has verified."""
+        return self
 
 
 class DynamicTree(NamedTuple):
@@ -103,6 +113,15 @@ class DynamicTree(NamedTuple):
     def candidates(self) -> int:
         """Drafts that are looked at: those behind the root, then those behind each of the rows."""
         return self.top_k * (1 + self.rows)
+
+    @property
+    def ancestors_of_rows(self) -> list[int]:
+        """Empty: only the device knows them."""
+        return []
+
+    def of_step(self, parents: Sequence[int] | None) -> TokenTree | None:
+        """The tree that a step has verified. parents: of its nodes; None where they are not known on the host."""
+        return None if parents is None else of_parents(parents)
 
     @property
     def depths(self) -> list[int]:

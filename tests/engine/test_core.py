@@ -26,9 +26,10 @@ from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
 from graphllm.engine.parts.grammars import Grammars
 from graphllm.engine.requests.request import CoreStats
-from graphllm.runtime.executor import Executor, StepHandle
+from graphllm.runtime.executor import Executor
 from graphllm.runtime.memory.padding import Size, pick
 from graphllm.runtime.memory.staging import StepInput
+from graphllm.runtime.step_handle import StepHandle
 from tests.artifacts import LIMITS, ON, artifact_of
 from tests.engine.harness import GREEDY, Result, finish, open_core, request
 
@@ -137,7 +138,7 @@ def test_forks_share_their_prompt(opened: Open, model: LlamaForCausalLM) -> None
     seeds = [11, 12, 13, 14]
     siblings = [request(str(i), prompt, params, seed=s, fork_of="0" if i else "") for i, s in enumerate(seeds)]
     together = finish(core, siblings)
-    tokens_once = core._stats.steps
+    tokens_once = core.stats().steps
     assert tokens_once < 30
     alone = {str(i): finish(opened(), [request("x", prompt, params, seed=s)])["x"] for i, s in enumerate(seeds)}
     assert {i: r.tokens for i, r in together.items()} == {i: r.tokens for i, r in alone.items()}

@@ -18,7 +18,7 @@ from graphllm.weights.adapters.adapted import AdaptedLinear
 if TYPE_CHECKING:
     import torch
 
-    from graphllm.runtime.executor import StepResult
+    from graphllm.runtime.step_handle import StepResult
 
 
 class Handle(Protocol):

@@ -35,7 +35,8 @@ from graphllm.runtime.ranks.rank_messages import (
 )
 
 if TYPE_CHECKING:
-    from graphllm.runtime.executor import Executor, StepHandle
+    from graphllm.runtime.executor import Executor
+    from graphllm.runtime.step_handle import StepHandle
 
 LIFE = 1  # the word of a rank that it counts up while it lives, once it serves
 CHECKS = 64  # words behind it: of the last steps, by number, what they sampled
