@@ -96,7 +96,7 @@ class EngineCore:
         self._meter = StepMeter(executor)
         context = PartContext(executor, self.scheduler, limits, self._table, self._meter.stats, options, setup)
         self.parts = make_parts(PARTS, context)
-        self.scheduler.resources = [part.resource for part in self.parts if part.resource is not None]
+        self.scheduler.admission.resources = [part.resource for part in self.parts if part.resource is not None]
         self._at = Moments(self.parts)
         self._holding = [p for p in self.parts if type(p).held is not Part.held or type(p).busy is not Part.busy]
         self._edits_logits = any(part.edits_logits for part in self.parts)

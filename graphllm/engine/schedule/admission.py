@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from graphllm.config import ConfigError
 from graphllm.engine.cache.cache_manager import CacheManager
+from graphllm.engine.cache.retention import NEVER
+from graphllm.engine.requests.request import EngineRequest, QueueFullError
 from graphllm.engine.requests.request_table import RequestState, RequestTable
 from graphllm.engine.schedule.chunks import Chunks
 from graphllm.engine.schedule.resource import Resource
 from graphllm.engine.schedule.scheduler_output import SchedulerLimits
+from graphllm.program.schema import CacheLayout
 
 Entries = list[tuple[np.ndarray, np.ndarray]]  # slots, counts of their tokens
 _MOST_HELD_BACK = 256  # requests that others may pass in one look, so that a step costs the same however many wait
@@ -26,10 +30,11 @@ class Admission:
     """
 
     def __init__(
-        self, limits: SchedulerLimits, table: RequestTable, cache: CacheManager, chunks: Chunks,
+        self, limits: SchedulerLimits, layout: CacheLayout, table: RequestTable, cache: CacheManager, chunks: Chunks,
         by_id: Mapping[str, RequestState],
     ) -> None:  # fmt: skip
-        self._limits, self._table, self._cache, self._chunks, self._by_id = limits, table, cache, chunks, by_id
+        self._limits, self._layout, self._table = limits, layout, table
+        self._cache, self._chunks, self._by_id = cache, chunks, by_id
         self._waiting: list[RequestState] = []
         self.resources: Sequence[Resource] = ()
         self.prefix_queries = self.prefix_hits = 0
@@ -37,6 +42,30 @@ class Admission:
     def __len__(self) -> int:
         """Waiting requests, with some that have ended since."""
         return len(self._waiting)
+
+    def check(self, request: EngineRequest, waiting: int) -> None:
+        """Raise ConfigError for a request that cannot run, QueueFullError when no more may wait. waiting: requests that
+        do."""
+        queued = self._limits.max_num_queued_reqs
+        # Siblings come or are refused with their first, else one request with many completions would never fit.
+        if queued is not None and not request.fork_of and waiting >= queued:
+            raise QueueFullError(f"the queue is full: {queued} requests are waiting; send the request again later")
+        length = min(len(request.prompt) + request.limit, self._limits.max_len)
+        if length > self._cache.capacity:
+            raise ConfigError(
+                f"request {request.id}: {len(request.prompt)} prompt tokens and up to {request.limit} of output are "
+                f"more than the {self._cache.capacity} that the cache holds; shorten it, lower max_tokens, or give the "
+                "cache more memory"
+            )
+        scored = request.params.prompt_logprobs is not None
+        longest = min(self._limits.max_num_batched_tokens, self._limits.max_num_rows if scored else NEVER)
+        if self._layout.stateless and len(request.prompt) > longest:
+            raise ConfigError(
+                f"request {request.id}: {len(request.prompt)} prompt tokens; this model computes a prompt in one step, "
+                f"which has at most {longest}; shorten it, or compile with a larger --max-num-batched-tokens"
+            )
+        for resource in self.resources:
+            resource.check(request)
 
     def push(self, state: RequestState) -> None:
         """A request waits, in its place."""

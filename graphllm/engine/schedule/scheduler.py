@@ -8,18 +8,16 @@ is a few array operations, and Python runs only where something happens: a block
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
 from graphllm.config import ConfigError
 from graphllm.engine.cache.cache_manager import CacheManager
-from graphllm.engine.cache.retention import NEVER
-from graphllm.engine.requests.request import EngineRequest, QueueFullError
+from graphllm.engine.requests.request import EngineRequest
 from graphllm.engine.requests.request_table import RequestState, RequestTable
 from graphllm.engine.schedule.admission import Admission, Entries
 from graphllm.engine.schedule.chunks import Chunks
-from graphllm.engine.schedule.resource import Resource
 from graphllm.engine.schedule.results import Commit, take_step
 from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.engine.schedule.stage_share import PipelineShare, StageShare
@@ -31,6 +29,7 @@ class Scheduler:
     """The cache and the request table belong to this scheduler only.
 
     caching, secret: see `CacheManager`.
+    admission: requests that wait, and what they need to join.
     verification: says whether a step verifies drafts.
     """
 
@@ -46,7 +45,7 @@ class Scheduler:
         )  # fmt: skip
         self._by_id: dict[str, RequestState] = {}
         self.chunks = Chunks(limits, layout, self.requests, self.cache.states)
-        self._admission = Admission(limits, self.requests, self.cache, self.chunks, self._by_id)
+        self.admission = Admission(limits, layout, self.requests, self.cache, self.chunks, self._by_id)
         self._copies: list[tuple[int, int]] = []
         self._admitted: list[RequestState] = []
         self._arrivals = itertools.count()
@@ -54,25 +53,6 @@ class Scheduler:
         self._share = StageShare()
         if limits.pipeline_depth > 1:
             self._share = PipelineShare(limits.pipeline_depth, limits.min_batch_per_stage)
-
-    @property
-    def resources(self) -> Sequence[Resource]:
-        """What requests need in addition to a slot and blocks."""
-        return self._admission.resources
-
-    @resources.setter
-    def resources(self, given: Sequence[Resource]) -> None:
-        self._admission.resources = given
-
-    @property
-    def prefix_queries(self) -> int:
-        """Prompt tokens that were looked up in the cache."""
-        return self._admission.prefix_queries
-
-    @property
-    def prefix_hits(self) -> int:
-        """Of these, the tokens that were found."""
-        return self._admission.prefix_hits
 
     @property
     def running(self) -> int:
@@ -103,33 +83,14 @@ class Scheduler:
         """Raise ConfigError for a request that cannot run, QueueFullError when no more may wait."""
         if request.id in self._by_id:
             raise ConfigError(f"request_id: {request.id!r} is already running; ids must be unique")
-        queued = self._limits.max_num_queued_reqs
-        # Siblings come or are refused with their first, else one request with many completions would never fit.
-        if queued is not None and not request.fork_of and self.waiting >= queued:
-            raise QueueFullError(f"the queue is full: {queued} requests are waiting; send the request again later")
-        length = min(len(request.prompt) + request.limit, self._limits.max_len)
-        if length > self.capacity:
-            raise ConfigError(
-                f"request {request.id}: {len(request.prompt)} prompt tokens and up to {request.limit} of output are "
-                f"more than the {self.capacity} that the cache holds; shorten it, lower max_tokens, or give the cache "
-                "more memory"
-            )
-        scored = request.params.prompt_logprobs is not None
-        longest = min(self._limits.max_num_batched_tokens, self._limits.max_num_rows if scored else NEVER)
-        if self._layout.stateless and len(request.prompt) > longest:
-            raise ConfigError(
-                f"request {request.id}: {len(request.prompt)} prompt tokens; this model computes a prompt in one step, "
-                f"which has at most {longest}; shorten it, or compile with a larger --max-num-batched-tokens"
-            )
-        for resource in self.resources:
-            resource.check(request)
+        self.admission.check(request, self.waiting)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises as `check` does."""
         self.check(request)
         state = RequestState(request, (self.urgency(request), next(self._arrivals)))
         self._by_id[request.id] = state
-        self._admission.push(state)
+        self.admission.push(state)
 
     def urgency(self, request: EngineRequest) -> int:
         """The place of a request among others: lower goes first, and what came first of equal ones. A subclass may say
@@ -168,8 +129,8 @@ class Scheduler:
         todo = known - t.num_computed_tokens
         ready = (known < t.limit) | (t.num_computed_tokens < t.num_prompt_tokens)
         ready &= todo > 0
-        most = self._share.choose(t, ready, todo, waiting=bool(self._admission))
-        if not (self._admission or np.count_nonzero(ready)):
+        most = self._share.choose(t, ready, todo, waiting=bool(self.admission))
+        if not (self.admission or np.count_nonzero(ready)):
             return None
         decode = ready & (todo == 1)
         chosen = self._with_blocks(decode, known)
@@ -177,13 +138,13 @@ class Scheduler:
         query_len = 1
         if len(chosen):
             chosen = chosen[: min(budget, rows, most)]
-            query_len = self._verify(chosen, known[chosen], alone=not (chunks or self._admission))
+            query_len = self._verify(chosen, known[chosen], alone=not (chunks or self.admission))
             entries.append((chosen, np.full(len(chosen), query_len, dtype=np.int32)))
             budget, rows = budget - query_len * len(chosen), rows - query_len * len(chosen)
         if chunks:
             budget, rows = self._add_chunks(entries, t.order[(ready & ~decode)[t.order]], budget, rows)
-        if self._admission and self.preemptions == preempted:
-            self._admitted = self._admission.admit(entries, budget, rows, self._copies)
+        if self.admission and self.preemptions == preempted:
+            self._admitted = self.admission.admit(entries, budget, rows, self._copies)
         if not entries:
             return None
         slots, counts = entries[0]
@@ -344,10 +305,10 @@ class Scheduler:
         state.preemptions += 1
         self._store(state)  # with luck some of it is still there then
         self._leave(state)
-        self._admission.push(state)
+        self.admission.push(state)
 
     def _leave(self, state: RequestState) -> None:
-        self._admission.release(state, joined=True)
+        self.admission.release(state, joined=True)
         self.cache.free(state.slot)
         self.requests.leave(state)
 
