@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
 
 class CallOrder(NamedTuple):
-    """A program before its memory is planned; the fields are those of `GraphProgram`."""
+    """A program before its memory is planned; `GraphProgram` has the same fields."""
 
     calls: tuple[ProgramCall, ...]
     parts: dict[str, int]

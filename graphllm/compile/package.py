@@ -41,7 +41,7 @@ class Traced(NamedTuple):
 
 
 class CompiledModel(NamedTuple):
-    """A model whose pieces are built, before it is written.
+    """A model with its pieces built, before it is written.
 
     graphs: as units, after the passes.
     layout: where states lie.

@@ -1,4 +1,4 @@
-"""The pipeline of passes as a literal list, and where those of plugins go in it."""
+"""The pipeline of passes as a literal list, and the places of plugins' passes in it."""
 
 from __future__ import annotations
 

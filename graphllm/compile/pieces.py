@@ -35,7 +35,8 @@ def require_implementations(
     jobs: Iterable[tuple[Mapping[str, Any], Bucket]], config: CompileConfig, passes: Sequence[Pass] = ()
 ) -> None:
     """Raise ConfigError, before anything is compiled, for a call that nothing can compute in one of the pieces at its
-    bucket: of an op without an implementation there whose reference needs data. The backend eager runs references."""
+    bucket: of an op that has no implementation there and needs data in its reference. The backend eager runs
+    references."""
     if config.backend != "inductor":
         return
     for piece, bucket in jobs:

@@ -249,7 +249,7 @@ def open_backend(config: CompileConfig, objects: Objects | None, turns: Path | N
 def open_tuner(
     config: CompileConfig, workers: Workers | None, progress: Callable[[int, int], None], folder: Path | None
 ) -> Tuner | None:
-    """What finds launch constants, for a GPU whose kernels are tuned."""
+    """What finds launch constants, where a GPU's kernels are tuned."""
     if config.target.device == "cpu" or config.backend == "eager" or not config.tune:
         return None
     from graphllm.compile.tuning.tune import Tuner

@@ -1,4 +1,6 @@
-"""EngineCore: the step loop. Requests of token ids go in, new tokens come out, the host one step behind the device.
+"""EngineCore: the step loop. Requests of token ids go in, new tokens come out.
+
+The host runs one step later than the device.
 
 A step is planned and started before the tokens of the one before it are known; they reach it on the device. Where a
 request's choice of tokens depends on them (a grammar, bad words), the step stops at its logits until the host has seen
@@ -61,7 +63,7 @@ class EngineCore:
     setup: what parts are made of.
     pipeline_depth: steps that the executor runs at once, in the stages of a pipeline.
     min_batch_per_stage: a step with fewer sequences is not split over the stages.
-    cold: buckets whose first step is still to come; `warm_up` runs one.
+    cold: buckets that have not run a step yet; `warm_up` runs one.
     scheduler, executor, parts: what the core drives; see `PartContext`.
     """
 
@@ -224,8 +226,8 @@ class EngineCore:
                     added()
 
     def _due(self, plan: SchedulerOutput | None, known: bool) -> Iterator[StartedStep]:
-        """The steps to wait for now. If no step starts, the oldest; otherwise so many that at most `pipeline_depth` - 1
-        stay in flight. known: the next step needs the tokens of all steps before it."""
+        """The steps to wait for now. If no step starts, wait for the oldest. Otherwise wait until at most
+        `pipeline_depth` - 1 are in flight. known: the next step needs the tokens of all steps before it."""
         most = len(self._in_flight) - 1 if plan is None else self._depth - 1
         if plan is not None and known:
             most = min(most, plan.num_independent)
@@ -326,7 +328,7 @@ class EngineCore:
             check()
 
     def write_adapter(self, digest: str, values: Mapping[str, np.ndarray]) -> None:
-        """Have requests whose adapter has this digest read these tables; see `Adapters.put`. Raises ConfigError."""
+        """Have requests with the adapter of this digest read these tables; see `Adapters.put`. Raises ConfigError."""
         self.part(Adapters).put(digest, values)
 
     def export_cache(self, request: EngineRequest) -> list[CacheEntry]:

@@ -137,8 +137,8 @@ class Executor:
         must follow. drafts: the result has those that all slots have for their next step, "drafts" [N, K], and of trees
         that grow "tree_parents" [N, K + 1], the node before each one.
 
-        In a pipeline, a program that runs for the first time at a size runs alone. Loading and capturing may wait for
-        all work of a GPU, including messages that another stage, which waits for the same, has not taken."""
+        In a pipeline, a program that runs for the first time at a size runs by itself. Loading and capturing may wait
+        for all work of a GPU, including messages that another stage, which waits for the same, has not taken."""
         graph = self._main
         size, variant = graph.pick(step), graph.variant(program, step)
         first = not graph.has_run(variant, size)
@@ -275,7 +275,7 @@ class Executor:
         return self._kernels.done
 
     def check_health(self) -> None:
-        """This process runs the steps alone: it is there."""
+        """Nothing else runs the steps: this process is there."""
 
     def synchronize(self) -> None:
         """Wait for everything submitted so far."""

@@ -10,7 +10,7 @@ from graphllm.runtime.step_handle import StepHandle
 
 
 class HostResults:
-    """graph: whose results are copied. in_flight: steps whose results may be there at once."""
+    """graph: the results of which graph are copied. in_flight: steps that may have results at once."""
 
     def __init__(self, memory: Memory, graph: GraphPrograms, in_flight: int) -> None:
         self._memory, self._graph = memory, graph

@@ -13,7 +13,7 @@ from graphllm.weights.plan.plan import WeightPlan
 
 
 def keep_hidden(graph: TracedGraph, plan: WeightPlan, config: CompileConfig) -> TracedGraph:
-    """A unit after each layer whose hidden state the draft graph reads. Raises ConfigError for another width."""
+    """A unit after each layer that the draft graph reads a hidden state of. Raises ConfigError for another width."""
     hidden = graph.task.hidden if isinstance(graph.task, Generate) else None
     if hidden is None:
         return graph

@@ -65,7 +65,7 @@ def reads(graph: Graph, main: Graph, c: Any) -> Hidden | None:
 
 
 def check_width(hidden: Hidden, width: Any) -> None:
-    """Raises ConfigError for a draft graph whose hidden states are not of the model's width."""
+    """Raises ConfigError for a draft graph that reads hidden states of another width than the model's."""
     if hidden.size != width:
         raise ConfigError(
             f"the draft model reads hidden states of {hidden.size} numbers, the model's have {width}; use one that was "

@@ -42,7 +42,7 @@ def step_rows(v: Values, hidden: list[str], verification: Verification) -> StepR
     count_T = v["step.sequence_ids"].shape[0]
     from_T, next_T, last_S = verification.along_path(v)
     position_T = torch.index_select(v["state.step_positions"], 0, from_T)
-    # Sequence lengths are those of the whole step: attention finds the rows' positions by them.
+    # Sequences have the lengths of the whole step: attention finds the rows' positions by them.
     start_S, count_S = v["step.query_start_loc"][:-1], v["step.query_start_loc"][1:] - v["step.query_start_loc"][:-1]
     end_S = torch.index_select(position_T, 0, start_S.clamp(max=count_T - 1)) + count_S
     hidden_TD = torch.cat([torch.index_select(v[f"state.{n}"], 0, from_T) for n in hidden], -1)

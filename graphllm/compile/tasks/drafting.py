@@ -124,7 +124,7 @@ class Drafting:
         return [] if self.hidden is None else hidden_states(self.hidden)
 
     def logits_rows(self, last_S: Tensor, v: Values) -> Tensor:
-        """The rows of which the first run's head makes logits. last_S: of each sequence's last kept token."""
+        """The rows that get logits from the first run's head. last_S: of each sequence's last kept token."""
         return last_S
 
     def before_first(self) -> tuple[TaskUnit, ...]:
@@ -263,9 +263,9 @@ def named(tokens_SK: Tensor, ids: Tensor | None) -> Tensor:
 
 
 def _drawn(logits_SV: Tensor, ids: Tensor | None, v: Values, position_S: Tensor, place: int) -> Tensor:
-    """[S]: a draw of each sequence by its temperature only, for a place of this run's drafts, whose distribution is
-    kept. Its random numbers are those of its position: no other draft that may be accepted has them, nor what accepts
-    or replaces it."""
+    """[S]: a draw of each sequence by its temperature only, for a place of this run's drafts. The distribution is kept.
+    The random numbers belong to the position: neither another draft that may be accepted has them, nor what accepts or
+    replaces the draft."""
     temperature_S, slots_S = v["step.draft_temperature"], v["step.slots"]
     record_draft_probs(logits_SV, temperature_S, v["step.places"] + place, slots_S, v["state.draft_probs"], ids)
     unfiltered = torch.zeros_like(slots_S), torch.ones_like(temperature_S), torch.zeros_like(temperature_S)

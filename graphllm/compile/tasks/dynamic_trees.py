@@ -26,7 +26,7 @@ from graphllm.program.specs import StateSpec
 
 
 class DynamicLevels(_ByLevels):
-    """A tree of which the artifact gives only the sizes."""
+    """A tree that has only its sizes in the artifact."""
 
     @property
     def tree(self) -> DynamicTree:
@@ -59,7 +59,7 @@ class DynamicLevels(_ByLevels):
         return torch.cat([found_RX[:, 2 : 2 + k].float().clamp(max=0), tokens_Rk.float()], -1)
 
     def _choose(self, v: Values) -> tuple[()]:
-        """The tokens behind the root become candidates, and the first rows."""
+        """The children of the root become candidates, and the first rows."""
         tree, slots_S, k = self.tree, v["step.slots"], self.tree.top_k
         at_S = numbers(slots_S)
         row_S = torch.index_select(v["step.logits_indices"], 0, at_S)
@@ -105,7 +105,7 @@ class DynamicLevels(_ByLevels):
         return token_T, position_T, position_T + 1, end_S.clamp(max=last_position + 1), row_R, hidden_TD, bits_T
 
     def choose_next(self, v: Values) -> tuple[()]:
-        """The tokens behind each row become candidates, and the best of each depth the rows behind."""
+        """The children of each row become candidates, and the best of each depth the rows of the next depth."""
         tree = self.tree
         F, k, L, slots_S = tree.rows, tree.top_k, tree.levels, v["step.slots"]
         made_RX, start_S = v["drafted"], v["step.query_start_loc"][:-1].long()
@@ -115,7 +115,7 @@ class DynamicLevels(_ByLevels):
         tokens_SC, scores_SC, rows_SF = (
             torch.index_select(v[f"state.grown_{n}"], 0, slots_S) for n in ("tokens", "scores", "rows")
         )
-        # From depth to depth, of this run's scores alone: those of the run before may be rounded otherwise, and a draft
+        # From depth to depth, of this run's scores only: those of the run before may be rounded otherwise, and a draft
         # would outdo the one before it.
         scores_SC = scores_SC[:, :k]
         for depth in range(L - 1):
@@ -125,7 +125,7 @@ class DynamicLevels(_ByLevels):
         found_SC = scores_SC[:, k:]
         tokens_SC = torch.cat([tokens_SC[:, :k], made_SFX[:, :, k:].flatten(1).to(torch.int32)], -1)
         next_SF = rows_SF
-        if L > 2:  # of all depths at once, of which one more is right with each run
+        if L > 2:  # of all depths at once; each run makes one depth more right
             of_depth_SLC = found_SC[:, : (L - 2) * k * k].view(slots_S.shape[0], L - 2, k * k)
             number_SLk = _with_ranks(_ranks(of_depth_SLC), k)
             first_L = k + k * k * torch.arange(L - 2, device=slots_S.device)

@@ -72,7 +72,7 @@ class _ByLevels(Drafting):
 
 
 class Levels(_ByLevels):
-    """A tree whose shape the artifact gives."""
+    """A tree that has its shape in the artifact."""
 
     @property
     def tree(self) -> TokenTree:
@@ -126,7 +126,8 @@ class Levels(_ByLevels):
         return token_T, position_T, position_T + 1, end_S, row_R, hidden_TD
 
     def choose_next(self, v: Values) -> tuple[()]:
-        """The tokens behind each inner node become drafts, and what they came from is kept for those behind them."""
+        """The children of each inner node become drafts. The hidden states that they came from are kept for their own
+        children."""
         tree = self.tree
         start_S, ranked_RC, slots_S = v["step.query_start_loc"][:-1], v["drafted"], v["step.slots"]
         last = ranked_RC.shape[0] - 1

@@ -34,7 +34,7 @@ class Verification:
         self.config = config
 
     def check(self, model: Model, c: Any, layers: Sequence[Sequence[StateSpec]]) -> None:
-        """Raise ConfigError for a model whose drafts cannot be verified so. layers: the states of each layer."""
+        """Raise ConfigError for a model that cannot verify drafts so. layers: the states of each layer."""
 
     def inputs(self) -> tuple[InputSpec, ...]:
         """What verification reads of a step, in addition to what sampling reads."""
@@ -176,7 +176,7 @@ def record(v: Values, tokens_R: Tensor, newest_R: Tensor, kept_R: Tensor) -> Ten
 def _resolve(v: Values) -> Tensor:
     """A negative id -(slot + 1) stands for the token last sampled for that slot, which the host does not know yet.
 
-    That one is -1 where none could be chosen: the host will end the request, whose next step must not fail before.
+    This token is -1 where none could be chosen. The host will end the request; until then its next step must not fail.
     """
     ids_T = v["step.token_ids"]
     last_T = torch.index_select(v["state.last_token"], 0, (-1 - ids_T).clamp(min=0)).clamp(min=0)

@@ -31,7 +31,7 @@ _NAME = "speculative_token_tree"
 
 
 class TreeVerification(ChainVerification):
-    """The drafts of a tree whose shape is known: the longest path of right drafts is kept."""
+    """The drafts of a tree that has a known shape: the longest path of right drafts is kept."""
 
     def __init__(self, config: CompileConfig, tree: TokenTree | DynamicTree) -> None:
         super().__init__(config)
@@ -122,7 +122,7 @@ class DynamicTreeVerification(TreeVerification):
     def check_drafter(self, drafter: Graph, c: Any) -> None:
         if drafter.hidden(c, 1) is None or drafter.drafts_at_once(c):
             raise ConfigError(
-                f"{_NAME}: a tree grows by what is likely behind each draft, which EAGLE heads and MTP layers tell; "
+                f"{_NAME}: a tree grows by what is likely after each draft, which EAGLE heads and MTP layers say; "
                 "use method eagle3, eagle or mtp, or give a list of paths"
             )
 

@@ -1,4 +1,4 @@
-"""LoRA adapters: their tables are read from files beside the steps, and written to the device before a step."""
+"""LoRA adapters: a thread reads their tables from files while steps run; a step's tables are written before it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Adapters(Part):
         ]
 
     def put(self, digest: str, values: Mapping[str, np.ndarray]) -> None:
-        """Keep tables for requests whose adapter has this digest, by the names of their states. A table is zero but for
+        """Keep tables for requests with the adapter of this digest, by the names of their states. A table is zero after
         the beginning that is given. Raises ConfigError for what no table can hold."""
         if not self._table.count:
             raise ConfigError(NO_TABLES)

@@ -80,7 +80,7 @@ class AdapterTable(Resource):
         state.adapter_entry = 0
 
     def writes(self) -> list[tuple[int, str]]:
-        """Entries to be written before the next step, with the digests of their adapters; told once."""
+        """Entries to be written before the next step, with the digests of their adapters; each is returned once."""
         found, self._writes = self._writes, []
         return found
 

@@ -10,7 +10,7 @@ from graphllm.engine.schedule.resource import Resource
 
 
 class ItemRows(Resource):
-    """cache: where rows lie. A request holds rows of the items whose tokens the prefix cache does not have."""
+    """cache: where rows lie. A request holds rows of an item if the prefix cache does not have its tokens."""
 
     def __init__(self, cache: ItemCache) -> None:
         self.cache = cache
@@ -51,6 +51,6 @@ class ItemRows(Resource):
             self.cache.forget(self._new.pop(state.request.id, ()))
 
     def encodes(self) -> list[tuple[Item, int]]:
-        """Items to be encoded before the next step, with their first rows; told once."""
+        """Items to be encoded before the next step, with their first rows; each is returned once."""
         found, self._new = self._new, {}
         return [new for of_request in found.values() for new in of_request]

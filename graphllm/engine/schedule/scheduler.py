@@ -76,7 +76,7 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest sequence that fits into the cache alone."""
+        """Tokens of the longest sequence that fits into an empty cache."""
         return self.cache.capacity
 
     def check(self, request: EngineRequest) -> None:
@@ -138,7 +138,7 @@ class Scheduler:
         query_len = 1
         if len(chosen):
             chosen = chosen[: min(budget, rows, most)]
-            query_len = self._verify(chosen, known[chosen], alone=not (chunks or self.admission))
+            query_len = self._verify(chosen, known[chosen], undivided=not (chunks or self.admission))
             entries.append((chosen, np.full(len(chosen), query_len, dtype=np.int32)))
             budget, rows = budget - query_len * len(chosen), rows - query_len * len(chosen)
         if chunks:
@@ -189,10 +189,10 @@ class Scheduler:
             saves, self._admitted,
         )  # fmt: skip
 
-    def _verify(self, slots: np.ndarray, known: np.ndarray, alone: bool) -> int:
-        """Tokens for each of these slots, all of which decode. alone: nothing else wants a part of the step."""
+    def _verify(self, slots: np.ndarray, known: np.ndarray, undivided: bool) -> int:
+        """Tokens for each of these slots; all of them decode. undivided: nothing else wants a part of the step."""
         budget = self._limits.max_num_batched_tokens
-        query_len = self.verification.query_len(slots, known, budget if alone else budget // 2)
+        query_len = self.verification.query_len(slots, known, budget if undivided else budget // 2)
         if query_len == 1:
             return 1
         ends = self.requests.num_computed_tokens[slots] + query_len

@@ -17,7 +17,7 @@ from graphllm.runtime.memory.staging import StepInput
 
 _INT32 = 2**31 - 1
 IN_PROMPT = 1 << 30  # flag of `process_logits` in the counts
-_NO_SLOTS = np.array([-1], dtype=np.int32)  # equal to those of no step
+_NO_SLOTS = np.array([-1], dtype=np.int32)  # equal to the slots of no step
 
 
 class Rows(NamedTuple):
