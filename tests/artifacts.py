@@ -42,8 +42,9 @@ def artifact_of(model: Path | Source | None, replaced: dict[str, Any] | None = N
     """Of a checkpoint's folder, the embedded model's if None. settings: of `EngineArgs`; on the CPU unless they say
     otherwise. replaced: fields of the compile config that no setting has so. Weights are not looked at, nor whether the
     model was made for so many positions."""
+    from graphllm.compile.building import Tools
     from graphllm.compile.codegen.objects import Objects
-    from graphllm.compile.pipeline import Tools, compile_model
+    from graphllm.compile.pipeline import compile_model
 
     args, env = EngineArgs(**{"target": "cpu", **settings}), Env.read()
     source = model if isinstance(model, Source) else open_source(model, runner=args.runner)

@@ -7,20 +7,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from graphllm.compile.building import begin_builds, finish_builds
-from graphllm.compile.codegen.objects import Objects
+from graphllm.compile.building import NO_TOOLS, Progress, StageClock, Tools, build_pieces
 from graphllm.compile.described import described, unread_fields
 from graphllm.compile.families import find_model, local_model
 from graphllm.compile.layout import plan_layout, with_added
-from graphllm.compile.link import Linked, link
+from graphllm.compile.link import link
 from graphllm.compile.package import (
     CompiledModel,
     Traced,
@@ -35,12 +32,9 @@ from graphllm.compile.package import (
 from graphllm.compile.passes import pipeline
 from graphllm.compile.rewrites.contracts import GraphPass, PlanSource
 from graphllm.compile.trace import TracedGraph, trace_model
-from graphllm.compile.tuning.workers import Workers, open_workers
-from graphllm.config import Bucket, CompileConfig
+from graphllm.config import CompileConfig
 from graphllm.host.machine import compiler_version
 from graphllm.ir.graph import to_text, verify
-from graphllm.ir.kernels import sources_in
-from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_ops, load_passes
 from graphllm.program import artifact
 from graphllm.program.manifest import Manifest
@@ -48,49 +42,6 @@ from graphllm.rewrite import Pass, PassReport, Unit
 from graphllm.weights.plan.plan import WeightPlan, make_plan
 from graphllm.weights.plan.schemes import Stored
 from graphllm.weights.plan.table import table
-
-if TYPE_CHECKING:
-    from graphllm.compile.codegen.backends import Backend
-    from graphllm.compile.codegen.jobs import Built
-    from graphllm.compile.tuning.tune import Tuner
-
-Progress = Callable[[str, int, int], None]  # stage, done, total
-
-
-class Tools(NamedTuple):
-    """What pieces are built with.
-
-    objects: compiled C++ objects that are kept for later compiles; None keeps none.
-    workers: processes to build in, started before; they end with the build.
-    tuned: folder that keeps what tuning found, for later compiles.
-    """
-
-    objects: Objects | None = None
-    workers: Workers | None = None
-    tuned: Path | None = None
-
-
-NO_TOOLS = Tools()
-
-
-class Outcome(NamedTuple):
-    """built: code of each piece for each bucket. tuner, objects: what found constants and compiled C++, for the
-    manifest."""
-
-    built: Mapping[tuple[str, Bucket], Built]
-    tuner: Tuner | None
-    objects: Objects
-
-
-class StageClock:
-    """seconds: of each stage so far."""
-
-    def __init__(self) -> None:
-        self._started, self.seconds = time.perf_counter(), dict[str, float]()
-
-    def __call__(self, stage: str) -> None:
-        """A stage has ended."""
-        self.seconds[stage] = round(time.perf_counter() - self._started - sum(self.seconds.values()), 3)
 
 
 def compile_model(
@@ -199,68 +150,6 @@ def run_passes(units: list[Unit], plan: WeightPlan, config: CompileConfig, passe
             show(unit, number, p.name)
             reports.append(record)
     return Traced(plan, reports, texts, added)
-
-
-def build_pieces(
-    linked: Linked,
-    jobs: Sequence[tuple[str, Bucket]],
-    config: CompileConfig,
-    folder: Path,
-    tools: Tools,
-    progress: Progress,
-    clock: StageClock,
-) -> Outcome:
-    """Tune and build every piece for its buckets, and write the machine code into the artifact's folder."""
-    pieces = folder / "pieces"
-    pieces.mkdir()
-    with tools.objects or Objects() as objects, tools.workers or open_workers(config) as workers:
-        if config.target.device == "cpu" and config.backend == "inductor":
-            objects.expect(sources_of(linked))
-        backend = open_backend(config, objects)
-        clock("import backend")
-        tuner = open_tuner(config, workers, functools.partial(progress, "tune"), tools.tuned)
-        begun = begin_builds(linked, jobs, config, backend, tuner, workers)
-        clock("tune")
-        built = finish_builds(jobs, begun, functools.partial(progress, "build"))
-        if workers:
-            workers.end()
-        clock("build")
-        backend.assemble(built.values(), pieces)
-        clock("assemble")
-    return Outcome(built, tuner, objects)
-
-
-def open_backend(config: CompileConfig, objects: Objects | None, turns: Path | None = None) -> Backend:
-    """The backend a config asks for. Importing it takes a second where it is Inductor. objects: for C++, None in a
-    process that only generates it. turns: where processes that use the same GPU take turns."""
-    if config.backend == "eager":
-        from graphllm.compile.codegen.backends import Eager
-
-        return Eager()
-    if config.target.device == "cpu":
-        from graphllm.compile.codegen.backends import Cpu
-
-        return Cpu(objects)
-    from graphllm.compile.codegen.cuda import Cuda
-
-    return Cuda(turns)
-
-
-def open_tuner(
-    config: CompileConfig, workers: Workers | None, progress: Callable[[int, int], None], folder: Path | None
-) -> Tuner | None:
-    """What finds launch constants, where a GPU's kernels are tuned."""
-    if config.target.device == "cpu" or config.backend == "eager" or not config.tune:
-        return None
-    from graphllm.compile.tuning.tune import Tuner
-
-    return Tuner(config, workers, progress, folder)
-
-
-def sources_of(linked: Linked) -> list[Path]:
-    """The C++ kernels in the folders of the model's ops. Which ones are called is known when pieces are lowered."""
-    ops = (op_of(node.target) for piece in linked.pieces.values() for node in piece.graph.nodes)
-    return sources_in({op.folder for op in ops if op is not None})
 
 
 @contextlib.contextmanager

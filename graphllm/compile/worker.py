@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from graphllm.compile.building import open_backend
 from graphllm.compile.codegen.jobs import Build, Candidate, Done, Failed, Find
 from graphllm.compile.codegen.objects import BuildError
-from graphllm.compile.pipeline import open_backend
 from graphllm.compile.tuning.workers import Ended, WorkerOrders, receive, send
 from graphllm.config import ConfigError
 from graphllm.ir.registry import load_ops, load_passes

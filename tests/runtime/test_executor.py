@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import msgspec
@@ -19,6 +20,7 @@ from graphllm.config import Bucket, CompileConfig, ConfigError, SchedulerConfig,
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
 from graphllm.engine.requests.request import EngineRequest
+from graphllm.ir.model import Graph, Model
 from graphllm.loading.checkpoint.source import open_source
 from graphllm.loading.core.load import warm_up_host
 from graphllm.program.artifact import Artifact
@@ -234,14 +236,16 @@ def test_staging_round_trip(longest: int, data: st.DataObject) -> None:
     """What was filled in is what the device views hold; padding rows are zero and own no tokens. Small block tables are
     copied whole, large ones as far as they are used."""
     from graphllm.compile.layout import base_inputs
-    from graphllm.compile.tasks import sampling
+    from graphllm.compile.tasks.generate import Generate
 
     config = CompileConfig(
         Target("cpu", ()), max_model_len=longest, block_size=8, max_num_seqs=5, max_num_batched_tokens=32
     )
     groups = (CacheGroup("full", 0, 8), CacheGroup("window", 40, 16))
+    graph = Graph(*(lambda *_: () for _ in range(7)))  # type: ignore[misc, arg-type]
+    task = Generate(Model((), lambda _: None, (graph,)), graph, SimpleNamespace(V=70), config)
     wide = InputSpec("wide", (3, "T"), "float32", neutral=2.5)
-    specs = [*base_inputs(config, groups).values(), *sampling.inputs(config, 70), wide]
+    specs = [*base_inputs(config, groups).values(), *task.inputs(), wide]
     staging = Staging(specs, {"T": 32, "S": 5, "R": 6}, TorchMemory(torch.device("cpu")))
     for turn in range(4):  # layouts move with T and S, and leave old bytes behind
         counts = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))

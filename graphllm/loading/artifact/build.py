@@ -116,8 +116,9 @@ def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, 
     with collections, Objects(kept) as objects, open_workers(config) as workers:
         if native:
             objects.guess()
+        from graphllm.compile.building import Tools
         from graphllm.compile.families import find_model
-        from graphllm.compile.pipeline import Tools, compile_model
+        from graphllm.compile.pipeline import compile_model
 
         model = find_model(source.config)
         c = model.config(source.config)
