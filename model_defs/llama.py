@@ -75,9 +75,10 @@ class Config:
     causal: bool = True  # False, in some embedders: tokens see those behind them too, and there is no cache
 
 
-def from_hf(hf: HF) -> Config:
-    """The config of any of the family's ``config.json``. Raises ConfigError for settings that are not supported."""
-    architecture = hf["architectures"][0]
+def from_hf(hf: HF, like: str = "") -> Config:
+    """The config of any of the family's ``config.json``. like: the architecture that sets defaults and supported
+    fields, for a relative of it; default: the file's own. Raises ConfigError for settings that are not supported."""
+    architecture = f"{like}ForCausalLM" if like else hf["architectures"][0]
     hf = _DEFAULTS.get(architecture, _DEFAULTS["LlamaForCausalLM"]) | dict(hf)  # a package may call it otherwise
     check_plain(hf)
     only(hf, "hidden_act", "silu")
@@ -179,9 +180,9 @@ def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
     return (kv_state(c.K, c.E, c.window if layer_type == "sliding" else 0),) if c.causal else ()
 
 
-def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
+def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext, scale: float = 1.0) -> tuple[Tensor, tuple[Tensor, ...]]:
     angles = c.rope.table(ctx.inputs.positions, w.inv_freq)
-    return embedding(ctx.inputs.token_ids, w.tokens), angles
+    return embedding(ctx.inputs.token_ids, w.tokens, scale), angles
 
 
 def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
@@ -221,24 +222,17 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
     return linear(norm(c, w, select_rows(x_TD, ctx.inputs.logits_indices)), w.lm_head)
 
 
-register_model(
-    Model(
-        architectures=tuple(_DEFAULTS),
-        config=from_hf,
-        graphs=(
-            Graph(
-                layer_types=lambda c: c.layer_types,
-                embed_weights=embed_weights,
-                layer_weights=layer_weights,
-                head_weights=head_weights,
-                embed=embed,
-                layer=layer,
-                head=head,
-                norm=norm,
-                states=states,
-            ),
-        ),
-        shardable=("H", "K", "F"),
-        shared=("K",),
-    )
+GRAPH = Graph(
+    layer_types=lambda c: c.layer_types,
+    embed_weights=embed_weights,
+    layer_weights=layer_weights,
+    head_weights=head_weights,
+    embed=embed,
+    layer=layer,
+    head=head,
+    norm=norm,
+    states=states,
+)
+MODEL = register_model(
+    Model(architectures=tuple(_DEFAULTS), config=from_hf, graphs=(GRAPH,), shardable=("H", "K", "F"), shared=("K",))
 )
