@@ -4,7 +4,7 @@ such), RoBERTa and XLM-R (positions begin behind the padding id), DistilBERT (ot
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from graphllm.config.fields import MOST, number, section, whole
 from graphllm.config.pooling_config import DenseLayer
 from graphllm.ir import ForwardContext, Graph, InputSpec, Model, Weight, register_model, select_rows
-from graphllm.model_defs.common import HF, MOST_LAYERS, only, split_heads
+from graphllm.model_defs.common import HF, MOST_LAYERS, Sources, only, split_heads, with_bias
 from graphllm.model_defs.gpt2 import activate, head_width
 from graphllm.model_defs.pooling import Pooling, first_rows
 from graphllm.ops.attention.encoder_attention import encoder_attention
@@ -159,8 +159,7 @@ def embed_weights(c: Config) -> dict[str, Weight]:
     weights = {
         "tokens": Weight((c.V, c.D), _tensors(c, of + "word_embeddings.weight"), shard="vocab"),
         "positions": Weight((c.max_len, c.D), _tensors(c, of + "position_embeddings.weight"), slice_rows=rows),
-        "norm": Weight((c.D,), _tensors(c, of + "LayerNorm.weight")),
-        "norm_bias": Weight((c.D,), _tensors(c, of + "LayerNorm.bias")),
+        **with_bias("norm", (c.D,), lambda leaf: _tensors(c, f"{of}LayerNorm.{leaf}")),
     }
     if c.types:
         weights["types"] = Weight((c.types, c.D), _tensors(c, of + "token_type_embeddings.weight"))
@@ -170,22 +169,16 @@ def embed_weights(c: Config) -> dict[str, Weight]:
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     names, parts = c.names, (c.H * c.E,) * 3
 
-    def tensors(leaf: str, *of: str) -> tuple[tuple[str, ...], ...]:
-        return _tensors(c, *(f"{names.layer}{name}.{leaf}" for name in of))
+    def of(*tensors: str) -> Callable[[str], Sources]:
+        return lambda leaf: _tensors(c, *(f"{names.layer}{name}.{leaf}" for name in tensors))
 
     return {
-        "qkv": Weight((sum(parts), c.D), tensors("weight", *names.qkv), parts, shard="output"),
-        "qkv_bias": Weight((sum(parts),), tensors("bias", *names.qkv), parts, shard="output"),
-        "o": Weight((c.D, c.H * c.E), tensors("weight", names.o), shard="input"),
-        "o_bias": Weight((c.D,), tensors("bias", names.o)),
-        "attn_norm": Weight((c.D,), tensors("weight", names.o_norm)),
-        "attn_norm_bias": Weight((c.D,), tensors("bias", names.o_norm)),
-        "up": Weight((c.F, c.D), tensors("weight", names.up), shard="output"),
-        "up_bias": Weight((c.F,), tensors("bias", names.up), shard="output"),
-        "down": Weight((c.D, c.F), tensors("weight", names.down), shard="input"),
-        "down_bias": Weight((c.D,), tensors("bias", names.down)),
-        "ffn_norm": Weight((c.D,), tensors("weight", names.down_norm)),
-        "ffn_norm_bias": Weight((c.D,), tensors("bias", names.down_norm)),
+        **with_bias("qkv", (sum(parts), c.D), of(*names.qkv), parts, "output"),
+        **with_bias("o", (c.D, c.H * c.E), of(names.o), shard="input"),
+        **with_bias("attn_norm", (c.D,), of(names.o_norm)),
+        **with_bias("up", (c.F, c.D), of(names.up), shard="output"),
+        **with_bias("down", (c.D, c.F), of(names.down), shard="input"),
+        **with_bias("ffn_norm", (c.D,), of(names.down_norm)),
     }
 
 
@@ -214,11 +207,14 @@ def token_types(c: Any) -> tuple[InputSpec, ...]:
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
     x_TD = embedding(ctx.inputs.token_ids, w.tokens) + embedding(ctx.inputs.positions, w.positions)
+    return layer_norm(add_token_types(c, w, x_TD, ctx), w.norm, w.norm_bias, c.eps), ()
+
+
+def add_token_types(c: Any, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
+    """The embedding with that of each token's type."""
     if c.types > 1:
-        x_TD = x_TD + embedding(ctx.inputs.token_types, w.types)
-    elif c.types:
-        x_TD = x_TD + w.types
-    return layer_norm(x_TD, w.norm, w.norm_bias, c.eps), ()
+        return x_TD + embedding(ctx.inputs.token_types, w.types)
+    return x_TD + w.types if c.types else x_TD
 
 
 def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
@@ -237,7 +233,7 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
     return linear(h_RD, w.classifier, w.classifier_bias)
 
 
-_GRAPH = Graph(
+GRAPH = Graph(
     task="pool",
     layer_types=lambda c: ("layer",) * c.L,
     embed_weights=embed_weights,
@@ -251,12 +247,7 @@ _GRAPH = Graph(
 _HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 _LIKE_BERT = [name + end for name in ("Bert", "Roberta", "XLMRoberta", "Camembert") for end in _HEADS]
 
-register_model(Model(architectures=(*_LIKE_BERT, "HF_ColBERT"), config=from_hf, graphs=(_GRAPH,), shardable=("H", "F")))
-register_model(
-    Model(
-        architectures=tuple("DistilBert" + end for end in _HEADS),
-        config=from_distilbert,
-        graphs=(_GRAPH,),
-        shardable=("H", "F"),
-    )
+MODEL = register_model(
+    Model(architectures=(*_LIKE_BERT, "HF_ColBERT"), config=from_hf, graphs=(GRAPH,), shardable=("H", "F"))
 )
+register_model(replace(MODEL, architectures=tuple("DistilBert" + end for end in _HEADS), config=from_distilbert))

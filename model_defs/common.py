@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -11,11 +11,13 @@ from torch import Tensor
 from graphllm.config import ConfigError
 from graphllm.config.fields import raw, whole
 from graphllm.ir import Weight
+from graphllm.ir.weight import Shard
 from graphllm.weights.checkpoint.checkpoint import MAIN
 from graphllm.weights.checkpoint.own_head import HEAD
 
 HF = Mapping[str, Any]
 C = TypeVar("C")
+Sources = tuple[str | tuple[str, ...], ...]
 MOST_LAYERS = 4096
 LARGEST_HEAD = 2**16
 _LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
@@ -105,6 +107,19 @@ def main_tokens(c: Any) -> Weight:
 def main_head(c: Any) -> Weight:
     """Of a draft graph: the language head [V, D] of the model that it drafts for."""
     return Weight((c.V, c.D), tie=f"{MAIN}head.lm_head")
+
+
+def with_bias(
+    name: str, shape: tuple[int, ...], sources: Callable[[str], Sources], segments: tuple[int, ...] = (),
+    shard: Shard | None = None, transpose: bool = False,
+) -> dict[str, Weight]:  # fmt: skip
+    """A matrix [out, in] or the scale of a norm, ``name``, and its bias, ``name``_bias. sources: the tensors of either
+    by the end of their names, "weight" or "bias". The other arguments are those of `Weight`."""
+    own = {"segments": segments, "shard": "output"} if shard == "output" else {}
+    return {
+        name: Weight(shape, sources("weight"), segments, shard=shard, transpose=transpose),
+        f"{name}_bias": Weight(shape[:1], sources("bias"), **own),
+    }
 
 
 def named_too(weights: Mapping[str, Weight], start: str, *others: str) -> dict[str, Weight]:

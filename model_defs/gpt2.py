@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -11,7 +12,17 @@ from torch import Tensor
 from graphllm.config import ConfigError
 from graphllm.config.fields import MOST, number, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
-from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, head_matrix, only, split_heads, token_table
+from graphllm.model_defs.common import (
+    HF,
+    MOST_LAYERS,
+    Sources,
+    check_plain,
+    head_matrix,
+    only,
+    split_heads,
+    token_table,
+    with_bias,
+)
 from graphllm.ops.attention.paged_attention import kv_state, paged_attention
 from graphllm.ops.embeddings.embedding import embedding
 from graphllm.ops.gemm.linear import linear
@@ -79,30 +90,23 @@ def embed_weights(c: Config) -> dict[str, Weight]:
 
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
-    hf, inner = "h.{layer}.", c.H * c.E
-    parts = (inner, inner, inner)
+    inner = c.H * c.E
+
+    def of(name: str) -> Callable[[str], Sources]:
+        return lambda leaf: _names(f"h.{{layer}}.{name}.{leaf}")
+
     return {
-        "attn_norm": Weight((c.D,), _names(hf + "ln_1.weight")),
-        "attn_norm_bias": Weight((c.D,), _names(hf + "ln_1.bias")),
-        "qkv": Weight((3 * inner, c.D), _names(hf + "attn.c_attn.weight"), parts, transpose=True, shard="output"),
-        "qkv_bias": Weight((3 * inner,), _names(hf + "attn.c_attn.bias"), parts, shard="output"),
-        "o": Weight((c.D, inner), _names(hf + "attn.c_proj.weight"), transpose=True, shard="input"),
-        "o_bias": Weight((c.D,), _names(hf + "attn.c_proj.bias")),
-        "ffn_norm": Weight((c.D,), _names(hf + "ln_2.weight")),
-        "ffn_norm_bias": Weight((c.D,), _names(hf + "ln_2.bias")),
-        "up": Weight((c.F, c.D), _names(hf + "mlp.c_fc.weight"), transpose=True, shard="output"),
-        "up_bias": Weight((c.F,), _names(hf + "mlp.c_fc.bias"), shard="output"),
-        "down": Weight((c.D, c.F), _names(hf + "mlp.c_proj.weight"), transpose=True, shard="input"),
-        "down_bias": Weight((c.D,), _names(hf + "mlp.c_proj.bias")),
+        **with_bias("attn_norm", (c.D,), of("ln_1")),
+        **with_bias("qkv", (3 * inner, c.D), of("attn.c_attn"), (inner,) * 3, "output", transpose=True),
+        **with_bias("o", (c.D, inner), of("attn.c_proj"), shard="input", transpose=True),
+        **with_bias("ffn_norm", (c.D,), of("ln_2")),
+        **with_bias("up", (c.F, c.D), of("mlp.c_fc"), shard="output", transpose=True),
+        **with_bias("down", (c.D, c.F), of("mlp.c_proj"), shard="input", transpose=True),
     }
 
 
 def head_weights(c: Config) -> dict[str, Weight]:
-    return {
-        "norm": Weight((c.D,), _names("ln_f.weight")),
-        "norm_bias": Weight((c.D,), _names("ln_f.bias")),
-        "lm_head": head_matrix(c),
-    }
+    return {**with_bias("norm", (c.D,), lambda leaf: _names(f"ln_f.{leaf}")), "lm_head": head_matrix(c)}
 
 
 def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
@@ -137,23 +141,17 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
     return linear(norm(c, w, select_rows(x_TD, ctx.inputs.logits_indices)), w.lm_head)
 
 
-register_model(
-    Model(
-        architectures=("GPT2LMHeadModel",),
-        config=from_hf,
-        graphs=(
-            Graph(
-                layer_types=lambda c: ("layer",) * c.L,
-                embed_weights=embed_weights,
-                layer_weights=layer_weights,
-                head_weights=head_weights,
-                embed=embed,
-                layer=layer,
-                head=head,
-                norm=norm,
-                states=states,
-            ),
-        ),
-        shardable=("H", "K", "F"),
-    )
+GRAPH = Graph(
+    layer_types=lambda c: ("layer",) * c.L,
+    embed_weights=embed_weights,
+    layer_weights=layer_weights,
+    head_weights=head_weights,
+    embed=embed,
+    layer=layer,
+    head=head,
+    norm=norm,
+    states=states,
+)
+MODEL = register_model(
+    Model(architectures=("GPT2LMHeadModel",), config=from_hf, graphs=(GRAPH,), shardable=("H", "K", "F"))
 )

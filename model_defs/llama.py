@@ -52,7 +52,7 @@ LAYER = "model.layers.{layer}."
 
 
 @dataclass(frozen=True)
-class Config:
+class Sizes:
     """D width, H query heads, K key/value heads, E head dimension, F feed-forward width, V vocabulary."""
 
     D: int
@@ -66,6 +66,10 @@ class Config:
     window: int
     eps: float
     scale: float
+
+
+@dataclass(frozen=True)
+class Config(Sizes):
     rope: Rope
     tied: bool
     qkv_bias: bool = False

@@ -3,15 +3,16 @@ config.json is of two forms: that of its authors' code, and transformers' own.""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from torch import Tensor
 
 from graphllm.config.fields import MOST, number, whole
-from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model
-from graphllm.model_defs.bert import token_types
-from graphllm.model_defs.common import HF, MOST_LAYERS, only, split_heads
+from graphllm.ir import ForwardContext, Weight, register_model
+from graphllm.model_defs import bert
+from graphllm.model_defs.common import HF, MOST_LAYERS, Sources, only, split_heads, with_bias
 from graphllm.model_defs.gpt2 import head_width
 from graphllm.model_defs.pooling import Pooling
 from graphllm.ops.activations.swiglu import swiglu
@@ -80,11 +81,8 @@ def _named(*names: str) -> tuple[tuple[str, ...], ...]:
     return tuple((name, "bert." + name, "model." + name) for name in names)
 
 
-def _norm(c: Config, label: str, name: str) -> dict[str, Weight]:
-    return {
-        label: Weight((c.D,), _named(f"{name}.weight")),
-        f"{label}_bias": Weight((c.D,), _named(f"{name}.bias")),
-    }
+def _of(name: str) -> Callable[[str], Sources]:
+    return lambda leaf: _named(f"{name}.{leaf}")
 
 
 def embed_weights(c: Config) -> dict[str, Weight]:
@@ -92,7 +90,7 @@ def embed_weights(c: Config) -> dict[str, Weight]:
     return {
         "tokens": Weight((c.V, c.D), _named("embeddings.word_embeddings.weight"), shard="vocab"),
         **types,
-        **_norm(c, "norm", "emb_ln"),
+        **with_bias("norm", (c.D,), _of("emb_ln")),
         "inv_freq": c.rope.weight(),
     }
 
@@ -103,21 +101,17 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     return {
         "qkv": Weight((3 * inner, c.D), _named(hf + "attn.Wqkv.weight"), parts, shard="output"),
         "o": Weight((c.D, inner), _named(hf + "attn.out_proj.weight"), shard="input"),
-        **_norm(c, "attn_norm", hf + "norm1"),
+        **with_bias("attn_norm", (c.D,), _of(hf + "norm1")),
         "gate_up": Weight(
             (2 * c.F, c.D), _named(hf + "mlp.fc12.weight", hf + "mlp.fc11.weight"), (c.F, c.F), shard="output"
         ),
         "down": Weight((c.D, c.F), _named(hf + "mlp.fc2.weight"), shard="input"),
-        **_norm(c, "ffn_norm", hf + "norm2"),
+        **with_bias("ffn_norm", (c.D,), _of(hf + "norm2")),
     }
 
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-    x_TD = embedding(ctx.inputs.token_ids, w.tokens)
-    if c.types > 1:
-        x_TD = x_TD + embedding(ctx.inputs.token_types, w.types)
-    elif c.types:
-        x_TD = x_TD + w.types
+    x_TD = bert.add_token_types(c, w, embedding(ctx.inputs.token_ids, w.tokens), ctx)
     angles = c.rope.table(ctx.inputs.positions, w.inv_freq)
     return layer_norm(x_TD, w.norm, w.norm_bias, c.eps), angles
 
@@ -131,23 +125,13 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
     return layer_norm(x_TD + h_TD, w.ffn_norm, w.ffn_norm_bias, c.eps)
 
 
-register_model(
-    Model(
-        architectures=("NomicBertModel",),
-        config=from_hf,
-        graphs=(
-            Graph(
-                task="pool",
-                layer_types=lambda c: ("layer",) * c.L,
-                embed_weights=embed_weights,
-                layer_weights=layer_weights,
-                head_weights=lambda c: c.pooling.weights(),
-                embed=embed,
-                layer=layer,
-                head=lambda c, w, x_TD, ctx: c.pooling(w, x_TD, ctx),
-                inputs=token_types,
-            ),
-        ),
-        shardable=("H", "F"),
-    )
+GRAPH = replace(
+    bert.GRAPH,
+    embed_weights=embed_weights,
+    layer_weights=layer_weights,
+    head_weights=lambda c: c.pooling.weights(),
+    embed=embed,
+    layer=layer,
+    head=lambda c, w, x_TD, ctx: c.pooling(w, x_TD, ctx),
 )
+register_model(replace(bert.MODEL, architectures=("NomicBertModel",), config=from_hf, graphs=(GRAPH,)))
