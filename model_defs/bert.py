@@ -1,5 +1,5 @@
 """BERT and its relatives, which see a text both ways and make vectors or classes of it: BERT (MiniLM, BGE, E5, GTE are
-such), RoBERTa and XLM-R (positions begin behind the padding id), DistilBERT (other names, no token types), ColBERT."""
+such), RoBERTa and XLM-R (positions begin after the padding id), DistilBERT (other names, no token types), ColBERT."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ Classifier = Literal["", "bert", "roberta", "distilbert"]
 
 
 class Names(NamedTuple):
-    """What a family calls its tensors. begins: before them, where there is a head. layer: before those of a layer. qkv,
-    o, o_norm, up, down, down_norm: of a layer's matrices and norms."""
+    """What a family calls its tensors. qkv to down_norm: a layer's matrices and norms."""
 
-    begins: tuple[str, ...]
-    layer: str
+    begins: tuple[str, ...]  # how a checkpoint with a head begins every name
+    layer: str  # how a layer's names begin
     qkv: tuple[str, str, str]
     o: str
     o_norm: str
@@ -52,9 +51,8 @@ _DISTILBERT = Names(
 
 
 @dataclass(frozen=True)
-class Config:
-    """D width, H heads, E head dimension, F feed-forward width, V vocabulary, L layers. first_position: the row of the
-    position table that is a text's first. types: token types, 0 without. labels: of a classifier, 0 without."""
+class Sizes:
+    """D width, H heads, E head dimension, F feed-forward width, V vocabulary, L layers."""
 
     D: int
     H: int
@@ -63,15 +61,19 @@ class Config:
     V: int
     L: int
     max_len: int
-    first_position: int
-    types: int
+
+
+@dataclass(frozen=True)
+class Config(Sizes):
+    first_position: int  # the row of the position table that a text's first token has
+    types: int  # token types, 0 without
     eps: float
     scale: float
     activation: str
     pooling: Pooling
     names: Names
     classifier: Classifier
-    labels: int
+    labels: int  # of a classifier, 0 without
 
 
 def from_hf(hf: HF) -> Config:
@@ -143,8 +145,8 @@ def labels_of(hf: HF) -> int:
 
 
 def _tensors(c: Config, *names: str) -> tuple[tuple[str, ...], ...]:
-    """Each by the names that it may have: behind that of the model without its head, or without, and, of old norms,
-    gamma and beta."""
+    """Each tensor by the names that it may have: with the prefix of a model with a head, or without it. The scale and
+    bias of an old norm are gamma and beta."""
 
     def called(name: str) -> tuple[str, ...]:
         old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
@@ -234,16 +236,9 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
 
 
 GRAPH = Graph(
-    task="pool",
-    layer_types=lambda c: ("layer",) * c.L,
-    embed_weights=embed_weights,
-    layer_weights=layer_weights,
-    head_weights=head_weights,
-    embed=embed,
-    layer=layer,
-    head=head,
-    inputs=token_types,
-)
+    lambda c: ("layer",) * c.L, embed_weights, layer_weights, head_weights, embed, layer, head,
+    inputs=token_types, task="pool",
+)  # fmt: skip
 _HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 _LIKE_BERT = [name + end for name in ("Bert", "Roberta", "XLMRoberta", "Camembert") for end in _HEADS]
 

@@ -114,16 +114,15 @@ def with_bias(
     shard: Shard | None = None, transpose: bool = False,
 ) -> dict[str, Weight]:  # fmt: skip
     """A matrix [out, in] or the scale of a norm, ``name``, and its bias, ``name``_bias. sources: the tensors of either
-    by the end of their names, "weight" or "bias". The other arguments are those of `Weight`."""
-    own = {"segments": segments, "shard": "output"} if shard == "output" else {}
+    by the end of their names, "weight" or "bias". The other arguments are `Weight`'s."""
     return {
         name: Weight(shape, sources("weight"), segments, shard=shard, transpose=transpose),
-        f"{name}_bias": Weight(shape[:1], sources("bias"), **own),
+        f"{name}_bias": Weight(shape[:1], sources("bias"), segments, shard="output" if shard == "output" else None),
     }
 
 
 def named_too(weights: Mapping[str, Weight], start: str, *others: str) -> dict[str, Weight]:
-    """Weights whose tensors may also be named with another beginning in place of ``start``."""
+    """The same weights; each tensor's name may also begin with one of ``others`` in place of ``start``."""
 
     def alternatives(source: str | tuple[str, ...]) -> tuple[str, ...]:
         (name,) = (source,) if isinstance(source, str) else source

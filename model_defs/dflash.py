@@ -1,7 +1,7 @@
 """DFlash: a few layers that guess a block of tokens in one run, over keys and values of the model's hidden states.
 
 As in the checkpoints z-lab/*-DFlash*. Of each known token a layer keeps keys and values of the model's hidden states of
-several layers, joined by fc; it computes nothing else of it. Drafts begin as masks behind the token last sampled, and
+several layers, joined by fc; it computes nothing else of it. Drafts begin as masks after the token last sampled, and
 see all of that, and each other. The embedding and the head are the model's. Source: z-lab 2026, DFlash: Block Diffusion
 for Flash Speculative Decoding.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphllm.config import ConfigError
 from graphllm.config.fields import number, section, whole
-from graphllm.ir import ForwardContext, Weight, register_model, select_rows
+from graphllm.ir import ForwardContext, Graph, Weight, register_model, select_rows
 from graphllm.ir.model import Hidden
 from graphllm.model_defs import eagle, llama
 from graphllm.model_defs.common import HF, extended, main_head, main_tokens, named_too, only
@@ -31,13 +31,12 @@ _MOST = 63  # tokens of a block, which attention tells apart by bits
 
 @dataclass(frozen=True)
 class Config(llama.Config):
-    """drafts: of a block, beside the token that it begins with. hidden_layers: of the model, counted from 0, whose
-    hidden states it reads; empty for as many as it has layers, spread evenly. Of its layer types, in "full" ones all
-    rows of a block see each other, in "causal" and "sliding" ones those before them."""
+    """In a layer of the type "full", all rows of a block see each other. In "causal" and "sliding" layers, a row sees
+    only earlier rows."""
 
-    drafts: int = 0
+    drafts: int = 0  # of a block, without the token that it begins with
     mask_token: int = 0
-    hidden_layers: tuple[int, ...] = ()
+    hidden_layers: tuple[int, ...] = ()  # the main model's layers that it reads, from 0; empty: its own number, spread
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float = 0.0
@@ -152,21 +151,11 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
     return soft_cap(logits_RV, c.logit_cap) if c.logit_cap else logits_RV
 
 
-GRAPH = replace(
-    eagle.GRAPH,
-    embed_weights=embed_weights,
-    layer_weights=layer_weights,
-    head_weights=head_weights,
-    embed=embed,
-    layer=layer,
-    head=head,
-    hidden=hidden,
-    project_weights=project_weights,
-    project=project,
-    drafts_at_once=lambda c: c.drafts,
-    context=context,
-    mask_token=lambda c: c.mask_token,
-)
+GRAPH = Graph(
+    lambda c: c.layer_types, embed_weights, layer_weights, head_weights, embed, layer, head, llama.states,
+    hidden=hidden, project_weights=project_weights, project=project, drafts_at_once=lambda c: c.drafts,
+    context=context, mask_token=lambda c: c.mask_token, task="draft",
+)  # fmt: skip
 register_model(
     replace(eagle.MODEL, architectures=("DFlashDraftModel",), config=from_hf, method="dflash", graphs=(GRAPH,))
 )

@@ -1,7 +1,7 @@
 """EAGLE heads of Llama's kind: one layer over the model's last hidden state and the embedding of the next token.
 
-As in the checkpoints yuhuili/EAGLE-*. The embedding and the head are the model's, which training leaves alone. Source:
-Li et al. 2024, EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty.
+As in the checkpoints yuhuili/EAGLE-*. The embedding and the head are the model's; training does not change them.
+Source: Li et al. 2024, EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Config(llama.Config):
 
 
 def from_hf(hf: HF) -> Config:
-    """The config of a head's ``config.json``, whose field "tensors" names those that there are, where they are known.
+    """The config of a head's ``config.json``. Its field "tensors" names the checkpoint's tensors, where they are known.
     Raises ConfigError for settings that are not supported."""
     c = llama.from_hf(hf, "Llama")
     return extended(

@@ -1,7 +1,7 @@
 """EAGLE-3 heads of Llama's kind: one layer over hidden states of three layers of the model and the next token.
 
 As in the checkpoints yuhuili/EAGLE3-* and of SpecForge: the layer's tensors are "midlayer.*", its attention reads the
-normalized embedding beside the normalized hidden state, and it drafts tokens of a vocabulary of its own. Source: Li et
+normalized embedding and the normalized hidden state, and it drafts tokens of a vocabulary of its own. Source: Li et
 al. 2025, EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphllm.config import ConfigError
 from graphllm.config.fields import raw, section, strings, switch, whole
-from graphllm.ir import ForwardContext, Weight, register_model, select_rows
+from graphllm.ir import ForwardContext, Graph, Weight, register_model, select_rows
 from graphllm.ir.model import Drafts, Hidden
 from graphllm.model_defs import eagle, llama
 from graphllm.model_defs.common import HF, extended, main_tokens, named_too
@@ -28,22 +28,18 @@ from graphllm.weights.plan.expr import Read
 
 @dataclass(frozen=True)
 class Config(llama.Config):
-    """draft_vocab: tokens that it drafts. target_width: of the model. hidden_layers: of the model, counted from 1,
-    whose hidden states it reads; empty for the usual three. norm_output: a draft hands its state on normalized.
-    fc_norm: each hidden state of the model is normalized. norm_before_fc: all of them are, as one row."""
-
-    draft_vocab: int = 0
-    target_width: int = 0
-    hidden_layers: tuple[int, ...] = ()
+    draft_vocab: int = 0  # tokens that it drafts
+    target_width: int = 0  # of the main model
+    hidden_layers: tuple[int, ...] = ()  # the main model's layers that it reads, from 1; empty: the usual three
     norm_before_residual: bool = False
-    norm_output: bool = False
-    fc_norm: bool = False
-    norm_before_fc: bool = False
+    norm_output: bool = False  # the next draft reads the normalized state
+    fc_norm: bool = False  # each hidden state of the main model is normalized
+    norm_before_fc: bool = False  # all hidden states of the main model are normalized as one row
     own_embedding: bool = False
 
 
 def from_hf(hf: HF) -> Config:
-    """The config of a head's ``config.json``, whose field "tensors" names those that there are, where they are known.
+    """The config of a head's ``config.json``. Its field "tensors" names the checkpoint's tensors, where they are known.
     Raises ConfigError for settings that are not supported."""
     c = llama.from_hf(hf, "Llama")
     if len(c.layer_types) != 1:
@@ -72,7 +68,7 @@ def _switch(hf: HF, name: str) -> bool:
 
 
 def hidden(c: Config, layers: int) -> Hidden:
-    """Usually behind the second layer, one in the middle and the third last one."""
+    """Usually the outputs of the second layer, one in the middle and the third last one."""
     counted = c.hidden_layers or tuple(min(max(i, 1), layers) for i in (2, layers // 2, layers - 3))
     return Hidden(tuple(i - 1 for i in counted), c.target_width, normed=False, width=c.D)
 
@@ -147,18 +143,10 @@ def project(c: Config, w: SimpleNamespace, hidden_TD: Tensor) -> Tensor:
     return linear(hidden_TD, w.fc)
 
 
-GRAPH = replace(
-    eagle.GRAPH,
-    embed_weights=embed_weights,
-    layer_weights=layer_weights,
-    head_weights=head_weights,
-    embed=embed,
-    layer=layer,
-    head=head,
-    hidden=hidden,
-    project_weights=project_weights,
-    project=project,
-)
+GRAPH = Graph(
+    lambda c: c.layer_types, embed_weights, layer_weights, head_weights, embed, layer, head, llama.states,
+    hidden=hidden, project_weights=project_weights, project=project, task="draft",
+)  # fmt: skip
 register_model(
     replace(
         eagle.MODEL,

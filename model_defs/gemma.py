@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from graphllm.config.fields import MOST, number, raw, section, strings, switch, whole
-from graphllm.ir import ForwardContext, StateSpec, Weight, register_model, select_rows
+from graphllm.ir import ForwardContext, Graph, StateSpec, Weight, register_model, select_rows
 from graphllm.model_defs import llama
 from graphllm.model_defs.common import (
     HF,
@@ -165,15 +165,8 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
     return soft_cap(logits_RV, c.logit_cap) if c.logit_cap else logits_RV
 
 
-GRAPH = replace(
-    llama.GRAPH,
-    embed_weights=embed_weights,
-    layer_weights=layer_weights,
-    embed=embed,
-    layer=layer,
-    head=head,
-    norm=norm,
-    states=states,
+GRAPH = Graph(
+    lambda c: c.layer_types, embed_weights, layer_weights, llama.head_weights, embed, layer, head, states, norm=norm
 )
 register_model(
     replace(llama.MODEL, architectures=("Gemma2ForCausalLM", "Gemma3ForCausalLM"), config=from_hf, graphs=(GRAPH,))

@@ -142,15 +142,7 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
 
 
 GRAPH = Graph(
-    layer_types=lambda c: ("layer",) * c.L,
-    embed_weights=embed_weights,
-    layer_weights=layer_weights,
-    head_weights=head_weights,
-    embed=embed,
-    layer=layer,
-    head=head,
-    norm=norm,
-    states=states,
+    lambda c: ("layer",) * c.L, embed_weights, layer_weights, head_weights, embed, layer, head, states, norm=norm
 )
 MODEL = register_model(
     Model(architectures=("GPT2LMHeadModel",), config=from_hf, graphs=(GRAPH,), shardable=("H", "K", "F"))

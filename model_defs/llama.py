@@ -76,7 +76,7 @@ class Config(Sizes):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: Literal["", "head", "row"] = ""  # whether q and k are normalized: each head, or all of a row together
-    causal: bool = True  # False, in some embedders: tokens see those behind them too, and there is no cache
+    causal: bool = True  # False, in some embedders: tokens see later tokens too, and there is no cache
 
 
 def from_hf(hf: HF, like: str = "") -> Config:
@@ -149,7 +149,7 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
 
 
 def attention_weights(c: Config) -> dict[str, Weight]:
-    """Those of a layer's attention and its two norms."""
+    """The weights of a layer's attention and its two norms."""
     attn, parts, heads = LAYER + "self_attn.", (c.H * c.E, c.K * c.E, c.K * c.E), (c.H, c.K, c.K)
     weights = {
         "attn_norm": Weight((c.D,), (LAYER + "input_layernorm.weight",)),
@@ -194,7 +194,7 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
 
 
 def feed_forward(c: Config, w: SimpleNamespace, x_TD: Tensor) -> Tensor:
-    """What comes behind the attention of a layer."""
+    """The part of a layer that follows its attention."""
     h_TD = rms_norm(x_TD, w.ffn_norm, c.eps)
     gate_up_T2F = linear(h_TD, w.gate_up, getattr(w, "gate_up_bias", None))
     return x_TD + linear(swiglu(gate_up_T2F), w.down, getattr(w, "down_bias", None))
@@ -227,15 +227,7 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
 
 
 GRAPH = Graph(
-    layer_types=lambda c: c.layer_types,
-    embed_weights=embed_weights,
-    layer_weights=layer_weights,
-    head_weights=head_weights,
-    embed=embed,
-    layer=layer,
-    head=head,
-    norm=norm,
-    states=states,
+    lambda c: c.layer_types, embed_weights, layer_weights, head_weights, embed, layer, head, states, norm=norm
 )
 MODEL = register_model(
     Model(architectures=tuple(_DEFAULTS), config=from_hf, graphs=(GRAPH,), shardable=("H", "K", "F"), shared=("K",))

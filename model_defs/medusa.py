@@ -1,6 +1,6 @@
-"""Medusa heads: each guesses, from the model's last hidden state alone, the token one place further on.
+"""Medusa heads: each guesses, only from the model's last hidden state, the token one place further on.
 
-As in checkpoints for vLLM (``blocks.i.layers.j``, ``lm_heads.i``) and in those of the method's authors
+As in checkpoints for vLLM (``blocks.i.layers.j``, ``lm_heads.i``) and in the checkpoints of the method's authors
 (``i.j.linear``, ``i.<layers>``). Source: Cai et al. 2024, Medusa: Simple LLM Inference Acceleration Framework with
 Multiple Decoding Heads.
 """

@@ -1,4 +1,4 @@
-"""MiMo: Qwen2's layers, and in the same checkpoint a layer that predicts the token behind the next one (MTP).
+"""MiMo: Qwen2's layers, and in the same checkpoint a layer that predicts the token after the next one (MTP).
 
 That layer joins the normalized hidden state of the model and the normalized embedding of the next token. It drafts
 several tokens by running again over its own output. Source: Xiaomi 2025, MiMo; Gloeckle et al. 2024 for the idea.

@@ -1,4 +1,4 @@
-"""MLP speculators: one narrow layer for each draft, over the state behind the one before and its token.
+"""MLP speculators: one narrow layer for each draft, over the previous draft's state and token.
 
 As in the checkpoints ibm-ai-platform/*-accelerator. All drafts are made in one run, each from the likeliest token of
 the one before. Source: Wertheimer et al. 2024, Accelerating Production LLMs with Combined Token/Embedding Speculators.

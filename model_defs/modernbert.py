@@ -187,15 +187,6 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
     return linear(_normed(c, w, "dense_norm", h_RD), w.classifier, w.classifier_bias)
 
 
-GRAPH = Graph(
-    task="pool",
-    layer_types=lambda c: c.layer_types,
-    embed_weights=embed_weights,
-    layer_weights=layer_weights,
-    head_weights=head_weights,
-    embed=embed,
-    layer=layer,
-    head=head,
-)
+GRAPH = Graph(lambda c: c.layer_types, embed_weights, layer_weights, head_weights, embed, layer, head, task="pool")
 _NAMES = ("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification")
 register_model(Model(architectures=_NAMES, config=from_hf, graphs=(GRAPH,), shardable=("H", "F")))

@@ -1,5 +1,5 @@
-"""Relatives of Llama whose feed-forward layers are experts: Mixtral, Qwen2-MoE (with an expert that all tokens share,
-behind a gate), Qwen3-MoE and OLMoE. Some layers may be dense."""
+"""Relatives of Llama with experts as feed-forward layers: Mixtral, Qwen2-MoE (with a gated expert that all tokens
+share), Qwen3-MoE and OLMoE. Some layers may be dense."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Config(llama.Config):
-    """N experts of width F_expert, A of them for each token. The types of layers are Llama's, with "_sparse" behind
-    those with experts."""
+    """N experts of width F_expert, A of them for each token. Layer types are Llama's; one with experts ends with
+    "_sparse"."""
 
     N: int = 0
     A: int = 0

@@ -1,5 +1,5 @@
-"""Nomic-BERT: a BERT with rotary positions and gated feed-forward layers, and no biases but those of its norms. Its
-config.json is of two forms: that of its authors' code, and transformers' own."""
+"""Nomic-BERT: a BERT with rotary positions and gated feed-forward layers; only its norms have biases. Its config.json
+has two forms: its authors' own, and transformers'."""
 
 from __future__ import annotations
 
@@ -25,17 +25,8 @@ from graphllm.ops.norms.layer_norm import layer_norm
 
 
 @dataclass(frozen=True)
-class Config:
-    """D width, H heads, E head dimension, F feed-forward width, V vocabulary, L layers. types: token types."""
-
-    D: int
-    H: int
-    E: int
-    F: int
-    V: int
-    L: int
-    max_len: int
-    types: int
+class Config(bert.Sizes):
+    types: int  # token types, 0 without
     eps: float
     scale: float
     rope: Rope

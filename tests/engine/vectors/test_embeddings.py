@@ -147,5 +147,5 @@ def test_refusals(tmp_path: Path) -> None:
         _open(folder)
     _make("mistral", tmp_path / "windows")
     _see_both_ways(tmp_path / "windows")
-    with pytest.raises(ConfigError, match="is_causal is False beside sliding_window"):
+    with pytest.raises(ConfigError, match="is_causal is False with sliding_window"):
         _open(tmp_path / "windows")
