@@ -38,13 +38,11 @@ def from_hf(hf: HF) -> llama.Config:
 
 
 def layer_weights(c: llama.Config, layer_type: str) -> dict[str, Weight]:
-    hf = "model.layers.{layer}."
+    qkv, gate_up = (f"{llama.LAYER}{name}_proj.weight" for name in ("self_attn.qkv", "mlp.gate_up"))
     parts = (c.H * c.E, c.K * c.E, c.K * c.E)
     return llama.layer_weights(c, layer_type) | {
-        "qkv": Weight(
-            (sum(parts), c.D), (hf + "self_attn.qkv_proj.weight",), parts, shard="output", heads=(c.H, c.K, c.K)
-        ),
-        "gate_up": Weight((2 * c.F, c.D), (hf + "mlp.gate_up_proj.weight",), (c.F, c.F), shard="output"),
+        "qkv": Weight((sum(parts), c.D), (qkv,), parts, shard="output", heads=(c.H, c.K, c.K)),
+        "gate_up": Weight((2 * c.F, c.D), (gate_up,), (c.F, c.F), shard="output"),
     }
 
 
