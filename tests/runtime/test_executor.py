@@ -27,6 +27,7 @@ from graphllm.program.artifact import Artifact
 from graphllm.program.schema import CacheGroup
 from graphllm.program.specs import InputSpec
 from graphllm.runtime.executor import Executor
+from graphllm.runtime.graphs import GraphPrograms
 from graphllm.runtime.memory.padding import Size
 from graphllm.runtime.memory.staging import Staging, StepInput, ragged, stack_tables
 from graphllm.runtime.memory.torch_memory import TorchMemory
@@ -132,9 +133,17 @@ def test_a_batch_does_not_change_its_members(executors: tuple[Executor, Executor
         assert float((alone - together).norm() / alone.norm()) < 1e-5
 
 
-def test_warming_up_touches_nothing_of_a_request(executors: tuple[Executor, Executor]) -> None:
+def test_warming_up_touches_nothing_of_a_request(
+    executors: tuple[Executor, Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Block 0 and the scrap slot are no request's; all else is as before, and every bucket has run."""
+    ran: set[str] = set()
+    bound = GraphPrograms.bound
+    monkeypatch.setattr(
+        GraphPrograms, "bound", lambda graph, name, size: (ran.add(size.bucket.name), bound(graph, name, size))[1]
+    )
     for executor in executors:
+        ran.clear()
         prefilled = _batch([Part([3, 1, 4, 1, 5], 0, [7])])
         expected = executor.run(prefilled).logits[0].clone()
         pool, last = executor.states._pool, executor.states.tensors["state.last_token"]
@@ -143,7 +152,6 @@ def test_warming_up_touches_nothing_of_a_request(executors: tuple[Executor, Exec
             executor.warm_up(bucket)
         assert all(torch.equal(blocks[1:], old) for blocks, old in zip(pool, before[0], strict=True))
         assert torch.equal(last[:-1], before[1])
-        ran = {size.bucket.name for _, size in executor._main._bound}
         assert ran >= {b.name for b in executor.buckets}
         decode = executor.run(_batch([Part([9], 5, [7])])).logits[0].clone()
         again = executor.run(_batch([Part([3, 1, 4, 1, 5, 9], 0, [8])])).logits[0]
@@ -209,18 +217,29 @@ def test_wrong_memory_table(compiled_artifact: Path, checkpoint: Path) -> None:
 def test_a_closed_executor_holds_no_memory(compiled_artifact: Path, checkpoint: Path) -> None:
     """Weights, cache and arena are gone, although the executor is still held; another engine of this process needs
     their place."""
+    before = _storages()
     executor = _open(compiled_artifact, checkpoint)
     executor.run(_batch([Part([1, 2, 3], 0, [1])]))
-    graph = executor._main
-    memory = [*graph._outside.values(), graph._arena, *executor.states._pool]
-    held = [weakref.ref(tensor.untyped_storage()) for tensor in memory]
-    assert len(held) > 5
-    del memory
+    gc.collect()
+    known = set(map(id, before))
+    new = [storage for storage in _storages() if id(storage) not in known]
+    table = Artifact.open(compiled_artifact).memory
+    whole = table.weights + table.arena + table.state + BLOCKS * table.block
+    assert sum(storage.nbytes() for storage in new) >= whole
+    held = [weakref.ref(storage) for storage in new]
+    del new
     gc.collect()
     assert all(ref() is not None for ref in held)
     executor.close()
     gc.collect()
-    assert [ref for ref in held if ref() is not None] == []
+    left = sum(storage.nbytes() for ref in held if (storage := ref()) is not None)
+    assert left < whole / 100, "only the small buffers of a step's inputs stay"
+
+
+def _storages() -> list[torch.UntypedStorage]:
+    """The memory of all tensors of this process, each once."""
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return list({id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}.values())
 
 
 def test_cache_that_does_not_fit(eager_artifact: Path, checkpoint: Path) -> None:
