@@ -14,8 +14,8 @@ from torch import Tensor
 from graphllm.config.fields import MOST, number, section, whole
 from graphllm.config.pooling_config import DenseLayer
 from graphllm.ir import ForwardContext, Graph, InputSpec, Model, Weight, register_model, select_rows
-from graphllm.model_defs.common import HF, MOST_LAYERS, Sources, only, split_heads, with_bias
-from graphllm.model_defs.gpt2 import activate, head_width
+from graphllm.model_defs.common import HF, MOST_LAYERS, Sources, only, split_heads, widths, with_bias
+from graphllm.model_defs.gpt2 import activate
 from graphllm.model_defs.pooling import Pooling, first_rows
 from graphllm.ops.attention.encoder_attention import encoder_attention
 from graphllm.ops.embeddings.embedding import embedding
@@ -85,11 +85,10 @@ def from_hf(hf: HF) -> Config:
     first = whole(hf, "pad_token_id", 1, 1, ge=0) + 1 if roberta else 0
     classifier: Classifier = ("roberta" if roberta else "bert") if _classifies(architecture) else ""
     pooling = Pooling.from_hf(hf, "CLS")
-    D, H = whole(hf, "hidden_size", 768), whole(hf, "num_attention_heads", 12)
+    D, H, E = widths(hf, "hidden_size", "num_attention_heads")
     if architecture == "HF_ColBERT":
         size = whole(hf, "colbert_dim", whole(hf, "dim", 128))
         pooling = Pooling("ALL", (DenseLayer("", D, size, False, "identity"),))
-    E = head_width(D, H, "hidden_size", "num_attention_heads")
     return Config(
         D=D,
         H=H,
@@ -113,8 +112,7 @@ def from_hf(hf: HF) -> Config:
 def from_distilbert(hf: HF) -> Config:
     """The config of a DistilBERT. Raises ConfigError for settings that are not supported."""
     classifies = _classifies(hf["architectures"][0])
-    D, H = whole(hf, "dim", 768), whole(hf, "n_heads", 12)
-    E = head_width(D, H, "dim", "n_heads")
+    D, H, E = widths(hf, "dim", "n_heads")
     return Config(
         D=D,
         H=H,

@@ -65,6 +65,15 @@ def head_dim(hf: HF) -> int:
     return D // H
 
 
+def widths(hf: HF, width: str, heads: str) -> tuple[int, int, int]:
+    """D, H and E = D / H. width, heads: the fields' names; without them, D is 768 and H is 12, as in GPT-2 and BERT.
+    Raises ConfigError when E is no whole number."""
+    D, H = whole(hf, width, 768), whole(hf, heads, 12)
+    if D % H:
+        raise ConfigError(f"config.json: {width} is {D}, no multiple of {heads} = {H}; correct one of them")
+    return D, H, D // H
+
+
 def experts_per_token(hf: HF, N: int, default: int | None = None) -> int:
     """How many of N experts a token is sent to. Raises ConfigError for more than there are."""
     A = whole(hf, "num_experts_per_tok", default)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from graphllm.config import ConfigError
 from graphllm.config.fields import MOST, number, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
 from graphllm.model_defs.common import (
@@ -21,6 +20,7 @@ from graphllm.model_defs.common import (
     only,
     split_heads,
     token_table,
+    widths,
     with_bias,
 )
 from graphllm.ops.attention.paged_attention import kv_state, paged_attention
@@ -54,28 +54,21 @@ def from_hf(hf: HF) -> Config:
     check_plain(hf)
     only(hf, "add_cross_attention", False)
     only(hf, "scale_attn_by_inverse_layer_idx", False)  # layers of one type must be the same function
-    D, H = whole(hf, "n_embd", 768), whole(hf, "n_head", 12)
+    D, H, E = widths(hf, "n_embd", "n_head")
     return Config(
         D=D,
         H=H,
         K=H,
-        E=head_width(D, H, "n_embd", "n_head"),
+        E=E,
         F=whole(hf, "n_inner", 4 * D, 4 * D),
         V=whole(hf, "vocab_size", 50257),
         L=whole(hf, "n_layer", 12, le=MOST_LAYERS),
         max_len=whole(hf, "n_positions", 1024, le=MOST),
         eps=number(hf, "layer_norm_epsilon", 1e-5, ge=0, le=1),
-        scale=(D // H) ** -0.5 if switch(hf, "scale_attn_weights", True) else 1.0,
+        scale=E**-0.5 if switch(hf, "scale_attn_weights", True) else 1.0,
         activation=_GELU[only(hf, "activation_function", *_GELU)],
         tied=switch(hf, "tie_word_embeddings", True),
     )
-
-
-def head_width(D: int, H: int, width: str, heads: str) -> int:
-    """D / H. Raises ConfigError, with the names of the fields, when that is no whole number."""
-    if D % H:
-        raise ConfigError(f"config.json: {width} is {D}, no multiple of {heads} = {H}; correct one of them")
-    return D // H
 
 
 def _names(name: str) -> tuple[tuple[str, ...]]:

@@ -12,7 +12,6 @@ from graphllm.config.fields import number, whole
 from graphllm.ir import ForwardContext, Weight, register_model
 from graphllm.model_defs import llama
 from graphllm.model_defs.common import HF, check_plain, extended
-from graphllm.ops.activations.swiglu import swiglu
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.moe.fused_moe import fused_moe
 from graphllm.ops.moe.moe_route import moe_route
@@ -66,12 +65,12 @@ def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, t
 def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
     x_TD = x_TD + c.residual_scale * llama.attend(c, layer_type, w, rms_norm(x_TD, w.attn_norm, c.eps), ctx)
     h_TD = rms_norm(x_TD, w.ffn_norm, c.eps)
-    if c.N:
-        out_TD = fused_moe(h_TD, w.gate_up, w.down, *moe_route(linear(h_TD, w.router), c.A))
-    else:
-        gate_up_T2F = linear(h_TD, w.gate_up, getattr(w, "gate_up_bias", None))
-        out_TD = linear(swiglu(gate_up_T2F), w.down, getattr(w, "down_bias", None))
+    out_TD = _experts(c, w, h_TD) if c.N else llama.mlp(w, h_TD)
     return x_TD + c.residual_scale * out_TD
+
+
+def _experts(c: Config, w: SimpleNamespace, h_TD: Tensor) -> Tensor:
+    return fused_moe(h_TD, w.gate_up, w.down, *moe_route(linear(h_TD, w.router), c.A))
 
 
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:

@@ -194,10 +194,14 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
 
 
 def feed_forward(c: Config, w: SimpleNamespace, x_TD: Tensor) -> Tensor:
-    """The part of a layer that follows its attention."""
-    h_TD = rms_norm(x_TD, w.ffn_norm, c.eps)
+    """The part of a layer that follows its attention, with its norm."""
+    return x_TD + mlp(w, rms_norm(x_TD, w.ffn_norm, c.eps))
+
+
+def mlp(w: SimpleNamespace, h_TD: Tensor) -> Tensor:
+    """The dense feed-forward part, from normalized rows to what is added to the stream."""
     gate_up_T2F = linear(h_TD, w.gate_up, getattr(w, "gate_up_bias", None))
-    return x_TD + linear(swiglu(gate_up_T2F), w.down, getattr(w, "down_bias", None))
+    return linear(swiglu(gate_up_T2F), w.down, getattr(w, "down_bias", None))
 
 
 def attend(c: Config, layer_type: str, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) -> Tensor:

@@ -12,8 +12,7 @@ from torch import Tensor
 from graphllm.config.fields import MOST, number, whole
 from graphllm.ir import ForwardContext, Weight, register_model
 from graphllm.model_defs import bert
-from graphllm.model_defs.common import HF, MOST_LAYERS, Sources, only, split_heads, with_bias
-from graphllm.model_defs.gpt2 import head_width
+from graphllm.model_defs.common import HF, MOST_LAYERS, Sources, only, split_heads, widths, with_bias
 from graphllm.model_defs.pooling import Pooling
 from graphllm.ops.activations.swiglu import swiglu
 from graphllm.ops.attention.encoder_attention import encoder_attention
@@ -46,8 +45,7 @@ def from_hf(hf: HF) -> Config:
                 only({name: float(hf[name])} if isinstance(accepted, float) else hf, name, accepted)
     only(hf, "hidden_act", "silu")
     names = ("n_embd", "n_head") if authors else ("hidden_size", "num_attention_heads")
-    D, H = whole(hf, names[0], 768), whole(hf, names[1], 12)
-    E = head_width(D, H, *names)
+    D, H, E = widths(hf, *names)
     theta = number(hf, "rotary_emb_base", 1000.0, gt=0)
     most = ("max_trained_positions" if "max_trained_positions" in hf else "n_positions") if authors else ""
     max_len = whole(hf, most or "max_position_embeddings", 2048, le=MOST)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from graphllm.config.fields import MOST, switch, whole
 from graphllm.ir import Weight, register_model
 from graphllm.model_defs import gpt2
-from graphllm.model_defs.common import HF, MOST_LAYERS, Sources, check_plain, only, token_table, with_bias
+from graphllm.model_defs.common import HF, MOST_LAYERS, Sources, check_plain, only, token_table, widths, with_bias
 
 _FIRST_POSITION = 2
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu"}
@@ -17,13 +17,12 @@ _ACTIVATIONS = {"relu": "relu", "gelu": "gelu"}
 def from_hf(hf: HF) -> gpt2.Config:
     """The config of a ``config.json``. Raises ConfigError for settings that are not supported, such as OPT-350m has."""
     check_plain(hf)
-    D, H = whole(hf, "hidden_size", 768), whole(hf, "num_attention_heads", 12)
+    D, H, E = widths(hf, "hidden_size", "num_attention_heads")
     only(hf, "do_layer_norm_before", True)
     only(hf, "_remove_final_layer_norm", False)
     only(hf, "word_embed_proj_dim", D, None)
     only(hf, "enable_bias", True)
     only(hf, "layer_norm_elementwise_affine", True)
-    E = gpt2.head_width(D, H, "hidden_size", "num_attention_heads")
     return gpt2.Config(
         D=D,
         H=H,
