@@ -33,6 +33,7 @@ from graphllm.runtime.memory.staging import Staging, StepInput, ragged, stack_ta
 from graphllm.runtime.memory.torch_memory import TorchMemory
 from graphllm.weights.loading.loader import load_weights
 from graphllm.weights.plan.plan import WeightPlan
+from tests.tensor_memory import storages, storages_since
 from tests.tiers import draws
 
 BLOCKS = 64
@@ -217,12 +218,11 @@ def test_wrong_memory_table(compiled_artifact: Path, checkpoint: Path) -> None:
 def test_a_closed_executor_holds_no_memory(compiled_artifact: Path, checkpoint: Path) -> None:
     """Weights, cache and arena are gone, although the executor is still held; another engine of this process needs
     their place."""
-    before = _storages()
+    before = storages()
     executor = _open(compiled_artifact, checkpoint)
     executor.run(_batch([Part([1, 2, 3], 0, [1])]))
     gc.collect()
-    known = set(map(id, before))
-    new = [storage for storage in _storages() if id(storage) not in known]
+    new = storages_since(before)
     table = Artifact.open(compiled_artifact).memory
     whole = table.weights + table.arena + table.state + BLOCKS * table.block
     assert sum(storage.nbytes() for storage in new) >= whole
@@ -234,12 +234,6 @@ def test_a_closed_executor_holds_no_memory(compiled_artifact: Path, checkpoint: 
     gc.collect()
     left = sum(storage.nbytes() for ref in held if (storage := ref()) is not None)
     assert left < whole / 100, "only the small buffers of a step's inputs stay"
-
-
-def _storages() -> list[torch.UntypedStorage]:
-    """The memory of all tensors of this process, each once."""
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    return list({id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}.values())
 
 
 def test_cache_that_does_not_fit(eager_artifact: Path, checkpoint: Path) -> None:
