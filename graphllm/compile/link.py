@@ -18,7 +18,8 @@ from graphllm.compile.rewrites.contracts import Body, LinkedPass
 from graphllm.compile.rewrites.variants import without_optional
 from graphllm.compile.trace import Program, TracedGraph
 from graphllm.config import CompileConfig
-from graphllm.ir.graph import GraphError, Shapes, copy_nodes, digest, to_json
+from graphllm.ir.graph import GraphError, Shapes, copy_nodes
+from graphllm.ir.graph_form import digest, to_json
 from graphllm.ir.op import op_of
 from graphllm.program.program import ProgramCall
 from graphllm.program.schema import NEUTRAL

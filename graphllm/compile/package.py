@@ -13,7 +13,7 @@ from graphllm.compile.layout import Layout
 from graphllm.compile.link import Linked
 from graphllm.compile.trace import TracedGraph
 from graphllm.config import Bucket, CompileConfig
-from graphllm.ir.graph import to_text
+from graphllm.ir.graph_form import to_text
 from graphllm.program.linking import LinkedProgram, PieceCall, plan_memory
 from graphllm.program.manifest import Cost, MemoryTable
 from graphllm.program.program import BlockPool, DraftReach, GraphProgram, Program, ProgramGraph

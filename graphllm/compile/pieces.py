@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from graphllm.config import Bucket, CompileConfig, ConfigError
-from graphllm.ir.graph import Shapes, from_json, input_specs
+from graphllm.ir.graph import Shapes
+from graphllm.ir.graph_form import from_json, input_specs
 from graphllm.ir.op import CallSite, Op, op_of
 from graphllm.rewrite import Pass, Unit, choose, fake_values, site_of
 

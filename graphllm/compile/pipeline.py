@@ -34,7 +34,8 @@ from graphllm.compile.rewrites.contracts import GraphPass, PlanSource
 from graphllm.compile.trace import TracedGraph, trace_model
 from graphllm.config import CompileConfig
 from graphllm.host.machine import compiler_version
-from graphllm.ir.graph import to_text, verify
+from graphllm.ir.graph import verify
+from graphllm.ir.graph_form import to_text
 from graphllm.ir.registry import load_ops, load_passes
 from graphllm.program import artifact
 from graphllm.program.manifest import Manifest

@@ -34,7 +34,8 @@ from graphllm.compile.tuning.workers import Workers
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target, default_buckets
 from graphllm.config.compilation import check
 from graphllm.ir import Cost, Op
-from graphllm.ir.graph import GraphError, Shapes, TensorSpec, input_specs
+from graphllm.ir.graph import GraphError, Shapes, TensorSpec
+from graphllm.ir.graph_form import input_specs
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_ops, load_passes
 from graphllm.rewrite import ImplChoice, Unit, fake_values, site_key, site_of

@@ -17,7 +17,8 @@ from graphllm.compile.passes import pipeline
 from graphllm.compile.pieces import trace_reference
 from graphllm.compile.specialize import specialize
 from graphllm.config import Bucket, CompileConfig, ConfigError
-from graphllm.ir.graph import GraphError, Shapes, TensorSpec, input_specs
+from graphllm.ir.graph import GraphError, Shapes, TensorSpec
+from graphllm.ir.graph_form import input_specs
 from graphllm.ir.op import Op, op_of
 from graphllm.rewrite import ImplChoice, choose, site_key, site_of
 
