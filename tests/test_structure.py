@@ -61,7 +61,7 @@ ROOMS = {
     "runtime": (
         ("cuda_functions", "interpreter", "memory", "stream"),
         ("kernels", "staged_stream"),
-        ("binding",),
+        ("binding", "cuda_graph"),
         ("graphs",),
         ("commands", "drafting"),
         ("expert_slots", "profiling", "step_handle"),
