@@ -34,7 +34,7 @@ from graphllm.engine.parts.snapshots import Snapshots
 from graphllm.engine.parts.vectors import Vectors
 from graphllm.engine.requests.request import CacheEntry, CoreStats, EngineCoreOutput, EngineRequest
 from graphllm.engine.schedule.scheduler_class import scheduler_class
-from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
+from graphllm.engine.schedule.scheduler_output import DraftResults, SchedulerLimits, SchedulerOutput
 from graphllm.engine.step.batch import Batch, SamplingTable
 from graphllm.engine.step.core_info import core_info
 from graphllm.engine.step.device_states import export_prefix, import_prefix
@@ -280,8 +280,8 @@ class EngineCore:
             arrived(step, result)
         found = result.outputs
         tokens = result.tokens if "tokens" in found else np.zeros(int(step.plan.rows.sum()), dtype=np.int32)
-        drafted = found.get("kept"), found.get("drafted"), found.get("runs")
-        committed = self.scheduler.commit(step.plan, tokens, *drafted)
+        of_drafts = DraftResults(found.get("kept"), found.get("drafted"), found.get("runs"))
+        committed = self.scheduler.commit(step.plan, tokens, of_drafts)
         news = [
             EngineCoreOutput(s.request.id, tokens)
             for s, tokens in zip(committed.requests, committed.tokens, strict=True)

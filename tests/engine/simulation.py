@@ -26,7 +26,7 @@ from graphllm.engine.schedule.adapter_table import AdapterTable
 from graphllm.engine.schedule.item_rows import ItemRows
 from graphllm.engine.schedule.results import Commit
 from graphllm.engine.schedule.scheduler import Scheduler
-from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
+from graphllm.engine.schedule.scheduler_output import DraftResults, SchedulerLimits, SchedulerOutput
 from graphllm.engine.schedule.verification import DraftPlanner
 from graphllm.program.schema import CacheGroup, CacheLayout
 
@@ -221,7 +221,7 @@ class Simulation:
         self.check(output)
         if self._in_flight is not None:
             flight = self._in_flight
-            self._take(self.scheduler.commit(flight.output, flight.tokens, flight.num_kept), flight)
+            self._take(self.scheduler.commit(flight.output, flight.tokens, DraftResults(flight.num_kept)), flight)
             self.check(output)
         self._in_flight = started
         return entries

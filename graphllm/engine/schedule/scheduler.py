@@ -19,7 +19,7 @@ from graphllm.engine.requests.request_table import RequestState, RequestTable
 from graphllm.engine.schedule.admission import Admission, Entries
 from graphllm.engine.schedule.chunks import Chunks
 from graphllm.engine.schedule.results import Commit, take_step
-from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
+from graphllm.engine.schedule.scheduler_output import NO_DRAFTS, DraftResults, SchedulerLimits, SchedulerOutput
 from graphllm.engine.schedule.stage_share import PipelineShare, StageShare
 from graphllm.engine.schedule.verification import Verification
 from graphllm.program.schema import CacheLayout
@@ -256,28 +256,18 @@ class Scheduler:
             self._preempt(victim)
         return 0
 
-    def commit(
-        self,
-        output: SchedulerOutput,
-        tokens: np.ndarray,
-        num_kept: np.ndarray | None = None,
-        num_drafted: np.ndarray | None = None,
-        runs: np.ndarray | None = None,
-    ) -> Commit:
-        """Take a step's result.
+    def commit(self, output: SchedulerOutput, tokens: np.ndarray, of_drafts: DraftResults = NO_DRAFTS) -> Commit:
+        """Take a step's result. Requests that are gone or were preempted since are passed over.
 
-        tokens [R] int32: of the step's rows in order; negative where none could be chosen, which ends the request with
-        an error. num_kept [n], of a step that verifies: how many tokens of each entry that does count, one at least.
-        num_drafted [n]: how many drafts each had on the device, None for as many as it could. runs [R]: of the row that
-        ends an entry, on what run its next drafts rest, 0 of the others; None where drafts are not looked up there.
-        Requests that are gone or were preempted since are passed over.
+        tokens [R] int32: of the step's rows in order. A negative one, where no token could be chosen, ends the request
+        with an error.
         """
         self._share.committed()
         t = self.requests
         live = t.epoch[output.slots] == output.epochs
-        given = self.verification.given(output, live, num_kept, num_drafted, runs)
-        commit, ends = take_step(t, output, tokens, num_kept, given.drafted, live)
-        self.verification.taken(output, live, num_kept, runs, given, [state.slot for state, _ in ends])
+        given = self.verification.given(output, live, of_drafts)
+        commit, ends = take_step(t, output, tokens, of_drafts.num_kept, given.drafted, live)
+        self.verification.taken(output, live, of_drafts, given, [state.slot for state, _ in ends])
         self._store_due(output, live)
         for state, reason in ends:
             if reason != "error":

@@ -9,6 +9,23 @@ import numpy as np
 from graphllm.engine.requests.request_table import RequestState
 
 
+class DraftResults(NamedTuple):
+    """What came of a step's drafts, as the device says. All None: nothing was verified.
+
+    num_kept [n]: of a step that verifies, how many tokens of each verifying entry count; at least one.
+    num_drafted [n]: how many drafts each entry had on the device; None for as many as it could.
+    runs [R]: of the row that ends an entry, the length of the match that its next drafts rest on, 0 for other rows;
+        None where drafts are not looked up on the device.
+    """
+
+    num_kept: np.ndarray | None = None
+    num_drafted: np.ndarray | None = None
+    runs: np.ndarray | None = None
+
+
+NO_DRAFTS = DraftResults()
+
+
 class SchedulerLimits(NamedTuple):
     """What the scheduler must keep to.
 

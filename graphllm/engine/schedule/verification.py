@@ -12,7 +12,7 @@ import numpy as np
 from graphllm.engine.drafts.acceptance import Acceptance
 from graphllm.engine.requests.request_table import RequestTable
 from graphllm.engine.schedule.match_tracker import follow_guesses
-from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
+from graphllm.engine.schedule.scheduler_output import DraftResults, SchedulerLimits, SchedulerOutput
 from graphllm.program.schema import CacheLayout
 
 _NO_COUNTS = np.zeros(0, dtype=np.int32)
@@ -49,17 +49,13 @@ class Verification:
         """How many drafts the device makes after the step for each of these slots; None where it is not asked."""
         return None
 
-    def given(
-        self, output: SchedulerOutput, live: np.ndarray, num_kept: np.ndarray | None, num_drafted: np.ndarray | None,
-        runs: np.ndarray | None,
-    ) -> Given:  # fmt: skip
+    def given(self, output: SchedulerOutput, live: np.ndarray, results: DraftResults) -> Given:
         """A step has its result, and its requests do not know of it yet; see `Scheduler.commit`."""
         return _NOTHING
 
     def taken(
-        self, output: SchedulerOutput, live: np.ndarray, num_kept: np.ndarray | None, runs: np.ndarray | None,
-        given: Given, ended: list[int],
-    ) -> None:  # fmt: skip
+        self, output: SchedulerOutput, live: np.ndarray, results: DraftResults, given: Given, ended: list[int]
+    ) -> None:
         """The requests have their tokens. ended: slots of requests that are done."""
 
 
@@ -133,11 +129,9 @@ class DraftPlanner(Verification):
         self._table.num_made[slots] = count
         return count
 
-    def given(
-        self, output: SchedulerOutput, live: np.ndarray, num_kept: np.ndarray | None, num_drafted: np.ndarray | None,
-        runs: np.ndarray | None,
-    ) -> Given:  # fmt: skip
+    def given(self, output: SchedulerOutput, live: np.ndarray, results: DraftResults) -> Given:
         """Learns which drafts were right."""
+        num_kept, num_drafted, runs = results
         v, t, known, before = output.verified, self._table, None, None
         if runs is not None:
             known, before = t.num_tokens[output.slots], t.run[output.slots]
@@ -152,10 +146,10 @@ class DraftPlanner(Verification):
         return Given(drafted, known, before)
 
     def taken(
-        self, output: SchedulerOutput, live: np.ndarray, num_kept: np.ndarray | None, runs: np.ndarray | None,
-        given: Given, ended: list[int],
-    ) -> None:  # fmt: skip
+        self, output: SchedulerOutput, live: np.ndarray, results: DraftResults, given: Given, ended: list[int]
+    ) -> None:
         """Learns how guesses go on."""
+        runs = results.runs
         if runs is not None and given.known is not None and given.runs is not None:
-            kept, learner = num_kept if output.verified else None, self.acceptance.runs
+            kept, learner = results.num_kept if output.verified else None, self.acceptance.runs
             follow_guesses(self._table, learner, output, given.known, given.runs, runs, kept, live, ended)
