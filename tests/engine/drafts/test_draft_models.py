@@ -627,7 +627,7 @@ def test_draft_models_that_do_not_fit(model: LlamaForCausalLM, tmp_path: Path) -
             "medusa",
             {},
             {"speculative_token_tree": "{'top_k': 2, 'depth': 2, 'drafts': 4}", "num_speculative_tokens": 0},
-            "a tree grows by what is likely behind each draft",
+            "a tree grows by what is likely after each draft",
         ),
         ("eagle", {"hidden_size": 64}, {}, "shares the model's embed.tokens as .97, 64., it is .97, 32."),
     ]
