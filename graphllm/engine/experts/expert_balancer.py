@@ -76,7 +76,7 @@ class ExpertBalancer:
         if self._config.eplb_log_balancedness and before:
             after = [self._evenness(i, tokens) for i in self.placements if tokens[i].any()]
             _log.info(
-                "experts after %d steps: balancedness %.3f, %.3f behind %d moves (mean of layers; least %.3f, %.3f)",
+                "experts after %d steps: balancedness %.3f, %.3f after %d moves (mean of layers; least %.3f, %.3f)",
                 self._steps, np.mean(before), np.mean(after), self.moved - moved, min(before), min(after),
             )  # fmt: skip
 

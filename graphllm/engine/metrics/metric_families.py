@@ -106,7 +106,7 @@ OF_CORE = (
         core=lambda s: {(): s.token_vector_bytes},
     ),
     Family(
-        "token_vector_cache_hits", "counter", "Prompts whose vectors for each token were kept and not computed.",
+        "token_vector_cache_hits", "counter", "Prompts that found vectors of all their tokens in the cache.",
         core=lambda s: {(): s.token_vector_hits},
     ),
     Family(

@@ -49,7 +49,7 @@ class LimitedProcess:
             if self._waiting > MAX_WAITING:
                 raise QueueFullError(f"{MAX_WAITING} {self._what} wait to be checked; try again later")
             with self._turn:
-                if (known := self._answers.get(question)) is not None:  # somebody has asked meanwhile
+                if (known := self._answers.get(question)) is not None:  # asked by another thread before
                     return known
                 answer = self._ask(question)
                 if self._kept:

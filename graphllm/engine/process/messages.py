@@ -1,7 +1,7 @@
 """What the engine core's process and its fronts say to each other: msgspec structs in MessagePack over ZMQ.
 
-A front sends two frames, its name and the message; the core answers to that name. One front, the first, has started the
-process: it alone is told of its heartbeats and its death.
+A front sends two frames, its name and the message; the core answers to that name. The first front has started the
+process, and only this front gets its heartbeats and its death.
 """
 
 from __future__ import annotations

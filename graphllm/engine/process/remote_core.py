@@ -1,4 +1,4 @@
-"""RemoteCore: an engine core whose process another front has started, watches and ends."""
+"""RemoteCore: an engine core in a process that another front starts, watches and ends."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ class RemoteCore(CoreLink):
         self.kill()
 
     def kill(self, grace: float | None = None) -> None:
-        """As `close`; whoever waits here is told."""
+        """As `close`; all that wait here get the cause."""
         self.end(DeathCause(kind="closed", message="the engine was shut down"))
         self.disconnect()

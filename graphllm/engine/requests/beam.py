@@ -1,4 +1,4 @@
-"""Beam search over an engine, as data: `BeamSearch` says which prompts need one more token, and is told what came.
+"""Beam search over an engine, as data: `BeamSearch` says which prompts need one more token, and takes the new tokens.
 
 Every step is one request of one token for each live beam; the prefix cache makes it cheap. Whoever drives the engine,
 `LLM` or a server, drives this too:
@@ -69,7 +69,7 @@ class BeamSearch:
         self._completed: list[BeamSearchSequence] = []
 
     def prompts(self) -> list[list[int]]:
-        """Tokens of the live beams, each of which needs one more; empty when the search is over."""
+        """Tokens of the live beams; each beam needs one more. Empty when the search is over."""
         return [beam.tokens for beam in self._beams] if self._steps > 0 else []
 
     def advance(self, positions: Sequence[Position]) -> None:

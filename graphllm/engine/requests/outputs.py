@@ -1,6 +1,6 @@
 """From the core's updates to what a user sees: text, stop strings, log-probabilities, n completions as one request.
 
-`OutputProcessor` lives beside whoever drives a core: `LLM` in the same process, `AsyncLLM` in the front's.
+`OutputProcessor` belongs to the driver of a core: `LLM` in the same process, `AsyncLLM` in the front's.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ class OutputProcessor:
         )
 
     def _of_prompt(self, parsed: ParsedRequest, ranked: list[PositionLogprobs]) -> list[Position | None]:
-        told, ids = self._tokenizer, parsed.prompt_token_ids
-        offsets = repeat(None) if told is None else told.text_offsets(ids, parsed.prompt)[1:]
+        tokenizer, ids = self._tokenizer, parsed.prompt_token_ids
+        offsets = repeat(None) if tokenizer is None else tokenizer.text_offsets(ids, parsed.prompt)[1:]
         return [None, *map(self._position, ranked, offsets)]
 
     def _position(self, ranked: PositionLogprobs, offset: int | None) -> Position:
@@ -218,14 +218,15 @@ class OutputProcessor:
 
 
 class _Pieces(dict[int, tuple[str | None, bytes | None]]):
-    """The text of each token alone, and its bytes, filled as needed."""
+    """The text of each token by itself, and its bytes, filled as needed."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
     def __missing__(self, token: int) -> tuple[str | None, bytes | None]:
-        told = self._tokenizer
-        self[token] = found = (None, None) if told is None else (told.decode([token], False), told.token_bytes[token])
+        tokenizer = self._tokenizer
+        found = (None, None) if tokenizer is None else (tokenizer.decode([token], False), tokenizer.token_bytes[token])
+        self[token] = found
         return found
 
 
@@ -248,11 +249,13 @@ class _Request:
 class _Stream:
     """One completion as it comes.
 
-    text: decoded so far. hidden: where it has special tokens that are not shown, which stop strings may name. safe:
-    where a stop string that is not complete yet may begin; the text from there on is held back. answer: finds where the
-    answer begins, None behind that. sent, sent_tokens: what deltas gave out. offsets: of the tokens last taken, for
-    their log-probabilities. deferred: nobody looks at the text before the end, so it is decoded then, in one go, at a
-    seventh of the cost.
+    text: decoded so far.
+    hidden: where the text has special tokens that are not shown; stop strings may name them.
+    safe: where an incomplete stop string may begin; the text from here on is held back.
+    answer: finds the beginning of the answer; None after it.
+    sent, sent_tokens: characters and tokens that deltas gave out.
+    offsets: of the last tokens, for their log-probabilities.
+    deferred: the text is decoded at the end, in one go, at a seventh of the cost, since nobody reads it before.
     """
 
     __slots__ = (
@@ -310,9 +313,9 @@ class _Stream:
             count = self._decode(tokens, len(shown), self.detokenizer)
         self.tokens += tokens[:count]
         if self.deferred and self.finish_reason is not None and self.tokenizer is not None:
-            told = self.tokens[: len(self.tokens) - len(tokens) + len(shown)]
+            visible = self.tokens[: len(self.tokens) - len(tokens) + len(shown)]
             prompt = self.request.parsed.prompt_token_ids
-            self.text = self.tokenizer.output_text(prompt, told, p.skip_special_tokens)
+            self.text = self.tokenizer.output_text(prompt, visible, p.skip_special_tokens)
         return count
 
     def _decode(self, tokens: Sequence[int], shown: int, detokenizer: Detokenizer | _Joined) -> int:
@@ -444,8 +447,8 @@ class _Joined:
 
     def _one(self, token: int) -> str:
         text = self._detokenizer.step((token,))
-        alone = self._tokenizer.decode([token], skip_special_tokens=False)
-        special = alone != "" and self._tokenizer.decode([token], skip_special_tokens=True) == ""
+        single = self._tokenizer.decode([token], skip_special_tokens=False)
+        special = single != "" and self._tokenizer.decode([token], skip_special_tokens=True) == ""
         joined = special and self._after_special
         self._after_special = special
-        return alone if joined else text
+        return single if joined else text

@@ -46,7 +46,7 @@ class Matcher(Protocol):
     def allow(self, row: NDArray[np.int32]) -> None:
         """Write what may come next: bit t % 32 of word t // 32 is 1 for an allowed token t, and 0 for all others.
 
-        row: int32 [ceil(V / 32)] of the model's vocabulary V, contiguous. Behind the end only stop tokens are allowed.
+        row: int32 [ceil(V / 32)] of the model's vocabulary V, contiguous. After the end only stop tokens are allowed.
         Raises GrammarError when no token may come next.
         """
 
@@ -149,7 +149,7 @@ class CachingCompiler(ABC, Generic[G]):
 
 
 def _on_deep_stack(work: Callable[[], T]) -> T:
-    """What ``work`` returns or raises, in a thread whose stack the library cannot overflow."""
+    """Call ``work`` in a thread with a stack that the library cannot overflow; returns or raises as it does."""
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:

@@ -134,11 +134,11 @@ def _automaton(parser: RegexParser, tree: TokenizerPrefixTree, texts: dict[int, 
     named = {char: key for key, chars in fsm.alphabet.by_transition.items() for char in chars if isinstance(char, str)}
     others = next((key for key, chars in fsm.alphabet.by_transition.items() if not named.keys() >= {*chars}), -1)
     keys = {char: named.get(char, others) for char in parser.config.alphabet}
-    alone = {keys[char] for char, node in tree.root.children.items() if node.tokens}
+    single = {keys[char] for char, node in tree.root.children.items() if node.tokens}
     before: dict[int, list[int]] = {}
     for state, moves in fsm.map.items():
         for key, after in moves.items():
-            if key in alone:
+            if key in single:
                 before.setdefault(after, []).append(state)
     live, pending = set(fsm.finals), list(fsm.finals)
     while pending:

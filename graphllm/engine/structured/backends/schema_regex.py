@@ -93,7 +93,7 @@ class _Writer:
         if "pattern" not in node:
             return f'"{_CHAR}{times(low, high)}"'
         if low or high is not None:
-            raise UnsupportedError("json", "pattern", where, "length", "beside minLength or maxLength")
+            raise UnsupportedError("json", "pattern", where, "length", "together with minLength or maxLength")
         return f'"(?:{plain_string_pattern(node["pattern"], "json", where)})"'
 
     def _array(self, node: Mapping[str, Any], where: str) -> str:
