@@ -1,6 +1,8 @@
-"""BUILD: every distinct piece for every bucket, each as soon as the sites in it are tuned. Where there are processes to
-build in, they find what can be chosen among and compile it first, then pieces in which nothing is; this process times
-meanwhile."""
+"""BUILD: every distinct piece for every bucket, each as soon as its sites are tuned.
+
+With worker processes, the workers first find and compile candidates, then build pieces without choices. At the same
+time this process times candidates.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,12 @@ def begin_builds(
     tuner: Tuner | None,
     workers: Workers | None,
 ) -> dict[Job, Callable[[], Built]]:
-    """Tune, and begin every build; what waits for each, or does it. First those that are one op, whose kernels compile
-    beside the others, and these bucket by bucket: what a piece has built for one bucket it often finds for the next.
-    Candidates begin with those of single ops at the largest sizes: attention of prompts compiles ten times as long as a
-    linear layer, and would be waited for."""
+    """Tune, and begin every build; returns by job the function that waits for the build, or does it.
+
+    Pieces of one op come first, since their kernels compile during the others. The others follow bucket by bucket: a
+    piece often finds for a bucket what it has built for the one before. Candidates begin with single ops at the largest
+    sizes: attention of prompts compiles ten times as long as a linear layer, and the others would wait for it.
+    """
     begun: dict[Job, Callable[[], Built]] = {}
     buckets = list(dict.fromkeys(bucket for _, bucket in wanted))
     order = sorted(wanted, key=lambda job: (not linked.pieces[job[0]].boundary, buckets.index(job[1])))

@@ -1,4 +1,4 @@
-"""The pipeline of passes as a literal list, and where those of plugins go in it."""
+"""The pipeline of passes as a literal list, with the places of plugins."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ PIPELINE = Pipeline(
 
 
 def pipeline() -> Pipeline:
-    """The list with the passes of plugins, each behind the one that it names; several behind one by their own names.
+    """The list with the passes of plugins, each after the pass that it names; several after one pass by their own
+    names.
 
     Raises ConfigError for a pass that names none, or one that there is not.
     """
@@ -64,15 +65,15 @@ def with_plugins(listed: Pipeline, registered: Mapping[str, Pass]) -> Pipeline:
     """The ``listed`` passes and the other ``registered`` ones in their places; errors as in `pipeline`."""
     known = {p.name for p in (*listed.units, *listed.pieces)}
     others = [registered[name] for name in sorted(registered) if name not in known]
-    found = Pipeline(*(tuple(_behind(p, others)) for p in listed))
+    found = Pipeline(*(tuple(_with_followers(p, others)) for p in listed))
     placed = {p.name for p in (*found.units, *found.pieces)}
     for p in others:
         if p.name not in placed:
             names = ", ".join(q.name for q in (*listed.units, *listed.pieces))
-            raise ConfigError(f"pass {p.name}: after is {p.after!r}; name the pass behind which it runs: {names}")
+            raise ConfigError(f"pass {p.name}: after is {p.after!r}; name the pass after which it runs: {names}")
     return found
 
 
-def _behind(passes: Sequence[Pass], others: Sequence[Pass]) -> list[Pass]:
-    """Each pass, followed by those of the others that name it, and these by those that name them."""
-    return [q for p in passes for q in (p, *_behind([o for o in others if o.after == p.name], others))]
+def _with_followers(passes: Sequence[Pass], others: Sequence[Pass]) -> list[Pass]:
+    """The passes with plugins inserted: each plugin follows the pass named in its `after`, recursively."""
+    return [q for p in passes for q in (p, *_with_followers([o for o in others if o.after == p.name], others))]

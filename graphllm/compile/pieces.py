@@ -32,8 +32,8 @@ def unit_of(piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> 
 
 
 def require_implementations(jobs: Iterable[tuple[Mapping[str, Any], Bucket]], config: CompileConfig) -> None:
-    """Raise ConfigError, before anything is compiled, for a call that nothing can compute in one of the pieces at its
-    bucket: of an op without an implementation there whose reference needs data."""
+    """Raise ConfigError, before anything is compiled, for a call in one of the pieces that nothing can compute at its
+    bucket: the op has no implementation there, and its reference needs data."""
     for piece, bucket in jobs:
         if not any(op.untraceable for node in from_json(piece).nodes if (op := op_of(node.target))):
             continue

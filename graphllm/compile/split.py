@@ -1,5 +1,5 @@
-"""Layers of one type whose weights are kept in different ways become layers of several types: a unit's passes do the
-same to all of its layers."""
+"""Splits a layer type where its layers keep their weights in different ways, since a unit's passes do the same to all
+of its layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kept = tuple[tuple[str, str | None, tuple[str, ...]], ...]
 
 
 def split_layers(graph: TracedGraph, plan: WeightPlan, config: CompileConfig) -> TracedGraph:
-    """The graph with a unit for each set of layers whose weights are stored, and shall be rounded, alike."""
+    """The graph with a unit for each set of layers that store their weights, and shall round them, alike."""
     types, units = list(graph.layer_types), dict(graph.units)
     for layer_type in dict.fromkeys(types):
         unit = units[f"layer.{layer_type}"]

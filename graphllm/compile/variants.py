@@ -1,5 +1,5 @@
-"""Program variants: units without what changes nothing in a step whose optional inputs are neutral throughout, such as
-one in which no request has an adapter: whole ops, or some arguments of ops."""
+"""A second version of each program for steps in which no request uses an optional input (for example: no adapter), with
+the ops or arguments for it removed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The program that build processes come from, ``python -m graphllm.compile.worker``: it imports what they need,
-forks one for each socket that it is told of, and says when one has ended (`graphllm.compile.tuning.workers`). Each
-takes jobs from its socket and answers on it, until it is closed."""
+"""The program that forks build processes, ``python -m graphllm.compile.worker``.
+
+It imports what they need, forks one for each socket that it gets, and reports when one has ended
+(`graphllm.compile.tuning.workers`). Each takes jobs from its socket and answers on it, until it is closed.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def main() -> None:
     sink = os.open(os.devnull, os.O_WRONLY)  # what Inductor prints is for nobody
     os.dup2(sink, 1)
     os.dup2(sink, 2)
-    gc.freeze()  # so that collections leave alone what processes share
+    gc.freeze()  # so that collections do not touch memory that processes share
     for own in start.builders:
         forks.fork(own, lambda job: Done(built=backend.build(job.piece, job.bucket, start.config, job.choices)))
     forks.wait()

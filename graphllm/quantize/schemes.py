@@ -134,7 +134,7 @@ def _e2m1_codes(scaled: Tensor) -> Tensor:
 
 
 def stored(grid: Grid, levels_OI: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a matrix by their names behind the module's. dtype: of scales that the scheme leaves open."""
+    """The tensors of a matrix, by the last part of their names. dtype: of scales that the scheme leaves open."""
     scheme, scales = grid.scheme, grid.scales.to(dtype)
     if scheme.format == "float-quantized":
         return {"weight": levels_OI.to(torch.float8_e4m3fn), "weight_scale": scales}

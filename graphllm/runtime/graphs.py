@@ -92,8 +92,7 @@ class GraphPrograms:
         return index
 
     def host_results(self, program: str) -> dict[str, str | int]:
-        """The results that every run of a program copies to the host, and whether they have a row for each of T, S or
-        R, or so many."""
+        """The results that every run of a program copies to the host, with their number of rows: T, S, R or an int."""
         return self._programs[program].host
 
     def bound(self, name: str, size: Size) -> BoundProgram:
@@ -198,7 +197,7 @@ def _capture(launches: Sequence[Launch], pool: Any) -> list[Launch]:
     import torch
 
     graph = torch.cuda.CUDAGraph()
-    # Threads of libraries, as NCCL's that watches its collectives, may ask for events meanwhile.
+    # Threads of libraries, such as NCCL's watchdog, may ask for events during the capture.
     with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         for launch in launches:
             launch()

@@ -73,8 +73,9 @@ def joined(
 
 
 def abandon() -> threading.Thread:
-    """Give up all groups of this process on a GPU, some of whose ranks are gone. The library's kernels end, which wait
-    for those for ever, and this thread when no captured graph holds any: then the groups are left."""
+    """Give up all groups of this process on a GPU, since some of their ranks are gone. The library's kernels, which
+    wait for these ranks, end. The returned thread ends when no captured graph holds a group: then the groups are
+    left."""
     from torch.distributed.distributed_c10d import _abort_process_group
 
     thread = threading.Thread(target=_abort_process_group, name="graphllm-abandon", daemon=True)
@@ -86,8 +87,8 @@ def abandon() -> threading.Thread:
 def joined_cores(
     rank: int, count: int, meeting: Meeting, device: torch.device
 ) -> Iterator[Callable[[list[int]], list[int]]]:
-    """Be one of the engine cores that share experts, each of one rank. Gives what tells all of them the largest of the
-    numbers that they say at each place, by a group beside that of what their steps exchange; the host waits for it."""
+    """Be one of the engine cores that share experts, each of one rank. Yields a function that gives the
+    largest of all cores' numbers at each place. It uses a group of its own, and the host waits for it."""
     own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
     members = _meet(rank, count, meeting, own)
     set_group(EXPERTS, LibraryGroup(members))
@@ -124,7 +125,7 @@ def _meet(rank: int, count: int, meeting: Meeting, device: torch.device) -> torc
 
 
 def _stage_links(rank: int, stages: int, width: int, device: torch.device) -> StageLinks:
-    """Of a rank to those with its number in the other stages, each of so many ranks."""
+    """Links from a rank to the ranks with its number in the other stages. width: ranks of a stage."""
     to: dict[int, torch.distributed.ProcessGroup] = {}
     origins: dict[int, torch.distributed.ProcessGroup] = {}
     own = rank // width
@@ -147,9 +148,9 @@ def _own_group(rank: int, groups: Sequence[Sequence[int]]) -> torch.distributed.
 
 
 def open_group(members: torch.distributed.ProcessGroup, device: torch.device, one_host: bool = True) -> Group:
-    """The group of some processes of which this is one, each with its device. All of them must call this. On GPUs of
-    one host small collectives go through symmetric memory. The library's communicator is made now: it cannot be while
-    a graph is captured."""
+    """The group of this process and others, each with its device. All of them must call this. On GPUs of one host small
+    collectives go through symmetric memory. The library's communicator is made now, since it cannot be made while a
+    graph is captured."""
     if device.type != "cuda":
         return LibraryGroup(members)
     from graphllm.runtime.ranks.symmetric_memory import SymmetricGroup, is_reachable
