@@ -11,7 +11,7 @@ from graphllm.ir.groups import EXPERTS, TENSOR, Alone, joined_group, set_group
 
 
 class FakeGroup(Alone):
-    """A group of ``size`` ranks. Instead of the others' numbers it gives this process's own, or zeros."""
+    """Of so many ranks. What others would give is this process's own, or zeros."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -22,7 +22,7 @@ from graphllm.engine.requests.text_length import characters_per_token
 if TYPE_CHECKING:
     import tokenizers
 
-_LONG = 4096  # characters or tokens from which a batch of one is worth it: it lets other threads run
+_LONG = 4096  # characters or tokens from which a batch of one is worth it, which lets other threads run meanwhile
 _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"))
 _TOKEN = Check(
     lambda value: isinstance(value.get("content") if isinstance(value, dict) else value, str),
@@ -55,7 +55,7 @@ class Tokenizer:
         self._special = _special_tokens(folder, config)
         self._templates = _templates(folder, config)
         self._compiled: dict[str, ChatTemplate] = {}
-        self._single: dict[bool, dict[int, str]] = {True: {}, False: {}}  # texts of single tokens, special ones skipped
+        self._alone: dict[bool, dict[int, str]] = {True: {}, False: {}}  # texts of single tokens, special ones skipped
         ids = {**_ids(section(model, "text_config")), **_ids(model), **_ids(generation, "generation_config.json")}
         self.bos_id = self._id_of("bos_token", ids)
         self.eos_id = self._id_of("eos_token", ids)
@@ -152,7 +152,7 @@ class Tokenizer:
     def detokenizer(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
         """One for each request: turns new tokens into new text."""
         decode = partial(self._backend.decode, skip_special_tokens=skip_special_tokens)
-        return Detokenizer(decode, prompt_ids, self.token_bytes.by_bytes, self._single[skip_special_tokens])
+        return Detokenizer(decode, prompt_ids, self.token_bytes.by_bytes, self._alone[skip_special_tokens])
 
     def text_offsets(self, ids: Sequence[int], text: str | None = None) -> list[int]:
         """Of each token, the characters before it in the text, special tokens among them; as `text_offsets`."""
