@@ -78,11 +78,13 @@ class TokenTree(NamedTuple):
 
 
 class DynamicTree(NamedTuple):
-    """A tree of drafts that grows where what drafts is sure (EAGLE-2), anew in each step: only sizes are known.
+    """A tree of drafts that the device chooses anew in each step (EAGLE-2); only its sizes are known.
 
-    top_k: the likeliest tokens that are looked at behind each draft, and the likeliest drafts of each depth behind
-    which they are. levels: depths. drafts: the likeliest of all that were looked at, which are verified. Nodes are
-    numbered by depth; node 0 is the token that was sampled last.
+    top_k: at each depth, the k most likely drafts are expanded, each by its k most likely tokens.
+    levels: depths.
+    drafts: the most likely of all candidates, which are verified.
+
+    Nodes are numbered by depth; node 0 is the token that was sampled last.
     """
 
     top_k: int
@@ -116,7 +118,7 @@ class DynamicTree(NamedTuple):
 
 
 def of_parents(parents: Sequence[int]) -> TokenTree:
-    """The tree in which each node has that one before it, of which there is none before the root."""
+    """The tree with the given parent of each node; the root's parent is ignored."""
     paths: list[tuple[int, ...]] = [()]
     for node, parent in enumerate(parents[1:], 1):
         paths.append((*paths[parent], list(parents[1:node]).count(parent)))
