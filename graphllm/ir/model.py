@@ -51,13 +51,9 @@ class ForwardContext(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """The hidden states that a draft graph reads.
-
-    layers: of the main graph (-1: the last one); their outputs are concatenated.
-    size: numbers of one layer's hidden state.
-    normed: the main graph's last norm is applied, too.
-    width: size of the draft graph's own hidden state if later runs read it, else 0.
-    """
+    """The hidden states that a draft graph reads: those behind layers of the main graph (-1: the last one), side by
+    side, each of so many numbers. normed: behind the main graph's last norm, too. width: of the draft graph's own x,
+    where it reads that in further runs, else 0."""
 
     layers: tuple[int, ...]
     size: int
@@ -152,9 +148,9 @@ class Model:
     not supported. method: of a family of draft graphs, what users call it. part_of: the architectures in whose
     checkpoints it is found; empty for one that has its own.
 
-    shared: shardable head counts that may be smaller than the number of ranks; ranks then hold copies.
-    of_experts: shardable widths that expert parallelism does not divide.
-    inner: the field of Config that has all shardable fields, "" for Config itself.
+    Of the shardable fields, shared: heads that several ranks may have the same of, where they are fewer than ranks;
+    of_experts: what stays whole where experts are divided by number. inner: the field of Config that has all of them,
+    "" for Config itself.
     """
 
     architectures: tuple[str, ...]
