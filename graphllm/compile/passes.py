@@ -24,8 +24,9 @@ from graphllm.rewrite import Pass, registered_passes
 
 class Pipeline(NamedTuple):
     """units: passes over one unit at a time (embed, one layer of each type, head, sampling), which may edit the weight
-    plan. pieces: passes over one linked piece at one bucket's sizes, when weights and the cuts between pieces are
-    settled."""
+    plan.
+    pieces: passes over one linked piece at one bucket's sizes, when weights and the cuts between pieces are settled.
+    """
 
     units: tuple[Pass, ...]
     pieces: tuple[Pass, ...]

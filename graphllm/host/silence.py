@@ -20,8 +20,13 @@ _UNSEEN = 1.0
 
 
 class Thread(NamedTuple):
-    """What the kernel has counted. ran: nanoseconds on a processor. waited: nanoseconds in the queue for one, as far as
-    the wait has ended. turns: how often it got one. runnable: it runs, or waits for a processor."""
+    """What the kernel has counted for a thread.
+
+    ran: nanoseconds on a processor.
+    waited: nanoseconds in the queue for one, as far as the wait has ended.
+    turns: how often it got a processor.
+    runnable: it runs, or waits for a processor.
+    """
 
     ran: int
     waited: int
@@ -64,8 +69,12 @@ def _share_waited(before: Threads, now: Threads, seconds: float) -> float:
 
 
 class Silence:
-    """Of one process. threads: looks at those it depends on, see `threads_of`. tick: seconds between two looks of the
-    watcher; of a longer pause no more counts. unseen: seconds of silence in which nobody looks at the threads."""
+    """How long one process has been silent.
+
+    threads: returns the threads that it depends on, see `threads_of`.
+    tick: seconds between two looks of the watcher; a longer pause counts as one tick.
+    unseen: seconds of silence in which nobody looks at the threads.
+    """
 
     def __init__(
         self,

@@ -209,7 +209,11 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 
 class Artifact:
-    """An artifact that can be used. folder: where it is. manifest: what it says of itself."""
+    """An artifact that can be used.
+
+    folder: where it is.
+    manifest: what it says of itself.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest

@@ -22,12 +22,14 @@ Retention = Literal["full", "window", "last", "none"]
 class InputSpec:
     """An array of one step.
 
-    shape: over T, S and R (tokens, sequences and sampled rows of the step). provider: the name of what fills it on the
-    host (`graphllm.engine.step.providers`); inputs of every graph have none. neutral: the value of padding entries,
-    where padding does not repeat the last one. ragged: of its rows and columns only the beginnings are filled. late: it
-    is filled once logits are known. shareable: whether cached states of a prefix stay valid whatever this input holds
-    for what follows the prefix. counts: its last dimension is T and it grows by one with each output token, so that
-    what a verification step rejects is taken off on the device.
+    shape: over T, S and R (tokens, sequences and sampled rows of the step).
+    provider: the name of what fills it on the host (`graphllm.engine.step.providers`); inputs of every graph have none.
+    neutral: the value of padding entries, where padding does not repeat the last one.
+    ragged: of its rows and columns only the beginnings are filled.
+    late: it is filled once logits are known.
+    shareable: whether cached states of a prefix stay valid whatever this input holds for what follows the prefix.
+    counts: its last dimension is T and it grows by one with each output token, so that what a verification step rejects
+    is taken off on the device.
     """
 
     name: str
@@ -87,7 +89,11 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """What a program leaves. shape: over T, S and R. host: whether every step copies it to the host."""
+    """What a program leaves.
+
+    shape: over T, S and R.
+    host: whether every step copies it to the host.
+    """
 
     name: str
     shape: tuple[Dim, ...]

@@ -22,8 +22,11 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m
 class BlockPlan(NamedTuple):
     """The pool and who uses which part of it.
 
-    groups: by their number. places: (group, tensor) of each layer, None for one without block states. tensors: how many
-    there are. block_bytes: of one block in one tensor. unused: bytes of such a block that each group leaves unused.
+    groups: by their number.
+    places: (group, tensor) of each layer, None for one without block states.
+    tensors: how many there are.
+    block_bytes: of one block in one tensor.
+    unused: bytes of such a block that each group leaves unused.
     """
 
     groups: tuple[CacheGroup, ...]

@@ -49,8 +49,11 @@ def folds_of(model_type: str) -> Sequence[Fold]:
 def channel_scales(
     weights: Sequence[Tensor], gram_II: Tensor, size_I: Tensor, scheme: Scheme, dtype: torch.dtype, channels: Tensor
 ) -> Tensor:
-    """What each inner entry is best multiplied by. size_I: the mean magnitude of activations. channels: by inner entry,
-    the output of the maker that it reads; entries of one get one scale."""
+    """The best factor of each inner entry.
+
+    size_I: the mean magnitude of activations.
+    channels: by inner entry, the output of the maker that it reads; entries of one output get one scale.
+    """
     count = int(channels.max()) + 1
     size = torch.zeros(count, device=size_I.device).index_add_(0, channels, size_I) + 1e-8
     best, least = torch.ones(count, device=size_I.device), torch.inf

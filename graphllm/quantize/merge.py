@@ -24,7 +24,11 @@ _EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 
 
 class Merged(NamedTuple):
-    """tensors: that are not the base's any more. nbytes: of all."""
+    """What was merged.
+
+    tensors: tensors that differ from the base's.
+    nbytes: bytes of all tensors.
+    """
 
     tensors: int
     nbytes: int

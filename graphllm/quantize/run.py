@@ -31,8 +31,11 @@ _ROWS = 4096  # of inputs that are multiplied together
 
 @dataclass(frozen=True)
 class Request:
-    """What a user wants. ignore: names of modules that stay as they are, with * and ?, or regular expressions after
-    "re:". samples, length: sequences of the calibration text and the most tokens of one."""
+    """What a user wants.
+
+    ignore: names of modules that stay as they are, with * and ?, or regular expressions after "re:".
+    samples, length: sequences of the calibration text and the most tokens of one.
+    """
 
     output: Path
     scheme: str
@@ -60,7 +63,11 @@ class Fit(NamedTuple):
 
 
 class Made(NamedTuple):
-    """bits: of a weight of the matrices, with scales. nbytes: of the new checkpoint's tensors."""
+    """What was made.
+
+    bits: of a weight of the matrices, with scales.
+    nbytes: bytes of the new checkpoint's tensors.
+    """
 
     matrices: int
     bits: float

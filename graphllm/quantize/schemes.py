@@ -22,8 +22,10 @@ _CHUNK = 1 << 24  # numbers that a search for scales looks at together
 
 @dataclass(frozen=True)
 class Scheme:
-    """format: compressed-tensors' name for the layout. group: inner entries with one scale, 0 for a row. activations:
-    what an engine may round activations to, as compressed-tensors says it."""
+    """format: compressed-tensors' name for the layout.
+    group: inner entries with one scale, 0 for a row.
+    activations: what an engine may round activations to, as compressed-tensors says it.
+    """
 
     format: str
     kind: str

@@ -153,7 +153,11 @@ class GraphPrograms:
 class BoundProgram:
     """A bound program. With ``pool``, a memory pool, what can be is captured as CUDA graphs at a part's first run and
     replayed afterwards: one graph for the whole part when every piece is compiled, one between every two interpreted
-    pieces or messages otherwise. on_host: results as the host sees them on a CPU. ran: the parts that have run."""
+    pieces or messages otherwise.
+
+    on_host: results as the host sees them on a CPU.
+    ran: the parts that have run.
+    """
 
     def __init__(self, bound: Bound, kernels: Kernels, memory: Memory, pool: Any | None, ran: set[str]) -> None:
         self.parts, self._pool, self.results, self.ran = bound.parts, pool, bound.results, ran

@@ -24,8 +24,12 @@ from graphllm.rewrite import ImplChoice
 
 
 class Backend(Protocol):
-    """prepare: import what building needs. build: compile a piece, given by its canonical JSON, with the ``choices``
-    that were measured. assemble: write the files all pieces share into ``folder``."""
+    """Makes code of pieces.
+
+    prepare: import what building needs.
+    build: compile a piece, given by its canonical JSON, with the ``choices`` that were measured.
+    assemble: write the files all pieces share into ``folder``.
+    """
 
     def prepare(self) -> None: ...
 

@@ -78,7 +78,11 @@ def compiled(call: TritonCall, dtypes: Sequence[str], numbers: Sequence[int | No
 
 
 def compiled_gluon(kernel: GluonKernel, dtypes: Mapping[str, str], constants: str, target: Target) -> Any:
-    """The same of a Gluon kernel. dtypes: of the arguments that are tensors. constants: see `GluonKernel`."""
+    """The same of a Gluon kernel.
+
+    dtypes: of the arguments that are tensors.
+    constants: see `GluonKernel`.
+    """
     options = kernel.options(constants)
     given = {name: _ANY for name in kernel.function.arg_names if name not in options} | {
         name: _Pointer(getattr(torch, dtype), 0) for name, dtype in dtypes.items()
@@ -121,7 +125,11 @@ def described_gluon(call: Mapping[str, Any], target: Target, turns: Path | None 
 
 
 def _described(binary: Any, names: Sequence[str], grid: Sequence[str]) -> dict[str, Any]:
-    """names: arguments of a launch. grid: names of the numbers of programs, which follow the arguments."""
+    """The launch data of a compiled kernel.
+
+    names: arguments of a launch.
+    grid: names of the numbers of programs, which follow the arguments.
+    """
     return {
         **launched(binary),
         "names": [*names, *grid],

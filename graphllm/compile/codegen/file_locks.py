@@ -31,7 +31,11 @@ def turn(folder: Path | None, exclusive: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernel_turn(folder: Path | None, kernel: str) -> Iterator[None]:
-    """Compile this kernel, or find it compiled. kernel: what it is compiled from. folder: see `turn`."""
+    """Compile this kernel, or find it compiled.
+
+    kernel: what it is compiled from.
+    folder: see `turn`.
+    """
     if folder is None:
         yield
         return

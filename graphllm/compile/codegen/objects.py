@@ -89,8 +89,9 @@ class Objects:
     ) -> None:
         """The library of hand-written ``sources`` and generated ``kernels``. Raises BuildError when a compiler fails.
 
-        header: what stands above generated kernels. command: how to compile a source of them to an object. calls: a
-        source that needs neither.
+        header: what stands above generated kernels.
+        command: how to compile a source of them to an object.
+        calls: a source that needs neither.
         """
         for source in sources:
             self.add(source)

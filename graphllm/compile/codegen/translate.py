@@ -37,10 +37,11 @@ class TranslateError(Exception):
 class Bundle:
     """A compiled piece before packaging.
 
-    inputs, outputs: value names. code: instructions in order. kernels: by name, the ABI ("args" as "ptr", "i64", "f64")
-    and where the code is: "cpp" source text, "c" symbol of a `CKernel`, "generated" name of a Triton kernel in
-    the generated module, "call" of a Triton kernel of ours or "gluon" name of a `GluonKernel`, with what they are built
-    from (`graphllm.compile.codegen.cubins`).
+    inputs, outputs: value names.
+    code: instructions in order.
+    kernels: by name, the ABI ("args" as "ptr", "i64", "f64") and where the code is: "cpp" source text, "c" symbol of a
+    `CKernel`, "generated" name of a Triton kernel in the generated module, "call" of a Triton kernel of ours or "gluon"
+    name of a `GluonKernel`, with what they are built from (`graphllm.compile.codegen.cubins`).
     """
 
     inputs: list[str]

@@ -26,7 +26,11 @@ class _Range:
 
 
 class ItemCache:
-    """rows: how many there are. caching: whether an item's rows are kept when no request holds them any more."""
+    """Places of rows, by the content of items.
+
+    rows: rows of the item states.
+    caching: whether an item's rows are kept when no request holds them any more.
+    """
 
     def __init__(self, rows: int, caching: bool) -> None:
         self.rows, self._caching = rows, caching

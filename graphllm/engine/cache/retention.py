@@ -18,8 +18,12 @@ NEVER = 2**31 - 1  # a position that no sequence reaches
 
 
 class FullBlocks:
-    """Blocks of a group that keeps all tokens. number: of the group. table [slots, blocks] int32: each slot's blocks,
-    0 where it has none. held [slots]: how long its list is."""
+    """Blocks of a group that keeps all tokens.
+
+    number: of the group.
+    table [slots, blocks] int32: each slot's blocks, 0 where it has none.
+    held [slots]: how long its list is.
+    """
 
     def __init__(self, number: int, group: CacheGroup, pool: BlockPool, max_num_seqs: int, max_len: int) -> None:
         self.number, self.unit, self._pool = number, group.block_size, pool

@@ -29,9 +29,12 @@ _END = "CONTINUE-FROM-HERE "  # stands for the end of a message that is continue
 
 
 class Wants(NamedTuple):
-    """What a template wants of messages. parts: content is a list of parts, which it walks over, and no text. none:
-    content is none where a message is nothing but calls. short_ids: ids of calls are nine letters or digits, as
-    Mistral's templates demand."""
+    """What a template wants of messages.
+
+    parts: content is a list of parts, which it walks over, and no text.
+    none: content is none where a message is nothing but calls.
+    short_ids: ids of calls are nine letters or digits, as Mistral's templates demand.
+    """
 
     parts: bool
     none: bool
@@ -53,8 +56,10 @@ class ChatTemplate:
             raise ConfigError(f"chat template: line {e.lineno}: {e.message}") from e
 
     def render(self, variables: Mapping[str, Any], content_format: ContentFormat = "auto") -> str:
-        """The prompt. variables: plain JSON values, with the messages of a conversation among them. content_format:
-        "string" for content as texts and "openai" for content as parts, whatever the template says.
+        """The prompt.
+
+        variables: plain JSON values, with the messages of a conversation among them.
+        content_format: "string" for content as texts and "openai" for content as parts, whatever the template says.
 
         Where the template refuses a system message after others, all system messages go first, as one. Raises
         ConfigError with the template's own message when it refuses.

@@ -24,9 +24,12 @@ _LESS, _MORE = 0.3, 0.1
 class Acceptance:
     """Of the drafts that were verified.
 
-    most: drafts of a sequence in a step. off_above: sequences of a step above which none are verified, None as it pays.
-    drafts, draft_tokens: verified so far; of a sequence in a step, and their tokens. by_position: how many were right
-    at each place. runs: of guesses that the device looks up.
+    most: drafts of a sequence in a step.
+    off_above: steps of more sequences verify nothing; None: as it pays.
+    drafts: verified so far; all drafts of a sequence in a step count as one.
+    draft_tokens: tokens of these drafts.
+    by_position: right tokens at each place.
+    runs: how guesses that the device looks up go on.
     """
 
     def __init__(self, most: int, off_above: int | None = None) -> None:

@@ -31,9 +31,14 @@ class Agreement(NamedTuple):
 
 
 class CoreWaves:
-    """One of ``count`` cores. most: gives all cores the largest of the numbers that they say at each place; raises
-    RuntimeError where one is gone. place: a word that only these cores know. joined: what is left in the end. Every
-    core makes its own at the same time."""
+    """One of ``count`` cores.
+
+    most: gives all cores the largest of their numbers at each place; raises RuntimeError where a core is gone.
+    place: a word that only these cores know.
+    joined: the context to leave at the end.
+
+    Every core makes its own at the same time.
+    """
 
     def __init__(
         self,
@@ -85,7 +90,13 @@ class CoreWaves:
                     self.running, self._wave = True, wave
 
     def agree(self, tokens: int, mixed: bool, busy: bool) -> Agreement:
-        """Agree with all cores on the next step. tokens: of this core. busy: it has requests. Raises PeerError."""
+        """Agree with all cores on the next step.
+
+        tokens: of this core.
+        busy: it has requests.
+
+        Raises PeerError.
+        """
         with self.watched():
             largest, any_mixed, any_busy = self._most([tokens, mixed, busy])
         self.running = bool(any_busy)

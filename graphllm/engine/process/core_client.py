@@ -36,7 +36,9 @@ _NAME = "first"
 
 class Health(NamedTuple):
     """seconds: loading ("starting"), without a heartbeat ("unresponsive"), in one step ("stuck"), since the death
-    ("dead"); 0 when "ready". cause: of the death."""
+    ("dead"); 0 when "ready".
+    cause: of the death.
+    """
 
     state: Literal["starting", "ready", "unresponsive", "stuck", "dead"]
     seconds: float = 0.0

@@ -28,8 +28,9 @@ MAX_WAITING = 8
 class LimitedProcess:
     """Runs ``python -m module``, one question at a time; it starts with the first one and stays. For several threads.
 
-    setup: its first line, which it answers with one of its own once it is ready. what: waits, for people. kept: so
-    many answers are, for those who ask the same again.
+    setup: its first line, which it answers with one of its own once it is ready.
+    what: name of the waiting requests, for people.
+    kept: answers that are kept for equal questions.
     """
 
     def __init__(self, module: str, setup: bytes, what: str, kept: int = 0) -> None:

@@ -11,7 +11,9 @@ class RemoteCore(CoreLink):
     """What `CoreClient` is to the front that has started the core. That one knows how the core does; here it is ready
     until somebody says `end`.
 
-    name: no other front of the core has it. folder: of its sockets, "" for one that is gone. loads: as for `CoreLink`.
+    name: no other front of the core has it.
+    folder: of its sockets, "" for one that is gone.
+    loads: as for `CoreLink`.
     """
 
     def __init__(self, name: str, folder: str, loads: bool = False) -> None:

@@ -18,8 +18,12 @@ _MOST_BLOCKS, _MOST_ADAPTERS = 1 << 16, 32  # remembered of a core
 
 @dataclass(slots=True)
 class _Live:
-    """A request. missing: tokens of its prompt that are to be computed. size: of prompt and limit together. begun:
-    there was news of it."""
+    """A request.
+
+    missing: tokens of its prompt that are to be computed.
+    size: tokens of prompt and limit together.
+    begun: an update of it has come.
+    """
 
     missing: int
     size: int
@@ -60,7 +64,11 @@ class Router:
     """
 
     def __init__(self, count: int, prefix: bool = True) -> None:
-        """count: of cores. prefix: whether they keep what prompts begin with."""
+        """A router without requests.
+
+        count: cores.
+        prefix: whether cores cache prefixes of prompts.
+        """
         self._cores = [_Known() for _ in range(count)]
         self._prefix = prefix
         self._block_size, self._most_blocks = 16, _MOST_BLOCKS

@@ -21,8 +21,14 @@ from graphllm.engine.requests.text import Tokenizer
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """tokens: prompt and output, the end-of-sequence token too. prompt_tokens: how many of them are the prompt.
-    logprobs: the candidates at each output token. text: of all the tokens. finish_reason: "stop" or "length"."""
+    """One beam.
+
+    tokens: prompt and output, with the end-of-sequence token.
+    prompt_tokens: number of tokens of the prompt.
+    logprobs: the candidates at each output token.
+    text: of all the tokens.
+    finish_reason: "stop" or "length".
+    """
 
     tokens: list[int]
     prompt_tokens: int

@@ -116,8 +116,13 @@ def _context(decode: Decode, prompt_ids: Sequence[int]) -> tuple[list[int], Sequ
 
 
 def text_offsets(detokenizer: Detokenizer, ids: Sequence[int], text: str | None) -> list[int]:
-    """Of each token of a text, the characters before it. detokenizer: a new one, that gives special tokens. text: None
-    for what the tokens say. A token that stands for nothing in it, such as BOS before it, has the place of the next."""
+    """The offset of each token in a text, in characters.
+
+    detokenizer: a new one, that gives special tokens.
+    text: None for the decoded tokens.
+
+    A token without characters, such as BOS, has the offset of the next.
+    """
     found, at = list[int](), 0
     for token in ids:
         found.append(at)

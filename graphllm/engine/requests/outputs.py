@@ -23,9 +23,13 @@ from graphllm.engine.requests.text import Tokenizer
 
 
 class Logprob(NamedTuple):
-    """Natural logarithm of a token's probability. rank: 1 for the likeliest. decoded_token: by itself. token_bytes: all
-    that it stands for, also within a character. offset: of a token that stands there, the characters before it in the
-    text of the prompt, or of the output."""
+    """Natural logarithm of a token's probability.
+
+    rank: 1 for the likeliest.
+    decoded_token: the text of the single token.
+    token_bytes: its bytes, also within a character.
+    offset: characters before it in the text of the prompt or of the output, for a token that stands there.
+    """
 
     logprob: float
     rank: int | None = None
@@ -39,10 +43,14 @@ Position = dict[int, Logprob]  # by token id: the token that stands there first,
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. finish_reason: "stop", "length", "repetition", "abort", "error", or None while it runs.
+    """One completion.
+
+    finish_reason: "stop", "length", "repetition", "abort", "error", or None while it runs.
     stop_reason: the stop string or the id of stop_token_ids that ended it, None for an end-of-sequence token.
-    cumulative_logprob: of all its tokens, where logprobs were asked for. error: what went wrong, for people.
-    mistake: it is the request's own, which asks for what cannot be."""
+    cumulative_logprob: of all its tokens, where logprobs were asked for.
+    error: what went wrong, for people.
+    mistake: the error is the request's own: it asks for something impossible.
+    """
 
     index: int
     text: str
@@ -61,9 +69,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Seconds of `time.monotonic`; 0 for what has not happened yet. first_scheduled_time: when its first step was
-    planned, known from the first token on. draft_tokens, accepted_tokens: of its completions that have ended, drafts
-    that were verified, and those that became part of the output."""
+    """Seconds of `time.monotonic`; 0 for what has not happened yet.
+
+    first_scheduled_time: when its first step was planned, known from the first token on.
+    draft_tokens, accepted_tokens: drafts of its ended completions that were verified, and that became output.
+    """
 
     arrival_time: float
     first_scheduled_time: float = 0.0
@@ -76,8 +86,11 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """News of one request. prompt: its text, None when it came as tokens. prompt_logprobs: None for the first token,
-    then one entry for each. num_cached_tokens: prompt tokens that the prefix cache held.
+    """News of one request.
+
+    prompt: its text, None when it came as tokens.
+    prompt_logprobs: None for the first token, then one entry for each.
+    num_cached_tokens: prompt tokens that the prefix cache held.
 
     outputs: with RequestOutputKind.DELTA the completions that got something, and only that; else all n of them.
     """
@@ -231,7 +244,11 @@ class _Pieces(dict[int, tuple[str | None, bytes | None]]):
 
 
 class _Request:
-    """A user's request. running: completions that are not done. begins: first characters of its stop strings."""
+    """A user's request.
+
+    running: completions that are not done.
+    begins: first characters of its stop strings.
+    """
 
     __slots__ = ("begins", "cached", "kind", "metrics", "parsed", "prompt_logprobs", "running", "stop_ids", "streams")
 

@@ -93,8 +93,12 @@ class ParsedRequest(NamedTuple):
 
 
 class Processor:
-    """Makes requests for one core. tokenizer: None takes token ids only. grammar: None refuses structured outputs.
-    seed: makes the seeds of requests without one repeatable."""
+    """Makes requests for one core.
+
+    tokenizer: None takes token ids only.
+    grammar: None refuses structured outputs.
+    seed: makes the seeds of requests without one repeatable.
+    """
 
     def __init__(
         self,

@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
 
 class TokenTexts:
-    """What tokens say, to search in. texts: the bytes of each; empty for one that is none in a text. special: tokens
-    that are no text, by how they are written."""
+    """Texts of tokens, to search in.
+
+    texts: the bytes of each token; empty for a token that adds no text.
+    special: special tokens, by how they are written.
+    """
 
     def __init__(self, texts: Sequence[bytes], special: dict[str, int] | None = None) -> None:
         self.texts, self.special = texts, special or {}

@@ -71,8 +71,9 @@ class Prepared(NamedTuple):
 class CachingCompiler(ABC, Generic[G]):
     """Compiles what requests ask for with one backend.
 
-    tokenizer_folder: holds ``tokenizer.json``. vocab: the model's vocabulary, which sets the size of the masks; the
-    tokenizer may have fewer tokens. stop_ids: the tokens that end an output.
+    tokenizer_folder: holds ``tokenizer.json``.
+    vocab: the model's vocabulary, which sets the size of the masks; the tokenizer may have fewer tokens.
+    stop_ids: the tokens that end an output.
     """
 
     name: ClassVar[str]

@@ -26,7 +26,9 @@ class GrammarError(RuntimeError):
 class UnsupportedError(ConfigError):
     """What one backend cannot do, and another one may.
 
-    field: of the constraint. where: in it, such as "#/properties/a". what: the keyword, or the part of an expression.
+    field: of the constraint.
+    where: place in it, such as "#/properties/a".
+    what: the keyword, or the part of an expression.
     kind: of the values that the keyword is about; "field" where it is the whole constraint, "never" where no backend
     can do it, and empty where llguidance may.
     """

@@ -42,7 +42,8 @@ class PoolingRequest(NamedTuple):
 class Pooling:
     """The requests for vectors of one core's model.
 
-    processor: of the same core. vectors: what the model gives.
+    processor: of the same core.
+    vectors: what the model gives.
     """
 
     def __init__(self, processor: Processor, tokenizer: Tokenizer | None, info: CoreInfo, vectors: Vectors) -> None:
@@ -88,8 +89,13 @@ class Pooling:
         cache_salt: str | None = None,
         adapter: Adapter | None = None,
     ) -> PoolingRequest:
-        """Check a request. prompt: as `instructed` gives it, or two texts. task: None for that of the parameters.
-        Raises ConfigError naming field, value and remedy."""
+        """Check a request.
+
+        prompt: as `instructed` gives it, or two texts.
+        task: None for that of the parameters.
+
+        Raises ConfigError naming field, value and remedy.
+        """
         if not isinstance(params, PoolingParams):
             raise ConfigError(f"pooling_params is {params!r:.80}: give PoolingParams")
         meant = self.task(task if task is not None else params.task)

@@ -87,7 +87,11 @@ class Query(Command):
 
 
 class Sent(msgspec.Struct, tag=True, array_like=True):
-    """A command on its way to other ranks. kind: module:class. fields: as msgpack."""
+    """A command on its way to other ranks.
+
+    kind: module:class.
+    fields: as msgpack.
+    """
 
     kind: str
     fields: bytes

@@ -20,9 +20,14 @@ _FIRST = 32 << 20  # bytes in all, for the first prompts: up to a whole page of 
 
 
 class CacheMemory:
-    """Zeros for equal cache tensors. tensors: of each, [blocks, block_bytes] uint8. first: bytes that a thread
-    asks for at once, and then whole pages before they are reached; 0 where only `reach` asks. Raises ConfigError when
-    there is no room."""
+    """Zeros for equal cache tensors.
+
+    tensors: of each, [blocks, block_bytes] uint8.
+    first: bytes that a thread asks for at once, and then whole pages before they are reached; 0 where only `reach`
+    asks.
+
+    Raises ConfigError when there is no room.
+    """
 
     def __init__(self, tensors: int, blocks: int, block_bytes: int, first: int = _FIRST) -> None:
         try:

@@ -35,8 +35,11 @@ class RanksOfHost(Protocol):
 
 
 class AllRanks:
-    """degree: how many ranks there are, with 0. fate: what ends all of them. hosts: see `begin`. undo: what ends with
-    the ranks, after them."""
+    """degree: how many ranks there are, with 0.
+    fate: what ends all of them.
+    hosts: see `begin`.
+    undo: what ends with the ranks, after them.
+    """
 
     def __init__(self, degree: int, fate: SharedFate) -> None:
         self.degree, self.fate = degree, fate

@@ -20,8 +20,11 @@ _PATIENCE = datetime.timedelta(minutes=10)  # a rank that waits longer for the o
 
 
 class Meeting(NamedTuple):
-    """Where ranks find each other. url: file:// and a file that does not exist yet, of ranks of one host, or tcp:// and
-    the address of rank 0. listener: on rank 0, the file descriptor of the socket that listens there."""
+    """Where ranks find each other.
+
+    url: file:// and a file that does not exist yet, of ranks of one host, or tcp:// and the address of rank 0.
+    listener: on rank 0, the file descriptor of the socket that listens there.
+    """
 
     url: str
     listener: int | None = None
@@ -47,9 +50,12 @@ class Meeting(NamedTuple):
 def joined(
     rank: int, degree: int, meeting: Meeting, device: torch.device, stages: int = 1, one_host: bool = True
 ) -> Iterator[None]:
-    """Be one rank of a tensor-parallel group, gloo on a CPU and NCCL on GPUs. device: of type cuda without a number it
-    is the GPU of the rank's number, which becomes the current one. stages: of a pipeline; the ranks of each are
-    consecutive, and a tensor-parallel group of their own. one_host: the ranks of each stage are on one host."""
+    """Be one rank of a tensor-parallel group, gloo on a CPU and NCCL on GPUs.
+
+    device: of type cuda without a number it is the GPU of the rank's number, which becomes the current one.
+    stages: of a pipeline; the ranks of each are consecutive, and a tensor-parallel group of their own.
+    one_host: the ranks of each stage are on one host.
+    """
     if device.type == "cuda":
         device = torch.device("cuda", rank if device.index is None else device.index)
         torch.cuda.set_device(device)

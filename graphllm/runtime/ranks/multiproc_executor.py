@@ -37,8 +37,11 @@ _PATIENCE = 0.25  # seconds of waiting between two looks at whether all ranks li
 
 
 class MultiprocExecutor(Executor):
-    """As `Executor`, for an artifact of several ranks. ranks: the others, about to allocate as many blocks. joined: the
-    groups that this process has entered, which it leaves in the end."""
+    """As `Executor`, for an artifact of several ranks.
+
+    ranks: the others, about to allocate as many blocks.
+    joined: the groups that this process has entered, which it leaves in the end.
+    """
 
     def __init__(
         self,

@@ -35,9 +35,13 @@ def lead_node(
     prepare: Prepare,
     environment: Mapping[str, str] | None = None,
 ) -> bool:
-    """Be a node of the engine at that address, until it ends; whether there was one. command, environment: of ranks'
-    processes. prepare: says what they load, and raises ConfigError for what this host lacks. Raises RankError when a
-    rank here, or the engine, is gone, OSError where nobody listens."""
+    """Be a node of the engine at that address, until it ends; whether there was one.
+
+    command, environment: of ranks' processes.
+    prepare: says what they load, and raises ConfigError for what this host lacks.
+
+    Raises RankError when a rank here, or the engine, is gone, OSError where nobody listens.
+    """
     connected = socket.create_connection(address, timeout=10)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST)
     connection = Connection(connected)

@@ -15,7 +15,12 @@ from graphllm.runtime.ranks.rank_process import receive
 
 
 class Hello(msgspec.Struct, tag=True):
-    """A node is there. number: which one, None for any. secret: that it belongs to the engine. host: its name."""
+    """A node is there.
+
+    number: which one, None for any.
+    secret: that it belongs to the engine.
+    host: its name.
+    """
 
     number: int | None
     secret: str

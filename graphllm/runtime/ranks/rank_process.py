@@ -107,7 +107,11 @@ def _exactly(fd: int, count: int) -> bytes | None:
 
 
 def run_rank(load: Load, preload: Callable[[], None]) -> None:
-    """The process's whole life. load: reads this rank's weights. preload: imports what that needs."""
+    """The process's whole life.
+
+    load: reads this rank's weights.
+    preload: imports what that needs.
+    """
     ring = int(sys.argv[1])
     reports = os.dup(1)
     os.dup2(2, 1)  # what is printed must not mix with reports

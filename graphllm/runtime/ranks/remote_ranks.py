@@ -178,7 +178,13 @@ class NodesDoor(NamedTuple):
 
 
 def listen(host: str, port: int, name: str = "master_port") -> socket.socket:
-    """A socket for others to connect to. port: 0 for any. name: the setting that says it. Raises ConfigError."""
+    """A socket for others to connect to.
+
+    port: 0 for any.
+    name: the setting that says it.
+
+    Raises ConfigError.
+    """
     try:
         return socket.create_server((host, port))
     except (OSError, OverflowError) as refused:

@@ -25,9 +25,14 @@ def link_directions(stages: int) -> list[tuple[int, int]]:
 
 
 class StageLinks:
-    """The links of one stage. to, origins: the groups for what it sends and gets, by the other stage; both processes of
-    a group are in no other with the same direction. device: of this process. All stages must make theirs at the same
-    time."""
+    """The links of one stage.
+
+    to, origins: the groups for what it sends and gets, by the other stage; both processes of a group are in no other
+    with the same direction.
+    device: of this process.
+
+    All stages must make theirs at the same time.
+    """
 
     def __init__(
         self,

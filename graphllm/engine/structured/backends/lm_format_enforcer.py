@@ -73,9 +73,11 @@ class LMFormatEnforcerCompiler(TextCompiler):
 class _Automaton(NamedTuple):
     """What the states of a grammar share.
 
-    keys: of characters, in moves. moves: of states from which characters that are tokens lead to an end, to such
-    states; so nobody gets where nothing may follow. ends: where the text may end. texts: of tokens. masks: of the
-    states that some request has been in.
+    keys: of characters, in moves.
+    moves: between states that can reach an end by characters that are tokens, so that every state has a continuation.
+    ends: where the text may end.
+    texts: of tokens.
+    masks: of the states that some request has been in.
     """
 
     keys: dict[str, int]
