@@ -1,4 +1,5 @@
-"""EngineCore: the step loop. Requests of token ids go in, new tokens come out, the host one step behind the device.
+"""EngineCore: the step loop. Requests of token ids go in, new tokens come out; the host learns a step's tokens one step
+later.
 
 A step is planned and started before the tokens of the one before it are known; they reach it on the device. Where a
 request's choice of tokens depends on them (a grammar, bad words), the step stops at its logits until the host has seen
@@ -71,7 +72,7 @@ class EngineCore:
     setup: what parts are made of.
     pipeline_depth: steps that the executor runs at once, in the stages of a pipeline.
     min_batch_per_stage: a step with fewer sequences is not split over the stages.
-    cold: buckets whose first step is still to come; `warm_up` runs one.
+    cold: buckets that have not run a step; `warm_up` runs one.
     scheduler, executor, parts: what the core drives; see `PartContext`.
     """
 
@@ -254,8 +255,8 @@ class EngineCore:
                     added()
 
     def _due(self, plan: SchedulerOutput | None, known: bool) -> Iterator[StartedStep]:
-        """The steps to wait for now. If no step starts, the oldest; otherwise so many that at most `pipeline_depth` - 1
-        stay in flight. known: the next step needs the tokens of all steps before it."""
+        """Yield the steps to wait for now. If no step starts, wait for the oldest. Otherwise wait until at most
+        `pipeline_depth` - 1 steps are in flight. known: the next step needs the tokens of all steps before it."""
         most = len(self._in_flight) - 1 if plan is None else self._depth - 1
         if plan is not None and known:
             most = min(most, plan.num_independent)
@@ -296,8 +297,8 @@ class EngineCore:
         return StartedStep(plan, batch, self.executor.start(batch.step, program, **asked), begun)
 
     def _measure(self, step: StartedStep) -> None:
-        """Count a step whose result has just come. Its time begins where that of the step before it ended, if that was
-        later than its own start: the host had both in flight until then."""
+        """Count a step with a new result. Its time begins at its start, or at the end of the step before if that was
+        later: until then the host had both in flight."""
         now = time.monotonic()
         bucket, tokens = self._stats.buckets[step.handle.size.bucket.name], step.batch.step.tokens
         step.seconds = now - max(step.begun, self._ended)
@@ -337,7 +338,7 @@ class EngineCore:
         return news
 
     def _complete(self, state: RequestState, output: EngineCoreOutput) -> None:
-        """What an output holds beside its tokens: the prompt's figures with the first, the end with the last."""
+        """Fill the rest of an output: the prompt's figures with the first tokens, the end with the last."""
         began = len(state.output) == len(output.tokens)
         for complete in self._at.complete:
             complete(state, output)
@@ -392,7 +393,7 @@ class EngineCore:
             check()
 
     def write_adapter(self, digest: str, values: Mapping[str, np.ndarray]) -> None:
-        """Have requests whose adapter has this digest read these tables; see `Adapters.put`. Raises ConfigError."""
+        """Set the tables for requests with an adapter of this digest; see `Adapters.put`. Raises ConfigError."""
         self.part(Adapters).put(digest, values)
 
     def export_cache(self, request: EngineRequest) -> list[CacheEntry]:

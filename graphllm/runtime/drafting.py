@@ -1,5 +1,5 @@
-"""The draft graph's runs behind a step: once over the step's tokens, then once for each further draft. They follow the
-step on the device; the host prepares their inputs with the step's and learns nothing of them."""
+"""The draft graph's runs after a step: once over the step's tokens, then once for each further draft. They follow the
+step on the device. The host prepares their inputs with the step's and learns nothing of the drafts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ class DraftRuns(NamedTuple):
 
 
 class DraftShape(NamedTuple):
-    """one_row_more: the first run has the step's tokens and one more of each sequence. at_once: drafts of a run that
-    none follows, 0 where each run makes one. tree: that they fill, level by level, None where each is one behind the
-    other. block: rows of each sequence in the one run that makes all drafts behind the first, which makes none."""
+    """How a draft graph makes its drafts.
+
+    one_row_more: the first run has the step's tokens and one more of each sequence.
+    at_once: drafts of a single run, 0 where each run makes one.
+    tree: the tree that the runs fill, level by level; None for a chain of drafts.
+    block: rows of each sequence in the second run, which makes all drafts; 0 without blocks.
+    """
 
     one_row_more: bool
     at_once: int
@@ -45,8 +49,8 @@ class DraftShape(NamedTuple):
 
 
 def _inner_nodes(tree: TokenTree | DynamicTree, sequences: int, kept: Mapping[str, np.ndarray]) -> StepInput:
-    """Rows of each sequence for the nodes of a tree that have others behind them. Of one that grows the device knows
-    which they are."""
+    """Rows of each sequence for the nodes of a tree that have children. In a dynamic tree only the device knows these
+    nodes."""
     if isinstance(tree, DynamicTree):
         return _alike(sequences, max(tree.rows, 1), kept)
     inner, count = tree.inner, len(tree.inner)
@@ -56,7 +60,7 @@ def _inner_nodes(tree: TokenTree | DynamicTree, sequences: int, kept: Mapping[st
 
 
 def _alike(sequences: int, count: int, kept: Mapping[str, np.ndarray]) -> StepInput:
-    """So many rows of each sequence."""
+    """A step of ``count`` rows of each sequence."""
     n = np.arange(sequences + 1, dtype=np.int32)
     rows = {"query_start_loc": n * count, "sequence_ids": np.repeat(n[:-1], count)}
     return StepInput(count * sequences, sequences, count * sequences, count, {**kept, **rows})

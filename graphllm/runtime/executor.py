@@ -51,10 +51,10 @@ Hook = Callable[["torch.Tensor"], None]
 class StepResult(NamedTuple):
     """What a step gave, on the host.
 
-    outputs: the results that every step copies, and those that were asked for, by name: tokens [R] int32 (-1 where none
-    can be chosen), scores (see `token_logprobs`), pooled [R, D] and so on. whole: by row, log-probabilities [V] of the
-    model's own distribution, for the rows that asked for all. logits [R, V]: a view of device memory that the next step
-    overwrites, None for a task without.
+    outputs: by name, the results that every step copies, and requested ones: tokens [R] int32 (-1 where none can be
+    chosen), scores (see `token_logprobs`), pooled [R, D] and so on.
+    whole: by row, log-probabilities [V] of the model's own distribution, for rows that asked for all.
+    logits [R, V]: a view of device memory that the next step overwrites, None for a task without logits.
     """
 
     outputs: Mapping[str, np.ndarray]
@@ -215,8 +215,8 @@ class Executor:
         must follow. drafts: the result has those that all slots have for their next step, "drafts" [N, K], and of trees
         that grow "tree_parents" [N, K + 1], the node before each one.
 
-        In a pipeline, a program that runs for the first time at a size runs alone. Loading and capturing may wait for
-        all work of a GPU, including messages that another stage, which waits for the same, has not taken."""
+        In a pipeline, the first run of a program at a size has no other step in flight. Loading and capturing may wait
+        for all work of a GPU, including messages that another stage, which waits for the same, has not taken."""
         graph = self._main
         size, variant = graph.pick(step), graph.variant(program, step)
         first = not graph.has_run(variant, size)
@@ -298,8 +298,10 @@ class Executor:
     ) -> None:
         """Go on with a step of the program "full": edit the logits, sample, report logprobs.
 
-        mask [M, ceil(V / 32)] int32: rows for ``mask_row``. scores: whether any row wants logprobs. whole: rows that
-        want those of the whole vocabulary. hook: edits the float32 logits [R, V] in place, last before sampling.
+        mask [M, ceil(V / 32)] int32: rows for ``mask_row``.
+        scores: whether any row wants logprobs.
+        whole: rows that want logprobs of the whole vocabulary.
+        hook: edits the float32 logits [R, V] in place, last before sampling.
         """
         graph, symbols, bound = self._main, handle.size.symbols, handle.program
         if mask is not None:
@@ -326,8 +328,8 @@ class Executor:
         self.stream.then(handle, work)
 
     def _finish(self, handle: StepHandle, wanted: Mapping[str, str | int]) -> None:
-        """What ends a step, in the order of the current stream: copy results, each with a row for each of T, S or R or
-        with so many, to the host, then draft, in the memory that held them."""
+        """End a step, in the order of the current stream: copy results to the host, then draft, in the memory that held
+        them. wanted: by the result's name, its rows: T, S, R or a number."""
         for name, symbol in wanted.items():
             count = symbol if isinstance(symbol, int) else handle.counts[symbol]
             if name in handle.program.on_host:
@@ -378,15 +380,15 @@ class Executor:
         return self._kernels.done
 
     def check_health(self) -> None:
-        """This process runs the steps alone: it is there."""
+        """This process runs all steps, so there is nothing to check."""
 
     def synchronize(self) -> None:
         """Wait for everything submitted so far."""
         self.stream.synchronize()
 
     def close(self) -> None:
-        """Wait for everything, stop, and give memory back, whoever still holds this executor: captured graphs, without
-        which a group of ranks cannot be left, weights and states, whose place another engine of this process needs."""
+        """Wait for everything, stop, and free memory, even if somebody still holds this executor. Captured graphs must
+        go before a group of ranks can be left. Another engine of this process needs the room of weights and states."""
         drop_profile(self.worker)
         self.stream.close()
         for graph in self._graphs.values():

@@ -7,7 +7,7 @@ from graphllm.engine.parts.part import Part, PartContext
 from graphllm.engine.step.batch import Batch
 from graphllm.runtime.memory.staging import ragged
 
-_NOTHING = ragged([[0]], [0])  # a step of padding alone, which writes to what is no request's
+_NOTHING = ragged([[0]], [0])  # a step of padding only, which writes to no request's memory
 
 
 class Lockstep(Part):
@@ -36,7 +36,7 @@ class Lockstep(Part):
         self._waves.hear()
 
     def adjust(self, batch: Batch | None) -> Batch | None:
-        """A step as all cores make it, padded to the tokens of the largest one. One of padding alone starts here."""
+        """A step as all cores make it, padded to the tokens of the largest one. A step of padding only starts here."""
         if not self._waves.running:
             return batch
         step = None if batch is None else batch.step

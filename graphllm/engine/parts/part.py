@@ -46,7 +46,7 @@ class CoreSetup:
     speculation: the settings of drafts.
     adapters: reads the files of adapters; None: tables are given.
     balancer: says which experts move; None where they do not.
-    waves: of the cores that step together with this one; None for one alone.
+    waves: of the cores that step together with this one; None for a single core.
     """
 
     grammars: GrammarCompilers | None = None

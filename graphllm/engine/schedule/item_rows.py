@@ -10,7 +10,10 @@ from graphllm.engine.schedule.resource import Resource
 
 
 class ItemRows(Resource):
-    """cache: where rows lie. A request holds rows of the items whose tokens the prefix cache does not have."""
+    """Rows of the items of running requests. A request holds rows of items with tokens outside the prefix cache.
+
+    cache: places of the rows.
+    """
 
     def __init__(self, cache: ItemCache) -> None:
         self.cache = cache
@@ -51,6 +54,6 @@ class ItemRows(Resource):
             self.cache.forget(self._new.pop(state.request.id, ()))
 
     def encodes(self) -> list[tuple[Item, int]]:
-        """Items to be encoded before the next step, with their first rows; told once."""
+        """Items to be encoded before the next step, with their first rows. Each is returned once."""
         found, self._new = self._new, {}
         return [new for of_request in found.values() for new in of_request]

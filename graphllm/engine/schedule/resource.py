@@ -1,4 +1,4 @@
-"""Resource: what a request holds while it runs, beside its slot and blocks: an adapter's tables, rows for its items.
+"""Resource: what a request holds while it runs, apart from its slot and blocks: an adapter's tables, rows for items.
 
 The scheduler asks each resource whether a request may join a step. A part offers one as `Part.resource`.
 """
@@ -19,12 +19,12 @@ class Resource:
         """The scheduler looks at the requests that wait, from the first on."""
 
     def acquire(self, state: RequestState) -> bool:
-        """Take what a waiting request needs. False: it goes on waiting, and requests behind it may pass."""
+        """Take what a waiting request needs. False: it goes on waiting, and later requests may pass."""
         return True
 
     def hold(self, state: RequestState, num_cached: int) -> bool:
-        """Take what depends on how many of its tokens are in the cache. False: it goes on waiting, and so do all
-        behind it."""
+        """Take what depends on how many of its tokens are in the cache. False: it goes on waiting, and so do all later
+        requests."""
         return True
 
     def place(self, state: RequestState, table: RequestTable) -> None:

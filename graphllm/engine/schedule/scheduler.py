@@ -29,10 +29,10 @@ _MOST_HELD_BACK = 256  # requests that others may pass in one look, so that a st
 
 
 class Scheduler:
-    """The cache and the request table are this scheduler's alone.
+    """Plans steps. Nobody else changes its cache and its request table.
 
     caching, secret: see `CacheManager`.
-    resources: what requests need beside a slot and blocks.
+    resources: what requests need apart from a slot and blocks.
     verification: says whether a step verifies drafts.
     """
 
@@ -82,7 +82,7 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest sequence that fits into the cache alone."""
+        """Tokens of the longest sequence that fits into the empty cache."""
         return self.cache.capacity
 
     def check(self, request: EngineRequest) -> None:
@@ -215,7 +215,7 @@ class Scheduler:
         )  # fmt: skip
 
     def _verify(self, slots: np.ndarray, known: np.ndarray, alone: bool) -> int:
-        """Tokens for each of these slots, all of which decode. alone: nothing else wants a part of the step."""
+        """Tokens for each of these slots, which all decode. alone: nothing else wants a part of the step."""
         budget = self._limits.max_num_batched_tokens
         query_len = self.verification.query_len(slots, known, budget if alone else budget // 2)
         if query_len == 1:
@@ -353,8 +353,8 @@ class Scheduler:
         return leader.slot >= 0 and self.cache.states.may_fork(self.requests, leader.slot)
 
     def _enter(self, state: RequestState, leader: RequestState | None, budget: int, rows: int) -> int:
-        """Give a request a slot, what it can share, and room for its first chunk, whose tokens are returned; 0, and
-        no slot, when the blocks for all of it are not free, a resource has no place for it or no row is left."""
+        """Give a request a slot, blocks that it can share, and room for its first chunk. Returns the chunk's tokens; 0,
+        and no slot, when blocks for all of it are not free, a resource has no place for it or no row is left."""
         cache, t, request, length = self.cache, self.requests, state.request, state.num_tokens
         if leader is not None and cache.can_fork(leader.slot, length):
             hit = cache.fork(leader.slot, length)

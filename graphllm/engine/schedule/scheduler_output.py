@@ -10,11 +10,18 @@ from graphllm.engine.requests.request_table import RequestState
 
 
 class SchedulerLimits(NamedTuple):
-    """max_num_rows: sampled rows of one step. max_len: tokens of a sequence. block_size: see `CacheManager`. policy:
-    "fcfs" or "priority".
+    """Limits of the scheduler.
 
-    long_prefill_token_threshold: tokens of one prompt in one step, 0 for no limit. snapshot_interval: see
-    `CacheManager`. pipeline_depth, min_batch_per_stage: see `PipelineShare`.
+    max_num_seqs: sequences of one step.
+    max_num_batched_tokens: tokens of one step.
+    max_num_rows: sampled rows of one step.
+    max_len: tokens of a sequence.
+    block_size: see `CacheManager`.
+    max_num_queued_reqs: requests that may wait, None for no limit.
+    policy: "fcfs" or "priority".
+    long_prefill_token_threshold: tokens of one prompt in one step, 0 for no limit.
+    snapshot_interval: see `CacheManager`.
+    pipeline_depth, min_batch_per_stage: see `PipelineShare`.
     """
 
     max_num_seqs: int
@@ -31,22 +38,29 @@ class SchedulerLimits(NamedTuple):
 
 
 class SchedulerOutput(NamedTuple):
-    """A step's work, an entry for each of n requests, those with one token first.
+    """A step's work: an entry for each of n requests. Requests with one token come first.
 
-    starts, counts [n] int32: first position and number of the tokens to compute. rows [n] int32: how many of the last
-    of them are sampled from or scored. samples [n] bool: whether the last row gives the sequence's next token. fed [n]
-    bool: the first token is still in flight and is taken from the device. epochs [n]: tell at `commit` whether the
-    slot is still the request's. tables: block tables of all slots, for each cache group [slots, blocks].
-
-    query_len, verified: the first ``verified`` entries verify drafts: they have query_len tokens each, their newest and
-    drafts [verified, query_len - 1] int32, negative for none; None where they lie on the device. ahead: by how many
-    tokens each of them may move on: query_len, fewer where the drafts are a tree. pending [n] bool, or
-    None: starts, positions and lengths are upper bounds, to be lowered on the device by the drafts that the step in
-    flight rejects. num_drafts: of each sequence, how many the device makes behind the step, None where it is not asked.
+    requests, slots [n]: the entries.
+    starts [n] int32: first position of the tokens to compute.
+    counts [n] int32: number of the tokens to compute.
+    rows [n] int32: how many of the last tokens are sampled from or scored.
+    samples [n] bool: the last row gives the sequence's next token.
+    fed [n] bool: the first token is in flight and is read on the device.
+    epochs [n]: show at `commit` whether the slot is still the request's.
+    tables: block tables of all slots, for each cache group [slots, blocks].
+    query_len: tokens of each entry that verifies drafts: the newest token and drafts.
+    ahead: by how many tokens such an entry may advance: query_len, fewer where the drafts are a tree.
+    verified: number of entries that verify drafts; they are the first.
+    drafts [verified, query_len - 1] int32: negative for none; None where drafts lie on the device.
+    pending [n] bool, or None: starts, positions and lengths are upper bounds. The device lowers them by the drafts that
+    the step in flight rejects.
+    num_drafts: drafts that the device makes for each sequence after the step, None for its own choice.
     num_independent: how many of the newest steps in flight it takes no token of.
-
-    To do before the step: copies of blocks (from, to); resets: slots whose recurrent states become zero;
-    snapshot_loads (snapshot, slot). After it: snapshot_saves (slot, snapshot). admitted: requests new in their slot.
+    copies: blocks (from, to) to copy before the step.
+    resets: slots to zero before the step, in their recurrent states.
+    snapshot_loads: (snapshot, slot) to load before the step.
+    snapshot_saves: (slot, snapshot) to save after the step.
+    admitted: requests that are new in their slot.
     """
 
     requests: list[RequestState]

@@ -17,16 +17,19 @@ from graphllm.runtime.memory.staging import StepInput
 
 _INT32 = 2**31 - 1
 IN_PROMPT = 1 << 30  # flag of `process_logits` in the counts
-_NO_SLOTS = np.array([-1], dtype=np.int32)  # equal to those of no step
+_NO_SLOTS = np.array([-1], dtype=np.int32)  # equal to the slots of no step
 
 
 class Rows(NamedTuple):
     """The sampled rows of a step, in order. R rows, n entries in the scheduler's output.
 
-    entry [R]: which of them. slot [R]. sample_index [R]: index of the output token the row samples; negative for a row
-    inside the prompt, which only scores the next prompt token; too high by what the step in flight rejects. place [R]:
-    drafts of its entry before the row. wanted [R]: top log-probabilities wanted, -1: none
-    at all. masked: rows that have a mask, in the order of the mask's rows.
+    entry [R]: entry of the scheduler's output.
+    slot [R]: slot of the entry.
+    sample_index [R]: index of the output token that the row samples; negative for a row inside the prompt, which only
+    scores the next prompt token; too high by what the step in flight rejects.
+    place [R]: drafts of its entry before the row.
+    wanted [R]: top log-probabilities wanted, -1 for none.
+    masked: rows that have a mask, in the order of the mask's rows.
     """
 
     entry: np.ndarray
@@ -280,8 +283,8 @@ def history(prompt: Sequence[int], output: Sequence[int], length: int) -> np.nda
 
 @functools.lru_cache
 def _uniform(n: int, query_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of n sequences with so many tokens and rows each: where each one begins; of each row its sequence, and its place
-    in that; and these places once."""
+    """For n sequences of ``query_len`` tokens and rows each: where each sequence begins, the sequence of each row, the
+    place of each row in its sequence, and the places of one sequence."""
     places = np.arange(query_len, dtype=np.int32)
     begin = np.arange(0, (n + 1) * query_len, query_len, dtype=np.int32)
     entry, place = np.repeat(np.arange(n, dtype=np.int32), query_len), np.tile(places, n)
