@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
 
 class CallOrder(NamedTuple):
-    """A program before its memory is planned; the fields are those of `GraphProgram`."""
+    """A program before its memory is planned, with the first fields of `GraphProgram`."""
 
     calls: tuple[ProgramCall, ...]
     parts: dict[str, int]
@@ -44,8 +44,12 @@ class CallOrder(NamedTuple):
 
 
 class Linked(NamedTuple):
-    """The whole model: its distinct pieces by id, and each graph's programs by name. optional: of each graph, the
-    inputs without which its programs are there a second time, with `NEUTRAL` behind their names."""
+    """The whole model.
+
+    pieces: its distinct pieces, by id.
+    programs: of each graph, by name.
+    optional: of each graph, the inputs without which its programs exist a second time, with the suffix `NEUTRAL`.
+    """
 
     pieces: dict[str, Piece]
     programs: list[dict[str, CallOrder]]

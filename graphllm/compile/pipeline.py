@@ -70,7 +70,7 @@ class Traced(NamedTuple):
 
 def open_backend(config: CompileConfig, objects: Objects | None, turns: Path | None = None) -> Backend:
     """The backend a config asks for. Importing it takes a second where it is Inductor. objects: for C++, None in a
-    process that only generates it. turns: where other processes use the GPU beside this one."""
+    process that only generates it. turns: locks of processes that use the GPU at the same time."""
     if config.backend == "eager":
         from graphllm.compile.codegen.backends import Eager
 
@@ -165,8 +165,8 @@ def compile_model(
     build in, started before; they end here. origin: the model's name, and the commit of its repository, for the
     manifest. stored: the checkpoint's tensors, which show what of a quantized one is encoded.
 
-    Raises ConfigError for a model or setting that is not supported, BuildError when a compiler fails. Nothing is left
-    behind unless the artifact is complete.
+    Raises ConfigError for a model or setting that is not supported, BuildError when a compiler fails. No files are left
+    unless the artifact is complete.
     """
     started = time.perf_counter()
     load_ops()
@@ -291,7 +291,7 @@ def run_passes(units: list[Unit], plan: WeightPlan, config: CompileConfig, passe
 def open_tuner(
     config: CompileConfig, workers: Workers | None, progress: Callable[[int, int], None], folder: Path | None
 ) -> Tuner | None:
-    """What finds launch constants, for a GPU whose kernels are tuned."""
+    """The tuner, which finds launch constants; None where kernels are not tuned."""
     if config.target.device == "cpu" or config.backend == "eager" or not config.tune:
         return None
     from graphllm.compile.tuning.tune import Tuner
@@ -300,7 +300,7 @@ def open_tuner(
 
 
 def sources_beside(linked: Linked) -> list[Path]:
-    """The C++ kernels that lie beside the model's ops. Most will be called; which, is known when pieces are lowered."""
+    """The C++ kernels in the folders of the model's ops. Most will be called; lowering a piece shows which."""
     ops = (op_of(node.target) for piece in linked.pieces.values() for node in piece.graph.nodes)
     return sources_in({op.folder for op in ops if op is not None})
 

@@ -31,10 +31,13 @@ _BLOCKS = 64
 class Layout(NamedTuple):
     """Everything a model's graphs read and leave, planned before they are traced.
 
-    blocks: the pool of block states, over the layers of all graphs in their order. states: where each one lies, by its
-    name in programs. entries: how many there are of each axis but "block". layers: for each graph, the states of each
-    layer by the layer's own names for them. inputs: of each graph, by name. versions: of recurrent states, one for each
-    token of a verification step. groups: the cache group of each graph's layers, 0 for those without one.
+    blocks: the pool of block states, over the layers of all graphs in their order.
+    states: where each state lies, by its name in programs.
+    entries: of each axis but "block", how many.
+    layers: for each graph, the states of each layer by the layer's own names for them.
+    inputs: of each graph, by name.
+    versions: of recurrent states, one for each token of a verification step.
+    groups: the cache group of each graph's layers, 0 for layers without one.
     """
 
     blocks: BlockPlan
@@ -59,8 +62,13 @@ class Program(NamedTuple):
 
 
 class TracedGraph(NamedTuple):
-    """A graph's units by their short names ("embed", "layer.<type>", "head" ...) and its programs. behind: units that
-    follow a layer, by its index, in order. vector: of the task "pool", see `StepExecutor`."""
+    """A graph's units and programs.
+
+    units: by their short names ("embed", "layer.<type>", "head" ...).
+    programs: by name.
+    behind: units that follow a layer, by its index, in order.
+    vector: of the task "pool", see `StepExecutor`.
+    """
 
     graph: Graph
     units: dict[str, Unit]
@@ -181,7 +189,7 @@ def _typed(state: StateSpec, config: CompileConfig) -> StateSpec:
 
 def trace_model(model: Model, c: Any, config: CompileConfig, layout: Layout) -> list[TracedGraph]:
     """The units of every graph, each in program order: what resolves token ids, embed, each layer type once, head, and
-    the units of its programs behind it."""
+    the units of its programs after the head."""
     shapes = Shapes(config.target.device)
     drafter = next((graph for graph in model.graphs if graph.task == "draft"), None)
     hidden = None if drafter is None else drafting.reads(drafter, model.graphs[0], c)
@@ -251,7 +259,7 @@ class _Tracer:
             order = (*(s.name for s in before), *first, *own, *(s.name for s in after))
             made_here = {*names, *(n for s in after for n in s.outputs)}
             if name == "plain" and self._config.tensor_parallel_size > 1:
-                made_here.discard("logits")  # no rank need have those of all tokens: `compile.tasks.sample_from_shares`
+                made_here.discard("logits")  # no rank needs all logits: `compile.tasks.sample_from_shares`
             programs[name] = Program(
                 order,
                 {s.name: s.part for s in after if s.part},
@@ -261,7 +269,7 @@ class _Tracer:
         return traced if pooled is None else traced._replace(vector=_vector(graph, pooled))
 
     def stages(self, drafted: bool, hidden: Hidden | None) -> Mapping[str, tuple[tuple[Stage, ...], tuple[Stage, ...]]]:
-        """By program, what comes before the graph's own units and behind them. drafted: a draft graph follows."""
+        """By program, the stages before the graph's own units and after them. drafted: a draft graph follows."""
         task, config, layout = self._graph.task, self._config, self._layout
         if task == "draft":
             return drafting.programs(self._graph, self._c, config, hidden)
@@ -308,7 +316,7 @@ class _Tracer:
             self.trace(f"context.{layer_type}", extra, keep, (), layers)
 
     def counting(self, behind: dict[int, list[str]]) -> ExpertCounter:
-        """Units that count the tokens of experts: before all layers and behind each."""
+        """Units that count the tokens of experts: before all layers and after each."""
         types = self._graph.layer_types(self._c)
         units = {t: self.units[f"layer.{t}"] for t in types}
         made = expert_counts.count(len(types), list(units.values()), self._config)

@@ -1,8 +1,8 @@
-"""Draft graphs that guess a block at once (`Graph.context`): masks behind the token last sampled, in one run.
+"""Draft graphs that guess a block at once (`Graph.context`): masks after the token last sampled, in one run.
 
 The first run is over the step's tokens: from their hidden states each layer makes what it keeps of them, and nothing
-else is computed. The next one has, of each sequence, a row for the token behind those and one for each draft. What that
-run keeps lies behind the kept tokens, where the next step's first run writes: nothing is to be rolled back.
+else is computed. The next one has, of each sequence, a row for the token after them and one for each draft. What that
+run keeps lies after the kept tokens, where the next step's first run writes: nothing is to be rolled back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RUN = tuple(f"step.{n}" for n in ("token_ids", "positions", "context_lens", "se
 
 
 def num_drafts(config: CompileConfig) -> int:
-    """Drafts of a block, one behind the other."""
+    """Drafts of a block, one after the other."""
     return config.num_speculative_tokens if config.tree is None else config.tree.levels
 
 
@@ -32,7 +32,7 @@ def context_rows(hidden: list[str], tree: TokenTree | DynamicTree | None) -> Sta
 
 
 def block(config: CompileConfig, mask_token: int) -> tuple[Stage, Stage]:
-    """What comes before the graph's own units in the run over a block, and behind its head."""
+    """The stages before the graph's own units in the run over a block, and after its head."""
     resolved = (*_RUN, "step.logits_indices", "step.places", "step.block_bits")
     count, last = num_drafts(config), config.max_model_len - 1
     return (
@@ -42,7 +42,7 @@ def block(config: CompileConfig, mask_token: int) -> tuple[Stage, Stage]:
 
 
 def of_each_draft(made: Drafts, config: CompileConfig) -> Drafts:
-    """Logits [N * S, V] of a block's drafts, those of the first draft of all sequences first, as [S, V] of each."""
+    """Logits [N * S, V] of a block's drafts, the first draft of all sequences first, as [S, V] of each draft."""
     logits_RV, count = made.logits[0], num_drafts(config)
     parts = logits_RV.view(count, logits_RV.shape[0] // count, logits_RV.shape[1])
     return made._replace(logits=tuple(parts.unbind(0)))
@@ -60,7 +60,7 @@ def position_behind(v: Values) -> Tensor:
 
 
 def _context_rows(v: Values, hidden: list[str], tree: TokenTree | DynamicTree | None) -> tuple[Tensor, ...]:
-    """The tokens of the step. Where the one behind the last kept one of each sequence stands is remembered."""
+    """The tokens of the step. Records the position after the last kept token of each sequence."""
     rows = step_rows(v, hidden, tree)
     store_slots(torch.index_select(rows.positions, 0, rows.last) + 1, v["step.slots"], v["state.draft_position"])
     token_T = torch.index_select(v["state.step_ids"], 0, rows.source).clamp(min=0)
@@ -68,7 +68,7 @@ def _context_rows(v: Values, hidden: list[str], tree: TokenTree | DynamicTree | 
 
 
 def _block_rows(v: Values, count: int, mask_token: int, last_position: int) -> tuple[Tensor, ...]:
-    """Of each sequence the token behind the last kept one, then masks."""
+    """Of each sequence the token after the last kept one, then masks."""
     sequence_T, start_S = v["step.sequence_ids"], v["step.query_start_loc"][:-1]
     at_T = torch.arange(sequence_T.shape[0], device=sequence_T.device)
     place_T = (at_T - torch.index_select(start_S, 0, sequence_T)).clamp(0, count).to(torch.int32)

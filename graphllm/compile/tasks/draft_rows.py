@@ -15,9 +15,14 @@ from graphllm.ir.model import Hidden
 
 
 class StepRows(NamedTuple):
-    """source, behind [T]: the step's row of each token, and of the one behind it. last [S]: where each sequence's last
-    kept token stands. positions [T], hidden [T, D]: of the tokens. ends [S]: tokens of the sequences with all of the
-    step's."""
+    """Rows of the step that a draft graph's first run reads.
+
+    source [T]: the step's row of each token.
+    behind [T]: the step's row of the next token.
+    last [S]: row of each sequence's last kept token.
+    positions [T], hidden [T, D]: of the tokens.
+    ends [S]: tokens of the sequences with all of the step's.
+    """
 
     source: Tensor
     behind: Tensor
@@ -33,7 +38,7 @@ def hidden_states(hidden: Hidden) -> list[str]:
 
 
 def step_rows(v: Values, hidden: list[str], tree: TokenTree | DynamicTree | None) -> StepRows:
-    """The tokens of the step; of a tree those of the path that was kept come first. hidden: see `hidden_states`."""
+    """The tokens of the step; of a tree, the tokens of the kept path come first. hidden: see `hidden_states`."""
     count_T = v["step.sequence_ids"].shape[0]
     at_T = torch.arange(count_T, device=v["step.sequence_ids"].device)
     if tree is None:
@@ -42,7 +47,7 @@ def step_rows(v: Values, hidden: list[str], tree: TokenTree | DynamicTree | None
     else:
         from_T, next_T, last_S = trees.along_path(v, tree)
     position_T = torch.index_select(v["state.step_positions"], 0, from_T)
-    # Sequence lengths are those of the whole step: attention finds the rows' positions by them.
+    # Sequence lengths include the whole step: attention finds the rows' positions by them.
     start_S, count_S = v["step.query_start_loc"][:-1], v["step.query_start_loc"][1:] - v["step.query_start_loc"][:-1]
     end_S = torch.index_select(position_T, 0, start_S.clamp(max=count_T - 1)) + count_S
     hidden_TD = torch.cat([torch.index_select(v[f"state.{n}"], 0, from_T) for n in hidden], -1)
@@ -55,6 +60,6 @@ def rejected(v: Values) -> Tensor:
 
 
 def behind_last(v: Values) -> Tensor:
-    """[S]: the token behind the last one of each sequence that is kept."""
+    """[S]: the token after the last kept token of each sequence."""
     sampled_S = torch.index_select(v["state.last_token"], 0, v["step.slots"])
     return torch.where(v["step.next_tokens"] >= 0, v["step.next_tokens"], sampled_S)

@@ -1,11 +1,11 @@
 """Draft graphs: how a family that guesses another one's next tokens joins it, and the units around its own.
 
-The draft graph runs behind every step of the main graph, on the device: once over the step's tokens (the program
+The draft graph runs after every step of the main graph, on the device: once over the step's tokens (the program
 "first"), then once for each further draft over one token a sequence ("next"). What it reads of the main graph the step
 leaves in states of axis "token"; what one run hands to the next lies in slot states.
 
-There are two kinds. One that reads hidden states takes at each position the hidden state there and the token *behind*
-it, so its last row of a sequence is the main graph's. One that is a model of its own takes the tokens themselves, so
+There are two kinds. One that reads hidden states takes at each position the hidden state there and the *next* token, so
+its last row of a sequence is the main graph's. One that is a model of its own takes the tokens themselves, so
 each sequence has a row more: the token that was just sampled.
 """
 
@@ -84,7 +84,7 @@ def reads(graph: Graph, main: Graph, c: Any) -> Hidden | None:
 
 
 def check_width(hidden: Hidden, width: Any) -> None:
-    """Raises ConfigError for a draft graph whose hidden states are not of the model's width."""
+    """Raises ConfigError for a draft graph that reads hidden states of another width than the model's."""
     if hidden.size != width:
         raise ConfigError(
             f"the draft model reads hidden states of {hidden.size} numbers, the model's have {width}; use one that was "
@@ -151,7 +151,7 @@ def one_row_more(graph: Graph, c: Any) -> bool:
 
 
 def lookahead(graph: Graph, c: Any, config: CompileConfig) -> int:
-    """Positions behind the tokens of a step for which the draft graph keeps something."""
+    """Positions after the tokens of a step for which the draft graph keeps something."""
     if not any(graph.states(c, t) for t in graph.layer_types(c)):
         return 0
     if graph.context is not None:
@@ -216,13 +216,13 @@ _DRAWING = (
 
 
 def inputs(config: CompileConfig) -> tuple[InputSpec, ...]:
-    """What a draft graph reads beside what every graph does."""
+    """The inputs that a draft graph reads on top of every graph's."""
     known = InputSpec("next_tokens", ("S",), provider="next_tokens", neutral=-1)
     tree = () if config.tree is None else (ANCESTORS,)
     return (InputSpec("sequence_ids", ("T",)), known, *(_DRAWING if draws(config) else ()), *tree)
 
 
-# Of the main graph, behind what resolves its token ids.
+# Of the main graph, after its token ids are resolved.
 KEEP_IDS = Stage(
     "keep_ids",
     lambda v: _keep((v["step.token_ids"], v["state.step_ids"]), (v["step.positions"], v["state.step_positions"])),
@@ -253,7 +253,7 @@ _RESOLVED = (
 def programs(
     graph: Graph, c: Any, config: CompileConfig, hidden: Hidden | None
 ) -> Mapping[str, tuple[tuple[Stage, ...], tuple[Stage, ...]]]:
-    """What comes before the graph's own units and behind its head, by program. Raises ConfigError for more drafts than
+    """The stages before the graph's own units and after its head, by program. Raises ConfigError for more drafts than
     it makes."""
     tree, at_once, last = config.tree, graph.drafts_at_once(c), config.max_model_len - 1
     wanted = config.num_speculative_tokens if tree is None else tree.levels
@@ -305,8 +305,8 @@ def _own(v: Values) -> Any:
 
 
 def _first(v: Values, hidden: list[str], tree: TokenTree | DynamicTree | None, by_levels: bool) -> tuple[Tensor, ...]:
-    """Of each token the one behind it, with the token's hidden states: the next one of the step, or behind the last one
-    that is kept what was sampled, or what the host knows of a prompt that goes on."""
+    """The next token of each token, with the token's hidden states. After the last kept token comes the sampled token,
+    or the token that the host knows of a prompt that goes on."""
     rows = step_rows(v, hidden, tree)
     behind_T = torch.index_select(v["state.step_ids"], 0, rows.behind)
     last_T, row_T = (torch.index_select(t, 0, v["step.sequence_ids"]) for t in (behind_last(v), rows.last))
@@ -317,8 +317,8 @@ def _first(v: Values, hidden: list[str], tree: TokenTree | DynamicTree | None, b
 
 
 def _first_of_own(v: Values, last_position: int) -> tuple[Tensor, ...]:
-    """The tokens of the step, and of each sequence the one behind those that are kept. Before the rows of sequence s
-    there are s more than in the step."""
+    """The tokens of the step, and of each sequence the token after the kept ones. Before the rows of sequence s there
+    are s more than in the step."""
     sequence_T, start_loc = v["step.sequence_ids"], v["step.query_start_loc"]
     at_T = torch.arange(sequence_T.shape[0], device=sequence_T.device)
     before_S = torch.arange(start_loc.shape[0] - 1, device=sequence_T.device)
@@ -379,9 +379,9 @@ def _named(tokens_SK: Tensor, ids: Tensor | None) -> Tensor:
 
 
 def _drawn(logits_SV: Tensor, ids: Tensor | None, v: Values, position_S: Tensor, place: int) -> Tensor:
-    """[S]: a draw of each sequence by its temperature alone, for a place of this run's drafts, whose distribution is
-    kept. Its random numbers are those of its position: no other draft that may be accepted has them, nor what accepts
-    or replaces it."""
+    """[S]: a draw of each sequence by its temperature only, for a place of this run's drafts; the distribution is kept.
+    The random numbers belong to the draft's position: no other draft that may be accepted has them, nor the op that
+    accepts or replaces it."""
     temperature_S, slots_S = v["step.draft_temperature"], v["step.slots"]
     record_draft_probs(logits_SV, temperature_S, v["step.places"] + place, slots_S, v["state.draft_probs"], ids)
     unfiltered = torch.zeros_like(slots_S), torch.ones_like(temperature_S), torch.zeros_like(temperature_S)

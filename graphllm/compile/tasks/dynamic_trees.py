@@ -1,13 +1,13 @@
 """Trees of drafts that grow where a draft graph is sure (`DynamicTree`): EAGLE-2's.
 
-A draft's score is the sum of the log-probabilities on the path to it. Behind the root, and behind the best drafts of
-each depth but the last, the likeliest tokens are candidates; the best of all candidates are verified. As with trees
-that are given, each run of the draft graph but the first is over all drafts that have others behind them, so that each
-is right about one depth more. Which they are is data: programs are the same for all trees of a size, and the host
-learns nothing.
+A draft's score is the sum of the log-probabilities on the path to it. The likeliest tokens after the root, and after
+the best drafts of each depth but the last, are candidates; the best of all candidates are verified. As with static
+trees, each run of the draft graph but the first is over all drafts with children, so that each run is right about one
+depth
+more. The choice of drafts is data: programs are the same for all trees of a size, and the host learns nothing.
 
-Candidates are numbered: those behind the root, then those behind each row of a further run; rows by depth, then by
-score. Source: Li et al. 2024, EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees.
+Candidates are numbered: first the root's, then those of each row of a further run; rows by depth, then by score.
+Source: Li et al. 2024, EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def likeliest(made: Drafts, tree: DynamicTree) -> Tensor:
 
 
 def choose_first(v: Values, tree: DynamicTree, last_position: int) -> tuple[()]:
-    """The tokens behind the root become candidates, and the first rows."""
+    """The tokens after the root become candidates, and the first rows."""
     slots_S, k = v["step.slots"], tree.top_k
     at_S = trees.numbers(slots_S)
     row_S = torch.index_select(v["step.logits_indices"], 0, at_S)
@@ -64,7 +64,7 @@ def choose_first(v: Values, tree: DynamicTree, last_position: int) -> tuple[()]:
 
 
 def next_level(tree: DynamicTree, last_position: int) -> tuple[Stage, Stage]:
-    """What comes before a draft graph's own units in a further run, and behind its head."""
+    """The stages before a draft graph's own units in a further run, and after its head."""
     resolved = ("token_ids", "positions", "context_lens", "seq_lens", "logits_indices", "hidden", "ancestors")
     return (
         Stage("next", lambda v: _rows(v, tree, last_position), tuple(f"step.{n}" for n in resolved)),
@@ -73,7 +73,7 @@ def next_level(tree: DynamicTree, last_position: int) -> tuple[Stage, Stage]:
 
 
 def _rows(v: Values, tree: DynamicTree, last_position: int) -> tuple[Tensor, ...]:
-    """The drafts that have others behind them, with the hidden states that they came from, and each one's ancestors."""
+    """The drafts with children, with the hidden states that they came from, and each one's ancestors."""
     F, k, nodes, sequence_T = tree.rows, tree.top_k, v[f"state.{trees.STATE}"], v["step.sequence_ids"].long()
     N, at_T = nodes.shape[0], trees.numbers(sequence_T)
     slot_T = torch.index_select(v["step.slots"], 0, sequence_T).long()
@@ -101,7 +101,7 @@ def _rows(v: Values, tree: DynamicTree, last_position: int) -> tuple[Tensor, ...
 
 
 def _choose_behind_rows(v: Values, tree: DynamicTree, last_position: int) -> tuple[()]:
-    """The tokens behind each row become candidates, and the best of each depth the rows behind."""
+    """The tokens after each row become candidates, and the best of each depth become the next rows."""
     F, k, L, slots_S = tree.rows, tree.top_k, tree.levels, v["step.slots"]
     made_RX, start_S = v["drafted"], v["step.query_start_loc"][:-1].long()
     row_SF = start_S[:, None] + torch.arange(F, device=slots_S.device)
@@ -110,7 +110,7 @@ def _choose_behind_rows(v: Values, tree: DynamicTree, last_position: int) -> tup
     tokens_SC, scores_SC, rows_SF = (
         torch.index_select(v[f"state.grown_{n}"], 0, slots_S) for n in ("tokens", "scores", "rows")
     )
-    # From depth to depth, of this run's scores alone: those of the run before may be rounded otherwise, and a draft
+    # From depth to depth, by this run's scores only: scores of the run before may be rounded otherwise, and a draft
     # would outdo the one before it.
     scores_SC = scores_SC[:, :k]
     for depth in range(L - 1):
@@ -120,7 +120,7 @@ def _choose_behind_rows(v: Values, tree: DynamicTree, last_position: int) -> tup
     found_SC = scores_SC[:, k:]
     tokens_SC = torch.cat([tokens_SC[:, :k], made_SFX[:, :, k:].flatten(1).to(torch.int32)], -1)
     next_SF = rows_SF
-    if L > 2:  # of all depths at once, of which one more is right with each run
+    if L > 2:  # of all depths at once; each run makes one more depth right
         of_depth_SLC = found_SC[:, : (L - 2) * k * k].view(slots_S.shape[0], L - 2, k * k)
         number_SLk = _with_ranks(_ranks(of_depth_SLC), k)
         first_L = k + k * k * torch.arange(L - 2, device=slots_S.device)

@@ -49,12 +49,12 @@ class ExpertCounter(NamedTuple):
         return (torch.cat([v[TABLE][1:], hit_TAN.sum((0, 1), dtype=torch.int32).unsqueeze(0)]),)
 
     def skip(self, v: Values) -> tuple[Tensor]:
-        """The table behind a layer without experts."""
+        """The table after a layer without experts."""
         return (torch.cat([v[TABLE][1:], torch.zeros_like(v[TABLE][:1])]),)
 
 
 def count(layers: int, units: list[Unit], config: CompileConfig) -> ExpertCounter:
-    """For a graph of so many layers, from a unit of each type. Raises ConfigError for one without experts."""
+    """For a graph of ``layers`` layers, from a unit of each type. Raises ConfigError for a graph without experts."""
     routes = [node for unit in units if (node := _route(unit)) is not None]
     if not routes:
         name = "enable_eplb" if config.enable_eplb else "count_expert_tokens"

@@ -19,8 +19,8 @@ Body = list[tuple[str, Node]]
 
 
 def sampled_from_shares(body: Body, results: Collection[Node], shapes: Shapes, config: CompileConfig) -> Body:
-    """The nodes of a linked program, each with its unit's name: `sample_shares` in place of a `sample` that alone reads
-    what an `all_gather` makes, if it has an implementation for every bucket."""
+    """The nodes of a linked program, each with its unit's name: `sample_shares` in place of a `sample` that is the only
+    reader of an `all_gather`, if it has an implementation for every bucket."""
     made: Body = []
     for name, node in body:
         given = sample.bind(node.args, node.kwargs) if op_of(node.target) is sample else {}

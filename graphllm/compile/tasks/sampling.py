@@ -1,6 +1,6 @@
 """The units around a graph that generates: what feeds it token ids, and the programs that sample from its logits.
 
-Their inputs and states are declared here as those of models are; the ops say what each one means.
+Their inputs and states are declared here, as models declare theirs; the ops say what each one means.
 """
 
 from __future__ import annotations
@@ -130,12 +130,16 @@ def beginning(versions: int, declared: Iterable[InputSpec], grown: bool = False)
 def programs(
     config: CompileConfig, versions: int, caches: Iterable[tuple[str, int]] = ()
 ) -> dict[str, tuple[Stage, ...]]:
-    """The units behind the head by program: "plain" samples from the logits; "full" has the parts "adjust" (logits to
-    "adjusted"), "sample" and "logprobs" ("scores") for steps in which a request asks for more. Where drafts are
-    verified, both keep of each sequence's sampled tokens the first "kept", and tell how many drafts were "drafted"; of
-    a tree these are the tokens of rows "path_rows". Where drafts are looked up in the text, they tell instead on what
-    "runs" of last tokens the next ones rest. caches: the names of the layers' keys and values, each with its cache
-    group."""
+    """The units after the head by program.
+
+    "plain" samples from the logits. "full" has the parts "adjust" (logits to "adjusted"), "sample" and "logprobs"
+    ("scores") for steps in which a request asks for more. Where drafts are verified, both keep the first "kept" of each
+    sequence's sampled tokens, and return how many drafts were "drafted"; of a tree these are the tokens of rows
+    "path_rows". Where drafts are looked up in the text, they return the "runs" of last tokens that the next drafts rest
+    on.
+
+    caches: the names of the layers' keys and values, each with its cache group.
+    """
     tree, caches = config.tree, tuple(caches)
 
     def sampled(logits: str) -> Stage:
@@ -170,7 +174,7 @@ def programs(
 def _resolve(v: Values) -> Tensor:
     """A negative id -(slot + 1) stands for the token last sampled for that slot, which the host does not know yet.
 
-    That one is -1 where none could be chosen: the host will end the request, whose next step must not fail before.
+    That token is -1 where none could be chosen. The host will end the request; its next step must not fail before.
     """
     ids_T = v["step.token_ids"]
     last_T = torch.index_select(v["state.last_token"], 0, (-1 - ids_T).clamp(min=0)).clamp(min=0)

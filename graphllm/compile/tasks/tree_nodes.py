@@ -15,7 +15,7 @@ STATES = ("tree_parents", "tree_bits", "tree_depths")
 
 
 def states(tree: DynamicTree) -> tuple[StateSpec, ...]:
-    """Those of each sequence."""
+    """The states of each sequence's nodes."""
     dtypes = ("int32", "int64", "int32")
     return tuple(StateSpec(n, "slot", (tree.nodes,), d, "none") for n, d in zip(STATES, dtypes, strict=True))
 

@@ -2,9 +2,9 @@
 
 A tree (`TokenTree`) is data of the artifact. Its drafts lie in the slot state "drafts" in the order of the nodes; the
 main graph verifies all of them in one step (`attend_tree`, `accept_tree`, `keep_path`). A draft graph with a head for
-each draft fills it at once. Others, which read their own hidden states again, run once for each level behind the first:
-over all nodes that have others behind them, `TokenTree.inner`, as rows of one step that see their ancestors alone. So
-each run makes the drafts of one level more, and makes those again that were there.
+each draft fills it at once. Others, which read their own hidden states again, run once for each level after the first:
+over all nodes with children, `TokenTree.inner`, as rows of one step that see only their ancestors. So each run makes
+the drafts of one level more, and the earlier ones again.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _ranked(logits_SV: Tensor, last: int) -> Tensor:
 
 
 def along_path(v: Values, tree: TokenTree | DynamicTree) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the step's tokens of a draft graph's first run come from, those that a tree has kept first and in their
-    order [T], where the one behind each does [T], and the row of each sequence's newest token [S]."""
+    """Where the tokens of a draft graph's first run come from: the step's row of each token [T], with tokens of the
+    kept path first and in order; the row of each next token [T]; and the row of each sequence's newest token [S]."""
     sequence_T, start_S = v["step.sequence_ids"].long(), v["step.query_start_loc"][:-1].long()
     path_SL = torch.index_select(v["state.path"], 0, v["step.slots"]).long()
     at_T = torch.arange(sequence_T.shape[0], device=sequence_T.device)
@@ -111,19 +111,19 @@ def hidden_of_nodes(tree: TokenTree | DynamicTree, width: int) -> tuple[StateSpe
 
 
 def likeliest(logits_RV: Tensor, tree: TokenTree) -> Tensor:
-    """[R, n]: as many of a row's likeliest tokens as any node has behind it, in their order."""
+    """[R, n]: a row's likeliest tokens in order, as many as the largest number of a node's children."""
     return _ranked(logits_RV, max(tree.choices))
 
 
 def rows_of(row_S: Tensor, v: Values) -> Tensor:
-    """[R]: rows of each sequence, and behind them the last one again: the head's rows have a symbol of their own, since
+    """[R]: rows of each sequence, and after them the last one again: the head's rows have a symbol of their own, since
     the first run has one for each sequence and others several."""
     at_R = numbers(v["step.logits_indices"])
     return torch.index_select(row_S, 0, torch.minimum(at_R, at_R.new_full((1,), row_S.shape[0] - 1)))
 
 
 def next_level(tree: TokenTree, last_position: int) -> tuple[Stage, Stage]:
-    """What comes before a draft graph's own units in a further run, and behind its head."""
+    """The stages before a draft graph's own units in a further run, and after its head."""
     resolved = ("token_ids", "positions", "context_lens", "seq_lens", "logits_indices", "hidden")
     return (
         Stage("next", lambda v: _inner_rows(v, tree, last_position), tuple(f"step.{n}" for n in resolved)),
@@ -132,7 +132,7 @@ def next_level(tree: TokenTree, last_position: int) -> tuple[Stage, Stage]:
 
 
 def choose_first(v: Values, tree: TokenTree, last_position: int) -> tuple[()]:
-    """Of each sequence, the tokens behind the root become drafts."""
+    """Of each sequence, the tokens after the root become drafts."""
     slots_S = v["step.slots"]
     at_S = numbers(slots_S)
     row_S = torch.index_select(v["step.logits_indices"], 0, at_S)
@@ -145,8 +145,8 @@ def choose_first(v: Values, tree: TokenTree, last_position: int) -> tuple[()]:
 
 
 def _inner_rows(v: Values, tree: TokenTree, last_position: int) -> tuple[Tensor, ...]:
-    """The inner nodes of each sequence: their drafts, with the hidden states that these came from. They stand behind
-    the newest token by their depths, and lie in the cache one behind the other."""
+    """The inner nodes of each sequence: their drafts, with the hidden states that these came from. Their positions
+    follow the newest token's by their depths, and they lie in the cache one after the other."""
     inner, nodes, sequence_T = tree.inner, v[f"state.{STATE}"], v["step.sequence_ids"].long()
     N, count, K = nodes.shape[0], len(inner), v["state.drafts"].shape[1]
     slot_T = torch.index_select(v["step.slots"], 0, sequence_T).long()
@@ -171,7 +171,7 @@ def _inner_rows(v: Values, tree: TokenTree, last_position: int) -> tuple[Tensor,
 
 
 def _choose_behind_inner(v: Values, tree: TokenTree, last_position: int) -> tuple[()]:
-    """The tokens behind each inner node become drafts, and what they came from is kept for those behind them."""
+    """The tokens after each inner node become drafts, and their hidden states are kept for the next level."""
     start_S, ranked_RC, slots_S = v["step.query_start_loc"][:-1], v["drafted"], v["step.slots"]
     last = ranked_RC.shape[0] - 1
 
