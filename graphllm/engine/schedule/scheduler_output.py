@@ -50,8 +50,8 @@ class SchedulerOutput(NamedTuple):
     tables: block tables of all slots, for each cache group [slots, blocks].
     query_len: tokens of each entry that verifies drafts: the newest token and drafts.
     ahead: by how many tokens such an entry may advance: query_len, fewer where the drafts are a tree.
-    verified: number of entries that verify drafts; they are the first.
-    drafts [verified, query_len - 1] int32: negative for none; None where drafts lie on the device.
+    verified: number of entries that verify drafts; they are the first. drafts [verified, query_len - 1] int32: negative
+    for none; None where drafts lie on the device.
     pending [n] bool, or None: starts, positions and lengths are upper bounds. The device lowers them by the drafts that
     the step in flight rejects.
     num_drafts: drafts that the device makes for each sequence after the step, None for its own choice.
