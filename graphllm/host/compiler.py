@@ -19,9 +19,9 @@ def compiler_command(sources: Sequence[Path], output: Path, link: bool = True) -
     """The g++ command that makes one shared library (or, without ``link``, one object) of C++ kernels for this machine.
 
     OpenMP is torch's own copy, by its file name, so that the process has one thread pool and needs no libgomp package.
-    Arithmetic is relaxed as by -ffast-math, except for finite math; that flag would, before gcc 13, link in
-    code that makes the loading thread, and all it starts, flush denormals. Functions begin on cache lines: where one of
-    16 bytes began otherwise, as what stands before it grew, the same kernel took up to 5 % longer.
+    Arithmetic is relaxed as by -ffast-math, except for finite math; that flag would, before gcc 13, link in code that
+    makes the loading thread, and all it starts, flush denormals. Functions begin on cache lines: where one of 16 bytes
+    began otherwise, as what stands before it grew, the same kernel took up to 5 % longer.
     """
     relaxed = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math"]
     flags = ["-std=c++17", "-O3", "-march=native", "-falign-functions=64", *relaxed, "-fPIC", f"-I{OPS}"]

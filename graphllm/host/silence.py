@@ -1,10 +1,10 @@
-"""How long a process has been silent. One that is only starved of the processor is not dead: its silence counts in
-time in which it could have run. So nothing counts while one of its threads waits for a processor, as the kernel says
-in /proc, nor by how much the watcher itself comes too late. Where /proc does not say it, only the watcher's delay is
-left out.
+"""How long a process has been silent. One that is only starved of the processor is not dead: its silence counts in time
+in which it could have run. So nothing counts while one of its threads waits for a processor, as the kernel says in
+/proc, nor by how much the watcher itself comes too late. Where /proc does not say it, only the watcher's delay is left
+out.
 
-The thread that waits may be any: the one that gives signs of life, the one that has the interpreter's lock,
-or one that this one waits for in a kernel.
+The thread that waits may be any: the one that gives signs of life, the one that has the interpreter's lock, or one that
+this one waits for in a kernel.
 """
 
 from __future__ import annotations

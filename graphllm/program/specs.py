@@ -71,8 +71,8 @@ class StateSpec:
     window: int = 0
 
     def typed(self, dtype: str, cache_dtype: str) -> StateSpec:
-        """With the names of torch dtypes for "model" and "cache". In a cache in int8, each row of the last
-        dimension has a float32 scale, in four more bytes."""
+        """With the names of torch dtypes for "model" and "cache". In a cache in int8, each row of the last dimension
+        has a float32 scale, in four more bytes."""
         if self.dtype == "model":
             return replace(self, dtype=dtype)
         if self.dtype != "cache":

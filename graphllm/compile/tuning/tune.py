@@ -248,8 +248,7 @@ def measure(tunable: Tunable, candidates: Sequence[ImplChoice]) -> tuple[Measure
 
 def inputs_of(tunable: Tunable, most: int, device: str = "cuda") -> list[dict[str, Any]]:
     """Arguments for at most ``most`` calls in turn. They differ in their largest tensor, the weights or a cache. They
-    are
-    scratch: a call may write into them."""
+    are scratch: a call may write into them."""
     made = {n: example(s, tunable.sizes, device) for n, s in tunable.tensors.items()}
     given = all_ops()[tunable.op].with_tuning_inputs(tunable.plain | made)
     largest = max(made, key=lambda n: given[n].nbytes)

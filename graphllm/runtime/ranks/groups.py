@@ -93,8 +93,8 @@ def abandon() -> threading.Thread:
 def joined_cores(
     rank: int, count: int, meeting: Meeting, device: torch.device
 ) -> Iterator[Callable[[list[int]], list[int]]]:
-    """Be one of the engine cores that share experts, each of one rank. Yields a function that gives the
-    largest of all cores' numbers at each place. It uses a group of its own, and the host waits for it."""
+    """Be one of the engine cores that share experts, each of one rank. Yields a function that gives the largest of all
+    cores' numbers at each place. It uses a group of its own, and the host waits for it."""
     own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
     members = _meet(rank, count, meeting, own)
     set_group(EXPERTS, LibraryGroup(members))
