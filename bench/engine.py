@@ -50,7 +50,7 @@ class StubExecutor:
         self._random = np.random.default_rng(0)
 
     def start(self, step, program: str = "plain"):
-        from graphllm.runtime.executor import StepResult
+        from graphllm.runtime.step_handle import StepResult
 
         tokens = self._random.integers(10, self.vocab, step.rows).astype(np.int32)
 

@@ -38,11 +38,13 @@ from all_reduce import VOCABULARY
 from gpu_step import SHAPES
 
 from graphllm.compile.codegen.example_inputs import example
+from graphllm.compile.families import find_model
+from graphllm.compile.layout import plan_layout, with_added
 from graphllm.compile.link import Linked, link
 from graphllm.compile.passes import pipeline
-from graphllm.compile.pipeline import find_model, run_passes
-from graphllm.compile.split import split_layers
-from graphllm.compile.trace import plan_layout, trace_model, with_added
+from graphllm.compile.pipeline import run_passes
+from graphllm.compile.rewrites.split_layers import split_layers
+from graphllm.compile.trace import trace_model
 from graphllm.config import CompileConfig, EngineArgs
 from graphllm.config.compilation import Target
 from graphllm.ir.graph import Shapes, TensorSpec
@@ -139,12 +141,12 @@ def _linked(described: dict[str, Any], config: CompileConfig, gathers: bool) -> 
     plan = shard_plan(plan, config.tensor_parallel_size, config.enable_expert_parallel)
     c = model.local(c, config.tensor_parallel_size, config.enable_expert_parallel)
     layout = plan_layout(model, c, config)
-    graphs = [split_layers(graph, plan, config) for graph in trace_model(model, c, config, layout)]
+    graphs = [split_layers(graph, plan, config) for graph in trace_model(layout)]
     units = [unit for graph in graphs for unit in graph.units.values()]
     traced = run_passes(units, plan, config, pipeline().units)
     weights = sum(entry.nbytes for entry in traced.plan if not entry.tie)
-    layout = with_added(layout, graphs, traced.added, config)
-    return link(graphs, layout, None if gathers else config), units[0].shapes, weights
+    layout = with_added(layout, traced.added, config)
+    return link(graphs, layout, config, () if gathers else pipeline().linked), units[0].shapes, weights
 
 
 def _kernels(

@@ -1,10 +1,10 @@
 """BERT and its relatives, which see a text both ways and make vectors or classes of it: BERT (MiniLM, BGE, E5, GTE are
-such), RoBERTa and XLM-R (positions begin behind the padding id), DistilBERT (other names, no token types), ColBERT."""
+such), RoBERTa and XLM-R (positions begin after the padding id), DistilBERT (other names, no token types), ColBERT."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from graphllm.config.fields import MOST, number, section, whole
 from graphllm.config.pooling_config import DenseLayer
 from graphllm.ir import ForwardContext, Graph, InputSpec, Model, Weight, register_model, select_rows
-from graphllm.model_defs.common import HF, MOST_LAYERS, only, split_heads
-from graphllm.model_defs.gpt2 import activate, head_width
+from graphllm.model_defs.common import HF, MOST_LAYERS, Sources, only, split_heads, widths, with_bias
+from graphllm.model_defs.gpt2 import activate
 from graphllm.model_defs.pooling import Pooling, first_rows
 from graphllm.ops.attention.encoder_attention import encoder_attention
 from graphllm.ops.embeddings.embedding import embedding
@@ -27,11 +27,10 @@ Classifier = Literal["", "bert", "roberta", "distilbert"]
 
 
 class Names(NamedTuple):
-    """What a family calls its tensors. begins: before them, where there is a head. layer: before those of a layer. qkv,
-    o, o_norm, up, down, down_norm: of a layer's matrices and norms."""
+    """What a family calls its tensors. qkv to down_norm: a layer's matrices and norms."""
 
-    begins: tuple[str, ...]
-    layer: str
+    begins: tuple[str, ...]  # how a checkpoint with a head begins every name
+    layer: str  # how a layer's names begin
     qkv: tuple[str, str, str]
     o: str
     o_norm: str
@@ -52,9 +51,8 @@ _DISTILBERT = Names(
 
 
 @dataclass(frozen=True)
-class Config:
-    """D width, H heads, E head dimension, F feed-forward width, V vocabulary, L layers. first_position: the row of the
-    position table that is a text's first. types: token types, 0 without. labels: of a classifier, 0 without."""
+class Sizes:
+    """D width, H heads, E head dimension, F feed-forward width, V vocabulary, L layers."""
 
     D: int
     H: int
@@ -63,15 +61,19 @@ class Config:
     V: int
     L: int
     max_len: int
-    first_position: int
-    types: int
+
+
+@dataclass(frozen=True)
+class Config(Sizes):
+    first_position: int  # the row of the position table that a text's first token has
+    types: int  # token types, 0 without
     eps: float
     scale: float
     activation: str
     pooling: Pooling
     names: Names
     classifier: Classifier
-    labels: int
+    labels: int  # of a classifier, 0 without
 
 
 def from_hf(hf: HF) -> Config:
@@ -83,11 +85,10 @@ def from_hf(hf: HF) -> Config:
     first = whole(hf, "pad_token_id", 1, 1, ge=0) + 1 if roberta else 0
     classifier: Classifier = ("roberta" if roberta else "bert") if _classifies(architecture) else ""
     pooling = Pooling.from_hf(hf, "CLS")
-    D, H = whole(hf, "hidden_size", 768), whole(hf, "num_attention_heads", 12)
+    D, H, E = widths(hf, "hidden_size", "num_attention_heads")
     if architecture == "HF_ColBERT":
         size = whole(hf, "colbert_dim", whole(hf, "dim", 128))
         pooling = Pooling("ALL", (DenseLayer("", D, size, False, "identity"),))
-    E = head_width(D, H, "hidden_size", "num_attention_heads")
     return Config(
         D=D,
         H=H,
@@ -111,8 +112,7 @@ def from_hf(hf: HF) -> Config:
 def from_distilbert(hf: HF) -> Config:
     """The config of a DistilBERT. Raises ConfigError for settings that are not supported."""
     classifies = _classifies(hf["architectures"][0])
-    D, H = whole(hf, "dim", 768), whole(hf, "n_heads", 12)
-    E = head_width(D, H, "dim", "n_heads")
+    D, H, E = widths(hf, "dim", "n_heads")
     return Config(
         D=D,
         H=H,
@@ -143,8 +143,8 @@ def labels_of(hf: HF) -> int:
 
 
 def _tensors(c: Config, *names: str) -> tuple[tuple[str, ...], ...]:
-    """Each by the names that it may have: behind that of the model without its head, or without, and, of old norms,
-    gamma and beta."""
+    """Each tensor by the names that it may have: with the prefix of a model with a head, or without it. The scale and
+    bias of an old norm are gamma and beta."""
 
     def called(name: str) -> tuple[str, ...]:
         old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
@@ -159,8 +159,7 @@ def embed_weights(c: Config) -> dict[str, Weight]:
     weights = {
         "tokens": Weight((c.V, c.D), _tensors(c, of + "word_embeddings.weight"), shard="vocab"),
         "positions": Weight((c.max_len, c.D), _tensors(c, of + "position_embeddings.weight"), slice_rows=rows),
-        "norm": Weight((c.D,), _tensors(c, of + "LayerNorm.weight")),
-        "norm_bias": Weight((c.D,), _tensors(c, of + "LayerNorm.bias")),
+        **with_bias("norm", (c.D,), lambda leaf: _tensors(c, f"{of}LayerNorm.{leaf}")),
     }
     if c.types:
         weights["types"] = Weight((c.types, c.D), _tensors(c, of + "token_type_embeddings.weight"))
@@ -170,22 +169,16 @@ def embed_weights(c: Config) -> dict[str, Weight]:
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     names, parts = c.names, (c.H * c.E,) * 3
 
-    def tensors(leaf: str, *of: str) -> tuple[tuple[str, ...], ...]:
-        return _tensors(c, *(f"{names.layer}{name}.{leaf}" for name in of))
+    def of(*tensors: str) -> Callable[[str], Sources]:
+        return lambda leaf: _tensors(c, *(f"{names.layer}{name}.{leaf}" for name in tensors))
 
     return {
-        "qkv": Weight((sum(parts), c.D), tensors("weight", *names.qkv), parts, shard="output"),
-        "qkv_bias": Weight((sum(parts),), tensors("bias", *names.qkv), parts, shard="output"),
-        "o": Weight((c.D, c.H * c.E), tensors("weight", names.o), shard="input"),
-        "o_bias": Weight((c.D,), tensors("bias", names.o)),
-        "attn_norm": Weight((c.D,), tensors("weight", names.o_norm)),
-        "attn_norm_bias": Weight((c.D,), tensors("bias", names.o_norm)),
-        "up": Weight((c.F, c.D), tensors("weight", names.up), shard="output"),
-        "up_bias": Weight((c.F,), tensors("bias", names.up), shard="output"),
-        "down": Weight((c.D, c.F), tensors("weight", names.down), shard="input"),
-        "down_bias": Weight((c.D,), tensors("bias", names.down)),
-        "ffn_norm": Weight((c.D,), tensors("weight", names.down_norm)),
-        "ffn_norm_bias": Weight((c.D,), tensors("bias", names.down_norm)),
+        **with_bias("qkv", (sum(parts), c.D), of(*names.qkv), parts, "output"),
+        **with_bias("o", (c.D, c.H * c.E), of(names.o), shard="input"),
+        **with_bias("attn_norm", (c.D,), of(names.o_norm)),
+        **with_bias("up", (c.F, c.D), of(names.up), shard="output"),
+        **with_bias("down", (c.D, c.F), of(names.down), shard="input"),
+        **with_bias("ffn_norm", (c.D,), of(names.down_norm)),
     }
 
 
@@ -214,11 +207,14 @@ def token_types(c: Any) -> tuple[InputSpec, ...]:
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
     x_TD = embedding(ctx.inputs.token_ids, w.tokens) + embedding(ctx.inputs.positions, w.positions)
+    return layer_norm(add_token_types(c, w, x_TD, ctx), w.norm, w.norm_bias, c.eps), ()
+
+
+def add_token_types(c: Any, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
+    """The embedding with that of each token's type."""
     if c.types > 1:
-        x_TD = x_TD + embedding(ctx.inputs.token_types, w.types)
-    elif c.types:
-        x_TD = x_TD + w.types
-    return layer_norm(x_TD, w.norm, w.norm_bias, c.eps), ()
+        return x_TD + embedding(ctx.inputs.token_types, w.types)
+    return x_TD + w.types if c.types else x_TD
 
 
 def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
@@ -237,26 +233,14 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
     return linear(h_RD, w.classifier, w.classifier_bias)
 
 
-_GRAPH = Graph(
-    task="pool",
-    layer_types=lambda c: ("layer",) * c.L,
-    embed_weights=embed_weights,
-    layer_weights=layer_weights,
-    head_weights=head_weights,
-    embed=embed,
-    layer=layer,
-    head=head,
-    inputs=token_types,
-)
+GRAPH = Graph(
+    lambda c: ("layer",) * c.L, embed_weights, layer_weights, head_weights, embed, layer, head,
+    inputs=token_types, task="pool",
+)  # fmt: skip
 _HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 _LIKE_BERT = [name + end for name in ("Bert", "Roberta", "XLMRoberta", "Camembert") for end in _HEADS]
 
-register_model(Model(architectures=(*_LIKE_BERT, "HF_ColBERT"), config=from_hf, graphs=(_GRAPH,), shardable=("H", "F")))
-register_model(
-    Model(
-        architectures=tuple("DistilBert" + end for end in _HEADS),
-        config=from_distilbert,
-        graphs=(_GRAPH,),
-        shardable=("H", "F"),
-    )
+MODEL = register_model(
+    Model(architectures=(*_LIKE_BERT, "HF_ColBERT"), config=from_hf, graphs=(GRAPH,), shardable=("H", "F"))
 )
+register_model(replace(MODEL, architectures=tuple("DistilBert" + end for end in _HEADS), config=from_distilbert))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from graphllm.config import ConfigError
 from graphllm.config.fields import raw, whole
 from graphllm.ir import Weight
+from graphllm.ir.weight import Shard
+from graphllm.weights.checkpoint.checkpoint import MAIN
 from graphllm.weights.checkpoint.own_head import HEAD
 
 HF = Mapping[str, Any]
+C = TypeVar("C")
+Sources = tuple[str | tuple[str, ...], ...]
 MOST_LAYERS = 4096
 LARGEST_HEAD = 2**16
 _LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
@@ -28,8 +32,14 @@ def only(hf: HF, name: str, *accepted: Any) -> Any:
     return value
 
 
+def extended(config: type[C], base: Any, **fields: Any) -> C:
+    """A ``config`` with every field of ``base``, an instance of the class that it extends. fields: what it adds, or has
+    in place of the base's."""
+    return config(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)} | fields)
+
+
 def check_plain(hf: HF) -> None:
-    """Raises ConfigError for a checkpoint whose tokens see those behind them."""
+    """Raises ConfigError for a checkpoint in which tokens see later tokens."""
     only(hf, "is_causal", True)
 
 
@@ -53,6 +63,23 @@ def head_dim(hf: HF) -> int:
     if D % H:
         raise ConfigError(f"config.json: hidden_size {D} is no multiple of num_attention_heads {H}; set head_dim")
     return D // H
+
+
+def widths(hf: HF, width: str, heads: str) -> tuple[int, int, int]:
+    """D, H and E = D / H. width, heads: the fields' names; without them, D is 768 and H is 12, as in GPT-2 and BERT.
+    Raises ConfigError when E is no whole number."""
+    D, H = whole(hf, width, 768), whole(hf, heads, 12)
+    if D % H:
+        raise ConfigError(f"config.json: {width} is {D}, no multiple of {heads} = {H}; correct one of them")
+    return D, H, D // H
+
+
+def experts_per_token(hf: HF, N: int, default: int | None = None) -> int:
+    """How many of N experts a token is sent to. Raises ConfigError for more than there are."""
+    A = whole(hf, "num_experts_per_tok", default)
+    if A > N:
+        raise ConfigError(f"config.json: num_experts_per_tok is {A}; set it to the checkpoint's, from 1 to {N} experts")
+    return A
 
 
 def layer_types_of(layer_types: Sequence[str], L: int) -> tuple[str, ...]:
@@ -81,8 +108,30 @@ def head_matrix(c: Any) -> Weight:
     return Weight((c.V, c.D), () if c.tied else (HEAD,), tie="embed.tokens" if c.tied else None, shard="vocab")
 
 
+def main_tokens(c: Any) -> Weight:
+    """Of a draft graph: the embedding [V, D] of the model that it drafts for."""
+    return Weight((c.V, c.D), tie=f"{MAIN}embed.tokens")
+
+
+def main_head(c: Any) -> Weight:
+    """Of a draft graph: the language head [V, D] of the model that it drafts for."""
+    return Weight((c.V, c.D), tie=f"{MAIN}head.lm_head")
+
+
+def with_bias(
+    name: str, shape: tuple[int, ...], sources: Callable[[str], Sources], segments: tuple[int, ...] = (),
+    shard: Shard | None = None, transpose: bool = False,
+) -> dict[str, Weight]:  # fmt: skip
+    """A matrix [out, in] or the scale of a norm, ``name``, and its bias, ``name``_bias. sources: the tensors of either
+    by the end of their names, "weight" or "bias". The other arguments are `Weight`'s."""
+    return {
+        name: Weight(shape, sources("weight"), segments, shard=shard, transpose=transpose),
+        f"{name}_bias": Weight(shape[:1], sources("bias"), segments, shard="output" if shard == "output" else None),
+    }
+
+
 def named_too(weights: Mapping[str, Weight], start: str, *others: str) -> dict[str, Weight]:
-    """Weights whose tensors may also be named with another beginning in place of ``start``."""
+    """The same weights; each tensor's name may also begin with one of ``others`` in place of ``start``."""
 
     def alternatives(source: str | tuple[str, ...]) -> tuple[str, ...]:
         (name,) = (source,) if isinstance(source, str) else source

@@ -1,46 +1,42 @@
 """DFlash: a few layers that guess a block of tokens in one run, over keys and values of the model's hidden states.
 
 As in the checkpoints z-lab/*-DFlash*. Of each known token a layer keeps keys and values of the model's hidden states of
-several layers, joined by fc; it computes nothing else of it. Drafts begin as masks behind the token last sampled, and
+several layers, joined by fc; it computes nothing else of it. Drafts begin as masks after the token last sampled, and
 see all of that, and each other. The embedding and the head are the model's. Source: z-lab 2026, DFlash: Block Diffusion
 for Flash Speculative Decoding.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from torch import Tensor
 
 from graphllm.config import ConfigError
 from graphllm.config.fields import number, section, whole
-from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, select_rows
+from graphllm.ir import ForwardContext, Graph, Weight, register_model, select_rows
 from graphllm.ir.model import Hidden
-from graphllm.model_defs import llama
-from graphllm.model_defs.common import HF, named_too, only
+from graphllm.model_defs import eagle, llama
+from graphllm.model_defs.common import HF, extended, main_head, main_tokens, named_too, only
 from graphllm.ops.activations.soft_cap import soft_cap
 from graphllm.ops.attention.paged_attention import paged_attention
 from graphllm.ops.attention.rope import rope
 from graphllm.ops.attention.store_kv import store_kv
-from graphllm.ops.embeddings.embedding import embedding
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.norms.rms_norm import rms_norm
-from graphllm.weights.checkpoint.checkpoint import MAIN
 
 _MOST = 63  # tokens of a block, which attention tells apart by bits
 
 
 @dataclass(frozen=True)
 class Config(llama.Config):
-    """drafts: of a block, beside the token that it begins with. hidden_layers: of the model, counted from 0, whose
-    hidden states it reads; empty for as many as it has layers, spread evenly. Of its layer types, in "full" ones all
-    rows of a block see each other, in "causal" and "sliding" ones those before them."""
+    """In a layer of the type "full", all rows of a block see each other. In "causal" and "sliding" layers, a row sees
+    only earlier rows."""
 
-    drafts: int = 0
+    drafts: int = 0  # of a block, without the token that it begins with
     mask_token: int = 0
-    hidden_layers: tuple[int, ...] = ()
+    hidden_layers: tuple[int, ...] = ()  # the main model's layers that it reads, from 0; empty: its own number, spread
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float = 0.0
@@ -58,14 +54,15 @@ def from_hf(hf: HF) -> Config:
         raise ConfigError("config.json: mask_token_id is missing, the token that stands for drafts; add it")
     causal = own.get("is_causal", own.get("causal"))
     plain = {name: value for name, value in hf.items() if name != "is_causal"}
-    c = llama.from_hf({**plain, "architectures": ["Qwen3ForCausalLM"]})
+    c = llama.from_hf(plain, "Qwen3")
     if causal is False and "sliding" in c.layer_types:
         raise ConfigError(
             "config.json: layer_types has sliding_attention, and is_causal is false: a window to both sides is not "
             "supported; use a checkpoint with one of them"
         )
-    return Config(
-        **{f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.name != "layer_types"},
+    return extended(
+        Config,
+        c,
         layer_types=tuple("causal" if causal and t == "full" else t for t in c.layer_types),
         drafts=whole(own, "block_size", 16, ge=2, le=_MOST) - 1,
         mask_token=whole(own, "mask_token_id", ge=0, le=c.V - 1),
@@ -85,6 +82,14 @@ def hidden(c: Config, layers: int) -> Hidden:
 
 def _parts(c: Config) -> int:
     return len(c.hidden_layers) or len(c.layer_types)
+
+
+def embed_weights(c: Config) -> dict[str, Weight]:
+    return {"tokens": main_tokens(c), "inv_freq": c.rope.weight()}
+
+
+def head_weights(c: Config) -> dict[str, Weight]:
+    return {"norm": Weight((c.D,), ("norm.weight",)), "lm_head": main_head(c)}
 
 
 def project_weights(c: Config) -> dict[str, Weight]:
@@ -110,8 +115,7 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
 
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-    angles = c.rope.table(ctx.inputs.positions, w.inv_freq)
-    return embedding(ctx.inputs.token_ids, w.tokens, c.embedding_scale), angles
+    return llama.embed(c, w, ctx, c.embedding_scale)
 
 
 def context(c: Config, layer_type: str, w: SimpleNamespace, ctx: ForwardContext) -> None:
@@ -147,37 +151,11 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
     return soft_cap(logits_RV, c.logit_cap) if c.logit_cap else logits_RV
 
 
+GRAPH = Graph(
+    lambda c: c.layer_types, embed_weights, layer_weights, head_weights, embed, layer, head, llama.states,
+    hidden=hidden, project_weights=project_weights, project=project, drafts_at_once=lambda c: c.drafts,
+    context=context, mask_token=lambda c: c.mask_token, task="draft",
+)  # fmt: skip
 register_model(
-    Model(
-        architectures=("DFlashDraftModel",),
-        config=from_hf,
-        method="dflash",
-        shardable=("H", "K", "F"),
-        shared=("K",),
-        graphs=(
-            Graph(
-                task="draft",
-                layer_types=lambda c: c.layer_types,
-                embed_weights=lambda c: {
-                    "tokens": Weight((c.V, c.D), tie=f"{MAIN}embed.tokens"),
-                    "inv_freq": c.rope.weight(),
-                },
-                layer_weights=layer_weights,
-                head_weights=lambda c: {
-                    "norm": Weight((c.D,), ("norm.weight",)),
-                    "lm_head": Weight((c.V, c.D), tie=f"{MAIN}head.lm_head"),
-                },
-                embed=embed,
-                layer=layer,
-                head=head,
-                states=llama.states,
-                hidden=hidden,
-                project_weights=project_weights,
-                project=project,
-                drafts_at_once=lambda c: c.drafts,
-                context=context,
-                mask_token=lambda c: c.mask_token,
-            ),
-        ),
-    )
+    replace(eagle.MODEL, architectures=("DFlashDraftModel",), config=from_hf, method="dflash", graphs=(GRAPH,))
 )

@@ -1,14 +1,13 @@
 """EAGLE-3 heads of Llama's kind: one layer over hidden states of three layers of the model and the next token.
 
 As in the checkpoints yuhuili/EAGLE3-* and of SpecForge: the layer's tensors are "midlayer.*", its attention reads the
-normalized embedding beside the normalized hidden state, and it drafts tokens of a vocabulary of its own. Source: Li et
+normalized embedding and the normalized hidden state, and it drafts tokens of a vocabulary of its own. Source: Li et
 al. 2025, EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,45 +16,41 @@ from torch import Tensor
 
 from graphllm.config import ConfigError
 from graphllm.config.fields import raw, section, strings, switch, whole
-from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, select_rows
+from graphllm.ir import ForwardContext, Graph, Weight, register_model, select_rows
 from graphllm.ir.model import Drafts, Hidden
-from graphllm.model_defs import llama
-from graphllm.model_defs.common import HF, named_too
+from graphllm.model_defs import eagle, llama
+from graphllm.model_defs.common import HF, extended, main_tokens, named_too
 from graphllm.ops.embeddings.embedding import embedding
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.norms.rms_norm import rms_norm
-from graphllm.weights.checkpoint.checkpoint import MAIN
 from graphllm.weights.plan.expr import Read
 
 
 @dataclass(frozen=True)
 class Config(llama.Config):
-    """draft_vocab: tokens that it drafts. target_width: of the model. hidden_layers: of the model, counted from 1,
-    whose hidden states it reads; empty for the usual three. norm_output: a draft hands its state on normalized.
-    fc_norm: each hidden state of the model is normalized. norm_before_fc: all of them are, as one row."""
-
-    draft_vocab: int = 0
-    target_width: int = 0
-    hidden_layers: tuple[int, ...] = ()
+    draft_vocab: int = 0  # tokens that it drafts
+    target_width: int = 0  # of the main model
+    hidden_layers: tuple[int, ...] = ()  # the main model's layers that it reads, from 1; empty: the usual three
     norm_before_residual: bool = False
-    norm_output: bool = False
-    fc_norm: bool = False
-    norm_before_fc: bool = False
+    norm_output: bool = False  # the next draft reads the normalized state
+    fc_norm: bool = False  # each hidden state of the main model is normalized
+    norm_before_fc: bool = False  # all hidden states of the main model are normalized as one row
     own_embedding: bool = False
 
 
 def from_hf(hf: HF) -> Config:
-    """The config of a head's ``config.json``, whose field "tensors" names those that there are, where they are known.
+    """The config of a head's ``config.json``. Its field "tensors" names the checkpoint's tensors, where they are known.
     Raises ConfigError for settings that are not supported."""
-    c = llama.from_hf({**hf, "architectures": ["LlamaForCausalLM"]})
+    c = llama.from_hf(hf, "Llama")
     if len(c.layer_types) != 1:
         raise ConfigError(f"config.json: num_hidden_layers is {len(c.layer_types)}; EAGLE-3 heads have one layer")
     layers = raw(hf, "eagle_aux_hidden_state_layer_ids")
     layers = section(hf, "eagle_config").get("eagle_aux_hidden_state_layer_ids") if layers is None else layers
     if layers is not None and not (isinstance(layers, list) and layers and all(type(i) is int for i in layers)):
         raise ConfigError(f"config.json: eagle_aux_hidden_state_layer_ids is {layers!r:.80}; give a list of layers")
-    return Config(
-        **{f.name: getattr(c, f.name) for f in dataclasses.fields(c)},
+    return extended(
+        Config,
+        c,
         draft_vocab=whole(hf, "draft_vocab_size", c.V, c.V),
         target_width=whole(hf, "target_hidden_size", c.D, c.D),
         hidden_layers=tuple(layers or ()),
@@ -73,7 +68,7 @@ def _switch(hf: HF, name: str) -> bool:
 
 
 def hidden(c: Config, layers: int) -> Hidden:
-    """Usually behind the second layer, one in the middle and the third last one."""
+    """Usually the outputs of the second layer, one in the middle and the third last one."""
     counted = c.hidden_layers or tuple(min(max(i, 1), layers) for i in (2, layers // 2, layers - 3))
     return Hidden(tuple(i - 1 for i in counted), c.target_width, normed=False, width=c.D)
 
@@ -84,12 +79,11 @@ def _parts(c: Config) -> int:
 
 def embed_weights(c: Config) -> dict[str, Weight]:
     own = Weight((c.V, c.D), ("embed_tokens.weight",), shard="vocab")
-    shared = Weight((c.V, c.D), tie=f"{MAIN}embed.tokens")
-    return {"tokens": own if c.own_embedding else shared, "inv_freq": c.rope.weight()}
+    return {"tokens": own if c.own_embedding else main_tokens(c), "inv_freq": c.rope.weight()}
 
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
-    twice = dataclasses.replace(c, D=2 * c.D)
+    twice = replace(c, D=2 * c.D)
     weights = llama.layer_weights(c, layer_type) | {"qkv": llama.layer_weights(twice, layer_type)["qkv"]}
     weights["hidden_norm"] = Weight((c.D,), (llama.LAYER + "hidden_norm.weight",))
     weights = named_too(weights, llama.LAYER, "midlayer.", "layers.{layer}.")
@@ -149,28 +143,16 @@ def project(c: Config, w: SimpleNamespace, hidden_TD: Tensor) -> Tensor:
     return linear(hidden_TD, w.fc)
 
 
+GRAPH = Graph(
+    lambda c: c.layer_types, embed_weights, layer_weights, head_weights, embed, layer, head, llama.states,
+    hidden=hidden, project_weights=project_weights, project=project, task="draft",
+)  # fmt: skip
 register_model(
-    Model(
+    replace(
+        eagle.MODEL,
         architectures=("Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"),
         config=from_hf,
         method="eagle3",
-        shardable=("H", "K", "F"),
-        shared=("K",),
-        graphs=(
-            Graph(
-                task="draft",
-                layer_types=lambda c: c.layer_types,
-                embed_weights=embed_weights,
-                layer_weights=layer_weights,
-                head_weights=head_weights,
-                embed=embed,
-                layer=layer,
-                head=head,
-                states=llama.states,
-                hidden=hidden,
-                project_weights=project_weights,
-                project=project,
-            ),
-        ),
+        graphs=(GRAPH,),
     )
 )

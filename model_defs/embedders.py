@@ -2,8 +2,8 @@
 sequence classifiers, reward models, and rerankers that compare the logits of two tokens.
 
 Any family with a graph that has ``norm`` serves, under the names that transformers gives such models: ``QwenModel``
-beside ``QwenForCausalLM``, and so on. A vector is made of the last token's hidden state, or of each token's; of a
-decoder that attends both ways (``is_causal`` false), which computes a prompt whole, also of the first one or the mean.
+for ``QwenForCausalLM``, and so on. A vector is made of the last token's hidden state, or of each token's. A decoder
+that attends both ways (``is_causal`` false) computes a prompt whole; it may also use the first token's, or the mean.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _judge(hf: HF, plain: Config) -> Config:
     return replace(plain, labels=labels_of({"num_labels": 2, **hf}))
 
 
-_HEADS = {  # by the end of the name, of which the first that fits counts
+_HEADS = {  # by the end of the name; the first that fits counts
     "ForSequenceClassification": _Head(_classifier, _score_weights, _score),
     "ForRewardModel": _Head(_rewarder, _reward_weights, _reward),
     "ForProcessRewardModel": _Head(_judge, _reward_weights, _reward, "ALL"),
@@ -138,7 +138,7 @@ def derived(architecture: str) -> Model | None:
 
 
 def _with_head(model: Model, language_model: str, architecture: str, head: _Head) -> Model:
-    """A family whose decoder is that of ``model``."""
+    """A family with the decoder of ``model``."""
     main = model.graphs[0]
     norm = main.norm
     assert norm is not None
@@ -148,8 +148,8 @@ def _with_head(model: Model, language_model: str, architecture: str, head: _Head
         causal = switch(hf, "is_causal", True)
         if causal and pooling.kind not in ("LAST", "ALL"):
             raise ConfigError(
-                f"pooling_type is {pooling.kind}: {architecture} computes prompts in parts, of which it gives the last "
-                "token's vector or all; use LAST or ALL"
+                f"pooling_type is {pooling.kind}: {architecture} computes prompts in parts, and gives the last token's "
+                "vector or all tokens'; use LAST or ALL"
             )
         decoder = model.config({**hf, "architectures": [language_model], "is_causal": True})
         if not causal:
@@ -198,11 +198,11 @@ def _with_head(model: Model, language_model: str, architecture: str, head: _Head
 
 
 def _both_ways(decoder: Any, architecture: str) -> Any:
-    """The config of a decoder whose tokens see those behind them too, as those of GTE-Qwen2. Raises ConfigError."""
+    """The config of a decoder in which tokens see later tokens too, as in GTE-Qwen2. Raises ConfigError."""
     if not hasattr(decoder, "causal"):
         raise ConfigError(f"config.json: is_causal is False: {architecture} attends one way; set it to true")
     if decoder.window and "sliding" in decoder.layer_types:
-        raise ConfigError("config.json: is_causal is False beside sliding_window: not supported; turn one off")
+        raise ConfigError("config.json: is_causal is False with sliding_window: not supported; turn one off")
     return replace(decoder, causal=False)
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
 from graphllm.config.fields import MOST, number, raw, section, strings, switch, whole
-from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
+from graphllm.ir import ForwardContext, Graph, StateSpec, Weight, register_model, select_rows
+from graphllm.model_defs import llama
 from graphllm.model_defs.common import (
     HF,
     LARGEST_HEAD,
     MOST_LAYERS,
     check_plain,
-    head_matrix,
     heads,
     layer_types_of,
     only,
@@ -50,20 +50,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Config:
-    """D width, H query heads, K key/value heads, E head dimension, F feed-forward width, V vocabulary."""
-
-    D: int
-    H: int
-    K: int
-    E: int
-    F: int
-    V: int
-    max_len: int
-    layer_types: tuple[str, ...]  # "full" and "sliding"
-    window: int
-    eps: float
-    scale: float
+class Config(llama.Sizes):
     embed_scale: float
     score_cap: float
     logit_cap: float
@@ -123,17 +110,15 @@ def embed_weights(c: Config) -> dict[str, Weight]:
 
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
-    hf = "model.layers.{layer}."
+    hf = llama.LAYER
     parts = (c.H * c.E, c.K * c.E, c.K * c.E)
-    qkv = tuple(f"{hf}self_attn.{p}_proj.weight" for p in "qkv")
-    gate_up = tuple(f"{hf}mlp.{p}_proj.weight" for p in ("gate", "up"))
     weights = {
         "attn_norm": Weight((c.D,), (hf + "input_layernorm.weight",)),
-        "qkv": Weight((sum(parts), c.D), qkv, parts, shard="output", heads=(c.H, c.K, c.K)),
+        "qkv": llama.merged("q k v", hf + "self_attn.", parts, c.D, heads=(c.H, c.K, c.K)),
         "o": Weight((c.D, c.H * c.E), (hf + "self_attn.o_proj.weight",), shard="input"),
         "attn_post_norm": Weight((c.D,), (hf + "post_attention_layernorm.weight",)),
         "ffn_norm": Weight((c.D,), (hf + "pre_feedforward_layernorm.weight",)),
-        "gate_up": Weight((2 * c.F, c.D), gate_up, (c.F, c.F), shard="output"),
+        "gate_up": llama.merged("gate up", hf + "mlp.", (c.F, c.F), c.D),
         "down": Weight((c.D, c.F), (hf + "mlp.down_proj.weight",), shard="input"),
         "ffn_post_norm": Weight((c.D,), (hf + "post_feedforward_layernorm.weight",)),
     }
@@ -141,10 +126,6 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
         weights["q_norm"] = Weight((c.E,), (hf + "self_attn.q_norm.weight",))
         weights["k_norm"] = Weight((c.E,), (hf + "self_attn.k_norm.weight",))
     return weights
-
-
-def head_weights(c: Config) -> dict[str, Weight]:
-    return {"norm": Weight((c.D,), ("model.norm.weight",)), "lm_head": head_matrix(c)}
 
 
 def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
@@ -184,24 +165,9 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
     return soft_cap(logits_RV, c.logit_cap) if c.logit_cap else logits_RV
 
 
+GRAPH = Graph(
+    lambda c: c.layer_types, embed_weights, layer_weights, llama.head_weights, embed, layer, head, states, norm=norm
+)
 register_model(
-    Model(
-        architectures=("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
-        config=from_hf,
-        graphs=(
-            Graph(
-                layer_types=lambda c: c.layer_types,
-                embed_weights=embed_weights,
-                layer_weights=layer_weights,
-                head_weights=head_weights,
-                embed=embed,
-                layer=layer,
-                head=head,
-                norm=norm,
-                states=states,
-            ),
-        ),
-        shardable=("H", "K", "F"),
-        shared=("K",),
-    )
+    replace(llama.MODEL, architectures=("Gemma2ForCausalLM", "Gemma3ForCausalLM"), config=from_hf, graphs=(GRAPH,))
 )

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from graphllm.config import ConfigError
 from graphllm.config.fields import MOST, number, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
-from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, head_matrix, only, split_heads, token_table
+from graphllm.model_defs.common import (
+    HF,
+    MOST_LAYERS,
+    Sources,
+    check_plain,
+    head_matrix,
+    only,
+    split_heads,
+    token_table,
+    widths,
+    with_bias,
+)
 from graphllm.ops.attention.paged_attention import kv_state, paged_attention
 from graphllm.ops.embeddings.embedding import embedding
 from graphllm.ops.gemm.linear import linear
@@ -43,28 +54,21 @@ def from_hf(hf: HF) -> Config:
     check_plain(hf)
     only(hf, "add_cross_attention", False)
     only(hf, "scale_attn_by_inverse_layer_idx", False)  # layers of one type must be the same function
-    D, H = whole(hf, "n_embd", 768), whole(hf, "n_head", 12)
+    D, H, E = widths(hf, "n_embd", "n_head")
     return Config(
         D=D,
         H=H,
         K=H,
-        E=head_width(D, H, "n_embd", "n_head"),
+        E=E,
         F=whole(hf, "n_inner", 4 * D, 4 * D),
         V=whole(hf, "vocab_size", 50257),
         L=whole(hf, "n_layer", 12, le=MOST_LAYERS),
         max_len=whole(hf, "n_positions", 1024, le=MOST),
         eps=number(hf, "layer_norm_epsilon", 1e-5, ge=0, le=1),
-        scale=(D // H) ** -0.5 if switch(hf, "scale_attn_weights", True) else 1.0,
+        scale=E**-0.5 if switch(hf, "scale_attn_weights", True) else 1.0,
         activation=_GELU[only(hf, "activation_function", *_GELU)],
         tied=switch(hf, "tie_word_embeddings", True),
     )
-
-
-def head_width(D: int, H: int, width: str, heads: str) -> int:
-    """D / H. Raises ConfigError, with the names of the fields, when that is no whole number."""
-    if D % H:
-        raise ConfigError(f"config.json: {width} is {D}, no multiple of {heads} = {H}; correct one of them")
-    return D // H
 
 
 def _names(name: str) -> tuple[tuple[str, ...]]:
@@ -79,30 +83,23 @@ def embed_weights(c: Config) -> dict[str, Weight]:
 
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
-    hf, inner = "h.{layer}.", c.H * c.E
-    parts = (inner, inner, inner)
+    inner = c.H * c.E
+
+    def of(name: str) -> Callable[[str], Sources]:
+        return lambda leaf: _names(f"h.{{layer}}.{name}.{leaf}")
+
     return {
-        "attn_norm": Weight((c.D,), _names(hf + "ln_1.weight")),
-        "attn_norm_bias": Weight((c.D,), _names(hf + "ln_1.bias")),
-        "qkv": Weight((3 * inner, c.D), _names(hf + "attn.c_attn.weight"), parts, transpose=True, shard="output"),
-        "qkv_bias": Weight((3 * inner,), _names(hf + "attn.c_attn.bias"), parts, shard="output"),
-        "o": Weight((c.D, inner), _names(hf + "attn.c_proj.weight"), transpose=True, shard="input"),
-        "o_bias": Weight((c.D,), _names(hf + "attn.c_proj.bias")),
-        "ffn_norm": Weight((c.D,), _names(hf + "ln_2.weight")),
-        "ffn_norm_bias": Weight((c.D,), _names(hf + "ln_2.bias")),
-        "up": Weight((c.F, c.D), _names(hf + "mlp.c_fc.weight"), transpose=True, shard="output"),
-        "up_bias": Weight((c.F,), _names(hf + "mlp.c_fc.bias"), shard="output"),
-        "down": Weight((c.D, c.F), _names(hf + "mlp.c_proj.weight"), transpose=True, shard="input"),
-        "down_bias": Weight((c.D,), _names(hf + "mlp.c_proj.bias")),
+        **with_bias("attn_norm", (c.D,), of("ln_1")),
+        **with_bias("qkv", (3 * inner, c.D), of("attn.c_attn"), (inner,) * 3, "output", transpose=True),
+        **with_bias("o", (c.D, inner), of("attn.c_proj"), shard="input", transpose=True),
+        **with_bias("ffn_norm", (c.D,), of("ln_2")),
+        **with_bias("up", (c.F, c.D), of("mlp.c_fc"), shard="output", transpose=True),
+        **with_bias("down", (c.D, c.F), of("mlp.c_proj"), shard="input", transpose=True),
     }
 
 
 def head_weights(c: Config) -> dict[str, Weight]:
-    return {
-        "norm": Weight((c.D,), _names("ln_f.weight")),
-        "norm_bias": Weight((c.D,), _names("ln_f.bias")),
-        "lm_head": head_matrix(c),
-    }
+    return {**with_bias("norm", (c.D,), lambda leaf: _names(f"ln_f.{leaf}")), "lm_head": head_matrix(c)}
 
 
 def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
@@ -137,23 +134,9 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
     return linear(norm(c, w, select_rows(x_TD, ctx.inputs.logits_indices)), w.lm_head)
 
 
-register_model(
-    Model(
-        architectures=("GPT2LMHeadModel",),
-        config=from_hf,
-        graphs=(
-            Graph(
-                layer_types=lambda c: ("layer",) * c.L,
-                embed_weights=embed_weights,
-                layer_weights=layer_weights,
-                head_weights=head_weights,
-                embed=embed,
-                layer=layer,
-                head=head,
-                norm=norm,
-                states=states,
-            ),
-        ),
-        shardable=("H", "K", "F"),
-    )
+GRAPH = Graph(
+    lambda c: ("layer",) * c.L, embed_weights, layer_weights, head_weights, embed, layer, head, states, norm=norm
+)
+MODEL = register_model(
+    Model(architectures=("GPT2LMHeadModel",), config=from_hf, graphs=(GRAPH,), shardable=("H", "K", "F"))
 )

@@ -3,16 +3,15 @@ checkpoint stores stacked, transposed, and with gates and ups by turns."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from torch import Tensor
 
-from graphllm.config import ConfigError
 from graphllm.config.fields import MOST, number, raw, strings, whole
-from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model
+from graphllm.ir import ForwardContext, Weight, register_model
 from graphllm.model_defs import llama
-from graphllm.model_defs.common import HF, layer_types_of, only
+from graphllm.model_defs.common import HF, experts_per_token, extended, layer_types_of, only
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.moe.fused_moe import fused_moe
 from graphllm.ops.moe.moe_route import moe_route
@@ -44,20 +43,22 @@ def from_hf(hf: HF) -> Config:
     hf = _DEFAULTS | dict(hf)
     if not raw(hf, "rope_scaling") and not raw(hf, "rope_parameters"):
         hf["rope_scaling"] = _YARN
-    dense = llama.from_hf({**hf, "architectures": ["LlamaForCausalLM"]})
+    dense = llama.from_hf(hf, "Llama")
     only(hf, "swiglu_alpha", 1.702)
-    L, N, A = len(dense.layer_types), whole(hf, "num_local_experts"), whole(hf, "num_experts_per_tok", 4)
-    if A > N:
-        raise ConfigError(f"config.json: num_experts_per_tok is {A}; set it to the checkpoint's, from 1 to {N} experts")
+    L, N = len(dense.layer_types), whole(hf, "num_local_experts")
+    A = experts_per_token(hf, N, 4)
     alternating = ["full_attention" if i % 2 else "sliding_attention" for i in range(L)]
     types = layer_types_of(strings(hf, "layer_types") or alternating, L)
-    given = {
-        "rope": dense.rope,
-        "layer_types": types,
-        "window": whole(hf, "sliding_window", 128, le=MOST) if "sliding" in types else 0,
-        "mlp_bias": False,
-    }
-    return Config(**asdict(dense) | given, N=N, A=A, limit=number(hf, "swiglu_limit", 7.0, gt=0, le=1e6))
+    return extended(
+        Config,
+        dense,
+        layer_types=types,
+        window=whole(hf, "sliding_window", 128, le=MOST) if "sliding" in types else 0,
+        mlp_bias=False,
+        N=N,
+        A=A,
+        limit=number(hf, "swiglu_limit", 7.0, gt=0, le=1e6),
+    )
 
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
@@ -93,24 +94,11 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
 
 
 register_model(
-    Model(
+    replace(
+        llama.MODEL,
         architectures=("GptOssForCausalLM",),
         config=from_hf,
-        graphs=(
-            Graph(
-                layer_types=lambda c: c.layer_types,
-                embed_weights=llama.embed_weights,
-                layer_weights=layer_weights,
-                head_weights=llama.head_weights,
-                embed=llama.embed,
-                layer=layer,
-                head=llama.head,
-                norm=llama.norm,
-                states=llama.states,
-            ),
-        ),
-        shardable=("H", "K", "F"),
-        shared=("K",),
+        graphs=(replace(llama.GRAPH, layer_weights=layer_weights, layer=layer),),
         of_experts=("F",),
     )
 )

@@ -3,17 +3,15 @@ stream, and the logits; the second with experts, stored stacked."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from torch import Tensor
 
 from graphllm.config.fields import number, whole
-from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model
+from graphllm.ir import ForwardContext, Weight, register_model
 from graphllm.model_defs import llama
-from graphllm.model_defs.common import HF, check_plain
-from graphllm.ops.activations.swiglu import swiglu
-from graphllm.ops.embeddings.embedding import embedding
+from graphllm.model_defs.common import HF, check_plain, extended
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.moe.fused_moe import fused_moe
 from graphllm.ops.moe.moe_route import moe_route
@@ -35,10 +33,10 @@ def from_hf(hf: HF) -> Config:
     """The config of a ``config.json``. Raises ConfigError for settings that are not supported."""
     check_plain(hf)
     experts = hf["architectures"][0] == "GraniteMoeForCausalLM"
-    dense = llama.from_hf({**hf, "architectures": ["LlamaForCausalLM"]})
-    scaled = {"rope": dense.rope, "scale": number(hf, "attention_multiplier", 1.0)}
-    return Config(
-        **asdict(dense) | scaled,
+    return extended(
+        Config,
+        llama.from_hf(hf, "Llama"),
+        scale=number(hf, "attention_multiplier", 1.0),
         N=whole(hf, "num_local_experts") if experts else 0,
         A=whole(hf, "num_experts_per_tok") if experts else 0,
         embed_scale=number(hf, "embedding_multiplier", 1.0),
@@ -61,19 +59,18 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
 
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-    angles = c.rope.table(ctx.inputs.positions, w.inv_freq)
-    return embedding(ctx.inputs.token_ids, w.tokens, c.embed_scale), angles
+    return llama.embed(c, w, ctx, c.embed_scale)
 
 
 def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
     x_TD = x_TD + c.residual_scale * llama.attend(c, layer_type, w, rms_norm(x_TD, w.attn_norm, c.eps), ctx)
     h_TD = rms_norm(x_TD, w.ffn_norm, c.eps)
-    if c.N:
-        out_TD = fused_moe(h_TD, w.gate_up, w.down, *moe_route(linear(h_TD, w.router), c.A))
-    else:
-        gate_up_T2F = linear(h_TD, w.gate_up, getattr(w, "gate_up_bias", None))
-        out_TD = linear(swiglu(gate_up_T2F), w.down, getattr(w, "down_bias", None))
+    out_TD = _experts(c, w, h_TD) if c.N else llama.mlp(w, h_TD)
     return x_TD + c.residual_scale * out_TD
+
+
+def _experts(c: Config, w: SimpleNamespace, h_TD: Tensor) -> Tensor:
+    return fused_moe(h_TD, w.gate_up, w.down, *moe_route(linear(h_TD, w.router), c.A))
 
 
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
@@ -81,24 +78,11 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
 
 
 register_model(
-    Model(
+    replace(
+        llama.MODEL,
         architectures=("GraniteForCausalLM", "GraniteMoeForCausalLM"),
         config=from_hf,
-        graphs=(
-            Graph(
-                layer_types=lambda c: c.layer_types,
-                embed_weights=llama.embed_weights,
-                layer_weights=layer_weights,
-                head_weights=llama.head_weights,
-                embed=embed,
-                layer=layer,
-                head=head,
-                norm=llama.norm,
-                states=llama.states,
-            ),
-        ),
-        shardable=("H", "K", "F"),
-        shared=("K",),
+        graphs=(replace(llama.GRAPH, layer_weights=layer_weights, embed=embed, layer=layer, head=head),),
         of_experts=("F",),
     )
 )

@@ -52,7 +52,7 @@ LAYER = "model.layers.{layer}."
 
 
 @dataclass(frozen=True)
-class Config:
+class Sizes:
     """D width, H query heads, K key/value heads, E head dimension, F feed-forward width, V vocabulary."""
 
     D: int
@@ -66,18 +66,23 @@ class Config:
     window: int
     eps: float
     scale: float
+
+
+@dataclass(frozen=True)
+class Config(Sizes):
     rope: Rope
     tied: bool
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: Literal["", "head", "row"] = ""  # whether q and k are normalized: each head, or all of a row together
-    causal: bool = True  # False, in some embedders: tokens see those behind them too, and there is no cache
+    causal: bool = True  # False, in some embedders: tokens see later tokens too, and there is no cache
 
 
-def from_hf(hf: HF) -> Config:
-    """The config of any of the family's ``config.json``. Raises ConfigError for settings that are not supported."""
-    architecture = hf["architectures"][0]
+def from_hf(hf: HF, like: str = "") -> Config:
+    """The config of any of the family's ``config.json``. like: the architecture that sets defaults and supported
+    fields, for a relative of it; default: the file's own. Raises ConfigError for settings that are not supported."""
+    architecture = f"{like}ForCausalLM" if like else hf["architectures"][0]
     hf = _DEFAULTS.get(architecture, _DEFAULTS["LlamaForCausalLM"]) | dict(hf)  # a package may call it otherwise
     check_plain(hf)
     only(hf, "hidden_act", "silu")
@@ -144,7 +149,7 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
 
 
 def attention_weights(c: Config) -> dict[str, Weight]:
-    """Those of a layer's attention and its two norms."""
+    """The weights of a layer's attention and its two norms."""
     attn, parts, heads = LAYER + "self_attn.", (c.H * c.E, c.K * c.E, c.K * c.E), (c.H, c.K, c.K)
     weights = {
         "attn_norm": Weight((c.D,), (LAYER + "input_layernorm.weight",)),
@@ -179,9 +184,9 @@ def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
     return (kv_state(c.K, c.E, c.window if layer_type == "sliding" else 0),) if c.causal else ()
 
 
-def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
+def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext, scale: float = 1.0) -> tuple[Tensor, tuple[Tensor, ...]]:
     angles = c.rope.table(ctx.inputs.positions, w.inv_freq)
-    return embedding(ctx.inputs.token_ids, w.tokens), angles
+    return embedding(ctx.inputs.token_ids, w.tokens, scale), angles
 
 
 def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
@@ -189,10 +194,14 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
 
 
 def feed_forward(c: Config, w: SimpleNamespace, x_TD: Tensor) -> Tensor:
-    """What comes behind the attention of a layer."""
-    h_TD = rms_norm(x_TD, w.ffn_norm, c.eps)
+    """The part of a layer that follows its attention, with its norm."""
+    return x_TD + mlp(w, rms_norm(x_TD, w.ffn_norm, c.eps))
+
+
+def mlp(w: SimpleNamespace, h_TD: Tensor) -> Tensor:
+    """The dense feed-forward part, from normalized rows to what is added to the stream."""
     gate_up_T2F = linear(h_TD, w.gate_up, getattr(w, "gate_up_bias", None))
-    return x_TD + linear(swiglu(gate_up_T2F), w.down, getattr(w, "down_bias", None))
+    return linear(swiglu(gate_up_T2F), w.down, getattr(w, "down_bias", None))
 
 
 def attend(c: Config, layer_type: str, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) -> Tensor:
@@ -221,24 +230,9 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
     return linear(norm(c, w, select_rows(x_TD, ctx.inputs.logits_indices)), w.lm_head)
 
 
-register_model(
-    Model(
-        architectures=tuple(_DEFAULTS),
-        config=from_hf,
-        graphs=(
-            Graph(
-                layer_types=lambda c: c.layer_types,
-                embed_weights=embed_weights,
-                layer_weights=layer_weights,
-                head_weights=head_weights,
-                embed=embed,
-                layer=layer,
-                head=head,
-                norm=norm,
-                states=states,
-            ),
-        ),
-        shardable=("H", "K", "F"),
-        shared=("K",),
-    )
+GRAPH = Graph(
+    lambda c: c.layer_types, embed_weights, layer_weights, head_weights, embed, layer, head, states, norm=norm
+)
+MODEL = register_model(
+    Model(architectures=tuple(_DEFAULTS), config=from_hf, graphs=(GRAPH,), shardable=("H", "K", "F"), shared=("K",))
 )

@@ -1,6 +1,6 @@
-"""Medusa heads: each guesses, from the model's last hidden state alone, the token one place further on.
+"""Medusa heads: each guesses, only from the model's last hidden state, the token one place further on.
 
-As in checkpoints for vLLM (``blocks.i.layers.j``, ``lm_heads.i``) and in those of the method's authors
+As in checkpoints for vLLM (``blocks.i.layers.j``, ``lm_heads.i``) and in the checkpoints of the method's authors
 (``i.j.linear``, ``i.<layers>``). Source: Cai et al. 2024, Medusa: Simple LLM Inference Acceleration Framework with
 Multiple Decoding Heads.
 """
@@ -82,24 +82,16 @@ def _logits(c: Config, w: SimpleNamespace, x_SD: Tensor, head: int) -> Tensor:
     return linear(x_SD, getattr(w, f"lm_head_{head}"))
 
 
-register_model(
-    Model(
-        architectures=("MedusaModel",),
-        config=from_hf,
-        method="medusa",
-        graphs=(
-            Graph(
-                task="draft",
-                layer_types=lambda c: (),
-                embed_weights=lambda c: {},
-                layer_weights=lambda c, layer_type: {},
-                head_weights=head_weights,
-                embed=lambda c, w, ctx: (ctx.inputs.hidden, ()),
-                layer=lambda c, layer_type, w, x_TD, ctx: x_TD,
-                head=head,
-                hidden=lambda c, layers: Hidden((-1,), c.D, normed=True, width=c.D),
-                drafts_at_once=lambda c: c.heads,
-            ),
-        ),
-    )
+GRAPH = Graph(
+    task="draft",
+    layer_types=lambda c: (),
+    embed_weights=lambda c: {},
+    layer_weights=lambda c, layer_type: {},
+    head_weights=head_weights,
+    embed=lambda c, w, ctx: (ctx.inputs.hidden, ()),
+    layer=lambda c, layer_type, w, x_TD, ctx: x_TD,
+    head=head,
+    hidden=lambda c, layers: Hidden((-1,), c.D, normed=True, width=c.D),
+    drafts_at_once=lambda c: c.heads,
 )
+register_model(Model(architectures=("MedusaModel",), config=from_hf, method="medusa", graphs=(GRAPH,)))

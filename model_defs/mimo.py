@@ -1,4 +1,4 @@
-"""MiMo: Qwen2's layers, and in the same checkpoint a layer that predicts the token behind the next one (MTP).
+"""MiMo: Qwen2's layers, and in the same checkpoint a layer that predicts the token after the next one (MTP).
 
 That layer joins the normalized hidden state of the model and the normalized embedding of the next token. It drafts
 several tokens by running again over its own output. Source: Xiaomi 2025, MiMo; Gloeckle et al. 2024 for the idea.
@@ -6,6 +6,7 @@ several tokens by running again over its own output. Source: Xiaomi 2025, MiMo; 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -13,28 +14,30 @@ from torch import Tensor
 
 from graphllm.config import ConfigError
 from graphllm.config.fields import whole
-from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, select_rows
-from graphllm.ir.model import Hidden
-from graphllm.model_defs import llama
-from graphllm.model_defs.common import HF, named_too
+from graphllm.ir import ForwardContext, Weight, register_model
+from graphllm.model_defs import eagle, llama
+from graphllm.model_defs.common import HF, main_tokens, named_too
 from graphllm.ops.embeddings.embedding import embedding
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.norms.rms_norm import rms_norm
-from graphllm.weights.checkpoint.checkpoint import MAIN
 
 _LAYER = "model.mtp_layers.{layer}."
 
 
 def from_hf(hf: HF) -> llama.Config:
     """The config of a ``config.json``. Raises ConfigError for settings that are not supported."""
-    return llama.from_hf({**hf, "architectures": ["Qwen2ForCausalLM"]})
+    return llama.from_hf(hf, "Qwen2")
 
 
 def mtp_from_hf(hf: HF) -> llama.Config:
     """That of the further layer. Raises ConfigError for a checkpoint without one, or with several."""
     if whole(hf, "num_nextn_predict_layers", 0, ge=0) != 1:
         raise ConfigError("config.json: num_nextn_predict_layers is not 1; MTP needs a checkpoint with one such layer")
-    return llama.from_hf({**hf, "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 1})
+    return llama.from_hf({**hf, "num_hidden_layers": 1}, "Qwen2")
+
+
+def mtp_embed_weights(c: llama.Config) -> dict[str, Weight]:
+    return {"tokens": main_tokens(c), "inv_freq": c.rope.weight()}
 
 
 def mtp_layer_weights(c: llama.Config, layer_type: str) -> dict[str, Weight]:
@@ -55,51 +58,21 @@ def mtp_layer(c: llama.Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor
     return rms_norm(llama.layer(c, layer_type, w, x_TD, ctx._replace(shared=tuple(angles))), w.final, c.eps)
 
 
+register_model(replace(llama.MODEL, architectures=("MiMoForCausalLM",), config=from_hf))
 register_model(
-    Model(
-        architectures=("MiMoForCausalLM",),
-        config=from_hf,
-        graphs=(
-            Graph(
-                layer_types=lambda c: c.layer_types,
-                embed_weights=llama.embed_weights,
-                layer_weights=llama.layer_weights,
-                head_weights=llama.head_weights,
-                embed=llama.embed,
-                layer=llama.layer,
-                head=llama.head,
-                norm=llama.norm,
-                states=llama.states,
-            ),
-        ),
-        shardable=("H", "K", "F"),
-        shared=("K",),
-    )
-)
-
-register_model(
-    Model(
+    replace(
+        eagle.MODEL,
         architectures=("MiMoMTPModel",),
         config=mtp_from_hf,
         method="mtp",
-        shardable=("H", "K", "F"),
-        shared=("K",),
         part_of=("MiMoForCausalLM",),
         graphs=(
-            Graph(
-                task="draft",
-                layer_types=lambda c: c.layer_types,
-                embed_weights=lambda c: {
-                    "tokens": Weight((c.V, c.D), tie=f"{MAIN}embed.tokens"),
-                    "inv_freq": c.rope.weight(),
-                },
+            replace(
+                eagle.GRAPH,
+                embed_weights=mtp_embed_weights,
                 layer_weights=mtp_layer_weights,
-                head_weights=lambda c: {"lm_head": Weight((c.V, c.D), tie=f"{MAIN}head.lm_head")},
                 embed=mtp_embed,
                 layer=mtp_layer,
-                head=lambda c, w, x_TD, ctx: linear(select_rows(x_TD, ctx.inputs.logits_indices), w.lm_head),
-                states=llama.states,
-                hidden=lambda c, layers: Hidden((-1,), c.D, normed=True, width=c.D),
             ),
         ),
     )

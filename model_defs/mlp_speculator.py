@@ -1,4 +1,4 @@
-"""MLP speculators: one narrow layer for each draft, over the state behind the one before and its token.
+"""MLP speculators: one narrow layer for each draft, over the previous draft's state and token.
 
 As in the checkpoints ibm-ai-platform/*-accelerator. All drafts are made in one run, each from the likeliest token of
 the one before. Source: Wertheimer et al. 2024, Accelerating Production LLMs with Combined Token/Embedding Speculators.
@@ -7,7 +7,7 @@ the one before. Source: Wertheimer et al. 2024, Accelerating Production LLMs wit
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from graphllm.config.fields import switch, whole
-from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, select_rows
-from graphllm.ir.model import Drafts, Hidden
+from graphllm.ir import ForwardContext, Model, Weight, register_model, select_rows
+from graphllm.ir.model import Drafts
+from graphllm.model_defs import medusa
 from graphllm.model_defs.common import HF
 from graphllm.ops.embeddings.embedding import embedding
 from graphllm.ops.gemm.linear import linear
@@ -96,24 +97,7 @@ def _normed(x: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + _EPS)).to(x.dtype)
 
 
+GRAPH = replace(medusa.GRAPH, head_weights=head_weights, head=head, drafts_at_once=lambda c: c.drafts)
 register_model(
-    Model(
-        architectures=("MLPSpeculatorPreTrainedModel",),
-        config=from_hf,
-        method="mlp_speculator",
-        graphs=(
-            Graph(
-                task="draft",
-                layer_types=lambda c: (),
-                embed_weights=lambda c: {},
-                layer_weights=lambda c, layer_type: {},
-                head_weights=head_weights,
-                embed=lambda c, w, ctx: (ctx.inputs.hidden, ()),
-                layer=lambda c, layer_type, w, x_TD, ctx: x_TD,
-                head=head,
-                hidden=lambda c, layers: Hidden((-1,), c.D, normed=True, width=c.D),
-                drafts_at_once=lambda c: c.drafts,
-            ),
-        ),
-    )
+    Model(architectures=("MLPSpeculatorPreTrainedModel",), config=from_hf, method="mlp_speculator", graphs=(GRAPH,))
 )

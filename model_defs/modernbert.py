@@ -10,8 +10,8 @@ from torch import Tensor
 from graphllm.config.fields import MOST, number, raw, strings, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model
 from graphllm.model_defs.bert import GELU, labels_of
-from graphllm.model_defs.common import HF, MOST_LAYERS, layer_types_of, only, split_heads
-from graphllm.model_defs.gpt2 import activate, head_width
+from graphllm.model_defs.common import HF, MOST_LAYERS, layer_types_of, only, split_heads, widths
+from graphllm.model_defs.gpt2 import activate
 from graphllm.model_defs.pooling import Pooling
 from graphllm.ops.activations.geglu import geglu
 from graphllm.ops.attention.encoder_attention import encoder_attention
@@ -55,8 +55,7 @@ class Config:
 
 def from_hf(hf: HF) -> Config:
     """The config of a ``config.json``. Raises ConfigError for settings that are not supported."""
-    D, H = whole(hf, "hidden_size", 768), whole(hf, "num_attention_heads", 12)
-    E = head_width(D, H, "hidden_size", "num_attention_heads")
+    D, H, E = widths(hf, "hidden_size", "num_attention_heads")
     L = whole(hf, "num_hidden_layers", 22, le=MOST_LAYERS)
     classifies = hf["architectures"][0].endswith("ForSequenceClassification")
     pooling = Pooling.from_hf(hf, "CLS")
@@ -187,22 +186,6 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
     return linear(_normed(c, w, "dense_norm", h_RD), w.classifier, w.classifier_bias)
 
 
-register_model(
-    Model(
-        architectures=("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"),
-        config=from_hf,
-        graphs=(
-            Graph(
-                task="pool",
-                layer_types=lambda c: c.layer_types,
-                embed_weights=embed_weights,
-                layer_weights=layer_weights,
-                head_weights=head_weights,
-                embed=embed,
-                layer=layer,
-                head=head,
-            ),
-        ),
-        shardable=("H", "F"),
-    )
-)
+GRAPH = Graph(lambda c: c.layer_types, embed_weights, layer_weights, head_weights, embed, layer, head, task="pool")
+_NAMES = ("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification")
+register_model(Model(architectures=_NAMES, config=from_hf, graphs=(GRAPH,), shardable=("H", "F")))

@@ -1,21 +1,20 @@
-"""Relatives of Llama whose feed-forward layers are experts: Mixtral, Qwen2-MoE (with an expert that all tokens share,
-behind a gate), Qwen3-MoE and OLMoE. Some layers may be dense."""
+"""Relatives of Llama with experts as feed-forward layers: Mixtral, Qwen2-MoE (with a gated expert that all tokens
+share), Qwen3-MoE and OLMoE. Some layers may be dense."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphllm.config import ConfigError
 from graphllm.config.fields import raw, switch, whole
-from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model
+from graphllm.ir import ForwardContext, StateSpec, Weight, register_model
 from graphllm.ir.weight import Shard
 from graphllm.model_defs import llama
-from graphllm.model_defs.common import HF, head_dim, only
+from graphllm.model_defs.common import HF, experts_per_token, extended, head_dim, only
 from graphllm.ops.activations.swiglu import swiglu
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.moe.fused_moe import fused_moe
@@ -35,8 +34,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Config(llama.Config):
-    """N experts of width F_expert, A of them for each token. The types of layers are Llama's, with "_sparse" behind
-    those with experts."""
+    """N experts of width F_expert, A of them for each token. Layer types are Llama's; one with experts ends with
+    "_sparse"."""
 
     N: int = 0
     A: int = 0
@@ -46,30 +45,28 @@ class Config(llama.Config):
     mixtral: bool = False  # what Mixtral's checkpoints call things
 
 
-def from_hf(hf: HF) -> Config:
-    """The config of any of the family's ``config.json``. Raises ConfigError for settings that are not supported."""
-    name = hf["architectures"][0].removesuffix("ForCausalLM")
+def from_hf(hf: HF, like: str = "") -> Config:
+    """The config of any of the family's ``config.json``. like: as in `llama.from_hf`. Raises ConfigError for settings
+    that are not supported."""
+    name = like or hf["architectures"][0].removesuffix("ForCausalLM")
     mixtral, olmoe = name == "Mixtral", name == "Olmoe"
     hf = _DEFAULTS[name] | dict(hf)
     only(hf, "clip_qkv", None)
     only(hf, "qkv_bias", True, None)
     window = raw(hf, "sliding_window") or None  # 0 is none, too
-    given = {"sliding_window": window, "head_dim": head_dim(hf), "architectures": [f"{_LIKE[name]}ForCausalLM"]}
-    dense = llama.from_hf({**hf, **given})
+    dense = llama.from_hf({**hf, "sliding_window": window, "head_dim": head_dim(hf)}, _LIKE[name])
     N = whole(hf, "num_local_experts" if "num_local_experts" in hf else "num_experts")
-    A = whole(hf, "num_experts_per_tok")
-    if not 1 <= A <= N:
-        raise ConfigError(f"config.json: num_experts_per_tok is {A}; set it to the checkpoint's, from 1 to {N} experts")
+    A = experts_per_token(hf, N)
     every, plain = whole(hf, "decoder_sparse_step", 1), raw(hf, "mlp_only_layers") or ()
     types = (
         f"{kind}_sparse" if i not in plain and (i + 1) % every == 0 else kind
         for i, kind in enumerate(dense.layer_types)
     )
-    fields = asdict(dense) | {
-        "rope": dense.rope, "layer_types": tuple(types), "qk_norm": "row" if olmoe else dense.qk_norm,
-    }  # fmt: skip
-    return Config(
-        **fields,
+    return extended(
+        Config,
+        dense,
+        layer_types=tuple(types),
+        qk_norm="row" if olmoe else dense.qk_norm,
         N=N,
         A=A,
         F_expert=dense.F if mixtral or olmoe else whole(hf, "moe_intermediate_size"),
@@ -130,25 +127,14 @@ def _sparse(layer_type: str) -> bool:
     return layer_type.endswith("_sparse")
 
 
-register_model(
-    Model(
+GRAPH = replace(llama.GRAPH, layer_weights=layer_weights, layer=layer, states=states)
+MODEL = register_model(
+    replace(
+        llama.MODEL,
         architectures=tuple(f"{name}ForCausalLM" for name in _LIKE),
         config=from_hf,
-        graphs=(
-            Graph(
-                layer_types=lambda c: c.layer_types,
-                embed_weights=llama.embed_weights,
-                layer_weights=layer_weights,
-                head_weights=llama.head_weights,
-                embed=llama.embed,
-                layer=layer,
-                head=llama.head,
-                norm=llama.norm,
-                states=states,
-            ),
-        ),
+        graphs=(GRAPH,),
         shardable=("H", "K", "F", "F_expert", "F_shared"),
-        shared=("K",),
         of_experts=("F_expert",),
     )
 )

@@ -1,18 +1,18 @@
-"""Nomic-BERT: a BERT with rotary positions and gated feed-forward layers, and no biases but those of its norms. Its
-config.json is of two forms: that of its authors' code, and transformers' own."""
+"""Nomic-BERT: a BERT with rotary positions and gated feed-forward layers; only its norms have biases. Its config.json
+has two forms: its authors' own, and transformers'."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from torch import Tensor
 
 from graphllm.config.fields import MOST, number, whole
-from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model
-from graphllm.model_defs.bert import token_types
-from graphllm.model_defs.common import HF, MOST_LAYERS, only, split_heads
-from graphllm.model_defs.gpt2 import head_width
+from graphllm.ir import ForwardContext, Weight, register_model
+from graphllm.model_defs import bert
+from graphllm.model_defs.common import HF, MOST_LAYERS, Sources, only, split_heads, widths, with_bias
 from graphllm.model_defs.pooling import Pooling
 from graphllm.ops.activations.swiglu import swiglu
 from graphllm.ops.attention.encoder_attention import encoder_attention
@@ -24,17 +24,8 @@ from graphllm.ops.norms.layer_norm import layer_norm
 
 
 @dataclass(frozen=True)
-class Config:
-    """D width, H heads, E head dimension, F feed-forward width, V vocabulary, L layers. types: token types."""
-
-    D: int
-    H: int
-    E: int
-    F: int
-    V: int
-    L: int
-    max_len: int
-    types: int
+class Config(bert.Sizes):
+    types: int  # token types, 0 without
     eps: float
     scale: float
     rope: Rope
@@ -54,8 +45,7 @@ def from_hf(hf: HF) -> Config:
                 only({name: float(hf[name])} if isinstance(accepted, float) else hf, name, accepted)
     only(hf, "hidden_act", "silu")
     names = ("n_embd", "n_head") if authors else ("hidden_size", "num_attention_heads")
-    D, H = whole(hf, names[0], 768), whole(hf, names[1], 12)
-    E = head_width(D, H, *names)
+    D, H, E = widths(hf, *names)
     theta = number(hf, "rotary_emb_base", 1000.0, gt=0)
     most = ("max_trained_positions" if "max_trained_positions" in hf else "n_positions") if authors else ""
     max_len = whole(hf, most or "max_position_embeddings", 2048, le=MOST)
@@ -80,11 +70,8 @@ def _named(*names: str) -> tuple[tuple[str, ...], ...]:
     return tuple((name, "bert." + name, "model." + name) for name in names)
 
 
-def _norm(c: Config, label: str, name: str) -> dict[str, Weight]:
-    return {
-        label: Weight((c.D,), _named(f"{name}.weight")),
-        f"{label}_bias": Weight((c.D,), _named(f"{name}.bias")),
-    }
+def _of(name: str) -> Callable[[str], Sources]:
+    return lambda leaf: _named(f"{name}.{leaf}")
 
 
 def embed_weights(c: Config) -> dict[str, Weight]:
@@ -92,7 +79,7 @@ def embed_weights(c: Config) -> dict[str, Weight]:
     return {
         "tokens": Weight((c.V, c.D), _named("embeddings.word_embeddings.weight"), shard="vocab"),
         **types,
-        **_norm(c, "norm", "emb_ln"),
+        **with_bias("norm", (c.D,), _of("emb_ln")),
         "inv_freq": c.rope.weight(),
     }
 
@@ -103,21 +90,17 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     return {
         "qkv": Weight((3 * inner, c.D), _named(hf + "attn.Wqkv.weight"), parts, shard="output"),
         "o": Weight((c.D, inner), _named(hf + "attn.out_proj.weight"), shard="input"),
-        **_norm(c, "attn_norm", hf + "norm1"),
+        **with_bias("attn_norm", (c.D,), _of(hf + "norm1")),
         "gate_up": Weight(
             (2 * c.F, c.D), _named(hf + "mlp.fc12.weight", hf + "mlp.fc11.weight"), (c.F, c.F), shard="output"
         ),
         "down": Weight((c.D, c.F), _named(hf + "mlp.fc2.weight"), shard="input"),
-        **_norm(c, "ffn_norm", hf + "norm2"),
+        **with_bias("ffn_norm", (c.D,), _of(hf + "norm2")),
     }
 
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-    x_TD = embedding(ctx.inputs.token_ids, w.tokens)
-    if c.types > 1:
-        x_TD = x_TD + embedding(ctx.inputs.token_types, w.types)
-    elif c.types:
-        x_TD = x_TD + w.types
+    x_TD = bert.add_token_types(c, w, embedding(ctx.inputs.token_ids, w.tokens), ctx)
     angles = c.rope.table(ctx.inputs.positions, w.inv_freq)
     return layer_norm(x_TD, w.norm, w.norm_bias, c.eps), angles
 
@@ -131,23 +114,13 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
     return layer_norm(x_TD + h_TD, w.ffn_norm, w.ffn_norm_bias, c.eps)
 
 
-register_model(
-    Model(
-        architectures=("NomicBertModel",),
-        config=from_hf,
-        graphs=(
-            Graph(
-                task="pool",
-                layer_types=lambda c: ("layer",) * c.L,
-                embed_weights=embed_weights,
-                layer_weights=layer_weights,
-                head_weights=lambda c: c.pooling.weights(),
-                embed=embed,
-                layer=layer,
-                head=lambda c, w, x_TD, ctx: c.pooling(w, x_TD, ctx),
-                inputs=token_types,
-            ),
-        ),
-        shardable=("H", "F"),
-    )
+GRAPH = replace(
+    bert.GRAPH,
+    embed_weights=embed_weights,
+    layer_weights=layer_weights,
+    head_weights=lambda c: c.pooling.weights(),
+    embed=embed,
+    layer=layer,
+    head=lambda c, w, x_TD, ctx: c.pooling(w, x_TD, ctx),
 )
+register_model(replace(bert.MODEL, architectures=("NomicBertModel",), config=from_hf, graphs=(GRAPH,)))

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from graphllm.config.fields import MOST, switch, whole
-from graphllm.ir import Graph, Model, Weight, register_model
+from graphllm.ir import Weight, register_model
 from graphllm.model_defs import gpt2
-from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, only, token_table
+from graphllm.model_defs.common import HF, MOST_LAYERS, Sources, check_plain, only, token_table, widths, with_bias
 
 _FIRST_POSITION = 2
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu"}
 
 
 def from_hf(hf: HF) -> gpt2.Config:
-    """The config of a ``config.json``. Raises ConfigError for settings that are not supported (those of OPT-350m)."""
+    """The config of a ``config.json``. Raises ConfigError for settings that are not supported, such as OPT-350m has."""
     check_plain(hf)
-    D, H = whole(hf, "hidden_size", 768), whole(hf, "num_attention_heads", 12)
+    D, H, E = widths(hf, "hidden_size", "num_attention_heads")
     only(hf, "do_layer_norm_before", True)
     only(hf, "_remove_final_layer_norm", False)
     only(hf, "word_embed_proj_dim", D, None)
     only(hf, "enable_bias", True)
     only(hf, "layer_norm_elementwise_affine", True)
-    E = gpt2.head_width(D, H, "hidden_size", "num_attention_heads")
     return gpt2.Config(
         D=D,
         H=H,
@@ -37,8 +39,8 @@ def from_hf(hf: HF) -> gpt2.Config:
     )
 
 
-def _names(name: str) -> tuple[tuple[str, ...]]:
-    return (("model.decoder." + name, "decoder." + name),)
+def _names(*names: str) -> tuple[tuple[str, ...], ...]:
+    return tuple(("model.decoder." + name, "decoder." + name) for name in names)
 
 
 def embed_weights(c: gpt2.Config) -> dict[str, Weight]:
@@ -50,52 +52,33 @@ def embed_weights(c: gpt2.Config) -> dict[str, Weight]:
 
 
 def layer_weights(c: gpt2.Config, layer_type: str) -> dict[str, Weight]:
-    hf, inner = "layers.{layer}.", c.H * c.E
-    parts = (inner, inner, inner)
+    inner = c.H * c.E
 
-    def qkv(leaf: str) -> tuple[tuple[str, ...], ...]:
-        return tuple(_names(f"{hf}self_attn.{p}_proj.{leaf}")[0] for p in "qkv")
+    def of(*names: str) -> Callable[[str], Sources]:
+        return lambda leaf: _names(*(f"layers.{{layer}}.{name}.{leaf}" for name in names))
 
+    qkv = of("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return {
-        "attn_norm": Weight((c.D,), _names(hf + "self_attn_layer_norm.weight")),
-        "attn_norm_bias": Weight((c.D,), _names(hf + "self_attn_layer_norm.bias")),
-        "qkv": Weight((3 * inner, c.D), qkv("weight"), parts, shard="output"),
-        "qkv_bias": Weight((3 * inner,), qkv("bias"), parts, shard="output"),
-        "o": Weight((c.D, inner), _names(hf + "self_attn.out_proj.weight"), shard="input"),
-        "o_bias": Weight((c.D,), _names(hf + "self_attn.out_proj.bias")),
-        "ffn_norm": Weight((c.D,), _names(hf + "final_layer_norm.weight")),
-        "ffn_norm_bias": Weight((c.D,), _names(hf + "final_layer_norm.bias")),
-        "up": Weight((c.F, c.D), _names(hf + "fc1.weight"), shard="output"),
-        "up_bias": Weight((c.F,), _names(hf + "fc1.bias"), shard="output"),
-        "down": Weight((c.D, c.F), _names(hf + "fc2.weight"), shard="input"),
-        "down_bias": Weight((c.D,), _names(hf + "fc2.bias")),
+        **with_bias("attn_norm", (c.D,), of("self_attn_layer_norm")),
+        **with_bias("qkv", (3 * inner, c.D), qkv, (inner,) * 3, "output"),
+        **with_bias("o", (c.D, inner), of("self_attn.out_proj"), shard="input"),
+        **with_bias("ffn_norm", (c.D,), of("final_layer_norm")),
+        **with_bias("up", (c.F, c.D), of("fc1"), shard="output"),
+        **with_bias("down", (c.D, c.F), of("fc2"), shard="input"),
     }
 
 
 def head_weights(c: gpt2.Config) -> dict[str, Weight]:
-    return gpt2.head_weights(c) | {
-        "norm": Weight((c.D,), _names("final_layer_norm.weight")),
-        "norm_bias": Weight((c.D,), _names("final_layer_norm.bias")),
-    }
+    return gpt2.head_weights(c) | with_bias("norm", (c.D,), lambda leaf: _names(f"final_layer_norm.{leaf}"))
 
 
 register_model(
-    Model(
+    replace(
+        gpt2.MODEL,
         architectures=("OPTForCausalLM",),
         config=from_hf,
         graphs=(
-            Graph(
-                layer_types=lambda c: ("layer",) * c.L,
-                embed_weights=embed_weights,
-                layer_weights=layer_weights,
-                head_weights=head_weights,
-                embed=gpt2.embed,
-                layer=gpt2.layer,
-                head=gpt2.head,
-                norm=gpt2.norm,
-                states=gpt2.states,
-            ),
+            replace(gpt2.GRAPH, embed_weights=embed_weights, layer_weights=layer_weights, head_weights=head_weights),
         ),
-        shardable=("H", "K", "F"),
     )
 )

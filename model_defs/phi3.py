@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from graphllm.config.fields import MOST, number, section, switch, whole
-from graphllm.ir import Graph, Model, Weight, register_model
+from graphllm.ir import Weight, register_model
 from graphllm.model_defs import llama
 from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, head_dim, heads, only
 from graphllm.ops.attention.rope_table import Rope
@@ -36,34 +38,19 @@ def from_hf(hf: HF) -> llama.Config:
 
 
 def layer_weights(c: llama.Config, layer_type: str) -> dict[str, Weight]:
-    hf = "model.layers.{layer}."
+    qkv, gate_up = (f"{llama.LAYER}{name}_proj.weight" for name in ("self_attn.qkv", "mlp.gate_up"))
     parts = (c.H * c.E, c.K * c.E, c.K * c.E)
     return llama.layer_weights(c, layer_type) | {
-        "qkv": Weight(
-            (sum(parts), c.D), (hf + "self_attn.qkv_proj.weight",), parts, shard="output", heads=(c.H, c.K, c.K)
-        ),
-        "gate_up": Weight((2 * c.F, c.D), (hf + "mlp.gate_up_proj.weight",), (c.F, c.F), shard="output"),
+        "qkv": Weight((sum(parts), c.D), (qkv,), parts, shard="output", heads=(c.H, c.K, c.K)),
+        "gate_up": Weight((2 * c.F, c.D), (gate_up,), (c.F, c.F), shard="output"),
     }
 
 
 register_model(
-    Model(
+    replace(
+        llama.MODEL,
         architectures=("Phi3ForCausalLM",),
         config=from_hf,
-        graphs=(
-            Graph(
-                layer_types=lambda c: c.layer_types,
-                embed_weights=llama.embed_weights,
-                layer_weights=layer_weights,
-                head_weights=llama.head_weights,
-                embed=llama.embed,
-                layer=llama.layer,
-                head=llama.head,
-                norm=llama.norm,
-                states=llama.states,
-            ),
-        ),
-        shardable=("H", "K", "F"),
-        shared=("K",),
+        graphs=(replace(llama.GRAPH, layer_weights=layer_weights),),
     )
 )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from torch import Tensor
 
 from graphllm.config.fields import number, section, switch
-from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, select_rows
+from graphllm.ir import ForwardContext, Weight, register_model, select_rows
 from graphllm.model_defs import llama, moe
-from graphllm.model_defs.common import HF
+from graphllm.model_defs.common import HF, extended
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.moe.fused_moe import fused_moe
 from graphllm.ops.moe.moe_route import moe_route
@@ -25,17 +25,16 @@ class Config(moe.Config):
 
 def from_hf(hf: HF) -> Config:
     """The config of a ``config.json``. Raises ConfigError for settings that are not supported."""
-    inner = moe.from_hf({**hf, "architectures": ["MixtralForCausalLM"]})
+    inner = moe.from_hf(hf, "Mixtral")
     scaling = section(hf, "rope_parameters") or section(hf, "rope_scaling")
     scale = number(scaling, "long_mscale" if inner.rope.long else "short_mscale", inner.rope.scale, inner.rope.scale)
     bias = switch(hf, "attention_bias", False)
-    given = {
-        "rope": replace(inner.rope, scale=scale),
-        "qkv_bias": bias,
-        "o_bias": bias,
-    }
-    return Config(
-        **asdict(inner) | given,
+    return extended(
+        Config,
+        inner,
+        rope=replace(inner.rope, scale=scale),
+        qkv_bias=bias,
+        o_bias=bias,
         jitter=number(hf, "router_jitter_noise", 0.01),
         head_bias=switch(hf, "lm_head_bias", False),
     )
@@ -73,24 +72,15 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Te
 
 
 register_model(
-    Model(
+    replace(
+        moe.MODEL,
         architectures=("PhimoeForCausalLM",),
         config=from_hf,
         graphs=(
-            Graph(
-                layer_types=lambda c: c.layer_types,
-                embed_weights=llama.embed_weights,
-                layer_weights=layer_weights,
-                head_weights=head_weights,
-                embed=llama.embed,
-                layer=layer,
-                head=head,
-                norm=norm,
-                states=moe.states,
+            replace(
+                moe.GRAPH, layer_weights=layer_weights, head_weights=head_weights, layer=layer, head=head, norm=norm
             ),
         ),
         shardable=("H", "K", "F_expert"),
-        shared=("K",),
-        of_experts=("F_expert",),
     )
 )

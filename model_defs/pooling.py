@@ -27,7 +27,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Pooling:
-    """A part of a family's Config. kind: which hidden states. dense: layers behind."""
+    """A part of a family's Config. kind: which hidden states. dense: the layers that follow."""
 
     kind: PoolingType
     dense: tuple[DenseLayer, ...] = ()
@@ -38,7 +38,7 @@ class Pooling:
         return Pooling(*pooling_of(hf, default))
 
     def weights(self) -> dict[str, Weight]:
-        """Those of the dense layers, for a family's head_weights."""
+        """The weights of the dense layers, for a family's head_weights."""
         made = {}
         for i, dense in enumerate(self.dense):
             made[f"dense{i}"] = Weight((dense.outputs, dense.inputs), (dense.tensor("weight"),))

@@ -42,6 +42,7 @@ def artifact_of(model: Path | Source | None, replaced: dict[str, Any] | None = N
     """Of a checkpoint's folder, the embedded model's if None. settings: of `EngineArgs`; on the CPU unless they say
     otherwise. replaced: fields of the compile config that no setting has so. Weights are not looked at, nor whether the
     model was made for so many positions."""
+    from graphllm.compile.building import Tools
     from graphllm.compile.codegen.objects import Objects
     from graphllm.compile.pipeline import compile_model
 
@@ -55,8 +56,8 @@ def artifact_of(model: Path | Source | None, replaced: dict[str, Any] | None = N
             return place
         native = (config.target.device, config.backend) == ("cpu", "inductor")
         with Objects(env.cache_dir / "objects") if native else contextlib.nullcontext() as objects:
-            tuned = env.cache_dir / "tuned"
-            compile_model(source.config, source.tensors, config, place, tuned=tuned, objects=objects, stored=stored)
+            tools = Tools(objects, tuned=env.cache_dir / "tuned")
+            compile_model(source.config, source.tensors, config, place, tools=tools, stored=stored)
     return place
 
 

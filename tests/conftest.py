@@ -172,17 +172,11 @@ def own_registries() -> Iterator[pytest.MonkeyPatch]:
 def make_llama(folder: Path, layers: int = 2) -> None:
     """A Llama of random float32 weights whose likeliest tokens are plain ASCII text, saved by transformers."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(CORPUS, trainer)
+    from tests.engine.byte_tokenizer import byte_pairs
+
+    backend = byte_pairs(CORPUS, SPECIAL)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
     )

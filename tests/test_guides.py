@@ -144,6 +144,8 @@ def _guides() -> list[Path]:
 def test_examples_in_the_guides_are_the_files() -> None:
     for name, file in (("adding-a-model.md", "plugin_model.py"), ("adding-a-model.md", "pyproject.toml")):
         assert (DOCS / "examples" / "plugin_model" / file).read_text() in (DOCS / name).read_text()
+    _, relative, *_ = re.findall(r"```python\n(.*?)```", (DOCS / "adding-a-model.md").read_text(), re.DOTALL)
+    assert (ROOT / "model_defs" / "phi3.py").read_text().endswith("\n" + relative)
 
 
 def test_the_description_of_the_artifact_is_complete(compiled_artifact: Path) -> None:

@@ -26,7 +26,8 @@ from graphllm.compile.codegen.backends import Cpu
 from graphllm.compile.codegen.objects import Objects
 from graphllm.compile.trace import trace_unit
 from graphllm.config import Bucket, CompileConfig, Target
-from graphllm.ir.graph import Shapes, TensorSpec, to_json
+from graphllm.ir.graph import Shapes, TensorSpec
+from graphllm.ir.graph_form import to_json
 from graphllm.ir.registry import load_ops
 from graphllm.runtime.kernels import CpuKernels
 from graphllm.runtime.memory.torch_memory import TorchMemory

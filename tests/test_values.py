@@ -129,7 +129,7 @@ class Family:
 
     def read(self, hf: Mapping[str, Any]) -> Any:
         """What the family makes of a config.json, checked as before a compilation."""
-        from graphllm.compile.pipeline import find_model
+        from graphllm.compile.families import find_model
         from graphllm.loading.artifact.resolve import compile_config
         from graphllm.weights.plan.match import check_checkpoint
         from graphllm.weights.plan.plan import make_plan

@@ -26,7 +26,7 @@ def unread_fields(described: Mapping[str, Any]) -> list[str]:
     return found if described.get(DRAFT) is None else [*found, *_unread(described[DRAFT], "the draft model's ")]
 
 
-def _unread(described: Mapping[str, Any], prefix: str) -> list[str]:
+def _unread(described: Mapping[str, Any], owner: str) -> list[str]:
     used = described[READ]
     names = unknown_fields({n: v for n, v in described.items() if n != READ}, CONFIG, {*used, *_ROPES})
     for name in _ROPES:
@@ -36,4 +36,4 @@ def _unread(described: Mapping[str, Any], prefix: str) -> list[str]:
             names += [f"{name}.{n}" for n in unknown_fields(plain, ROPE, used)]
     quantized = unread_settings(described)
     names += [f"quantization_config.{n}" for n in unknown_fields(quantized, QUANTIZATION)]
-    return [f"{prefix}{name}" for name in dict.fromkeys(names)]
+    return [f"{owner}{name}" for name in dict.fromkeys(names)]

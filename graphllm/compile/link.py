@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphllm.compile import trace
-from graphllm.compile.tasks.sample_from_shares import sampled_from_shares
-from graphllm.compile.trace import Layout, TracedGraph
-from graphllm.compile.variants import optional_inputs, without
+from graphllm.compile.layout import Layout
+from graphllm.compile.rewrites.contracts import Body, LinkedPass
+from graphllm.compile.rewrites.variants import without_optional
+from graphllm.compile.trace import Program, TracedGraph
 from graphllm.config import CompileConfig
-from graphllm.ir.graph import GraphError, Shapes, copy_nodes, digest, to_json
+from graphllm.ir.graph import GraphError, Shapes, copy_nodes
+from graphllm.ir.graph_form import digest, to_json
 from graphllm.ir.op import op_of
 from graphllm.program.program import ProgramCall
 from graphllm.program.schema import NEUTRAL
@@ -36,7 +37,7 @@ class Piece(NamedTuple):
 
 
 class CallOrder(NamedTuple):
-    """A program before its memory is planned, with the first fields of `GraphProgram`."""
+    """A program before its memory is planned; `GraphProgram` has the same fields."""
 
     calls: tuple[ProgramCall, ...]
     parts: dict[str, int]
@@ -46,9 +47,10 @@ class CallOrder(NamedTuple):
 class Linked(NamedTuple):
     """The whole model.
 
-    pieces: its distinct pieces, by id.
+    pieces: the distinct ones by id.
     programs: of each graph, by name.
-    optional: of each graph, the inputs without which its programs exist a second time, with the suffix `NEUTRAL`.
+    optional: of each graph, the inputs without which its programs exist a second time, with `NEUTRAL` appended to
+        their names.
     """
 
     pieces: dict[str, Piece]
@@ -61,51 +63,55 @@ class Linked(NamedTuple):
         return [self.pieces[id] for id in used]
 
 
-def link(graphs: Sequence[TracedGraph], layout: Layout, config: CompileConfig | None = None) -> Linked:
-    """Chain the units of every program and cut at boundaries. config: where units may be joined for its target."""
+def link(
+    graphs: Sequence[TracedGraph], layout: Layout, config: CompileConfig, passes: Sequence[LinkedPass] = ()
+) -> Linked:
+    """Chain the units of every program, run the passes over each, and cut at boundaries."""
     pieces: dict[str, Piece] = {}
     programs: list[dict[str, CallOrder]] = []
-    optional = [optional_inputs(graph.units.values()) for graph in graphs]
+    optional: list[list[str]] = []
     for number, graph in enumerate(graphs):
-        forms = {"": graph}
-        if left_out := optional[number]:
-            forms[NEUTRAL] = graph._replace(units={n: without(u, left_out) for n, u in graph.units.items()})
+        left_out, second = without_optional(graph)
+        optional.append(left_out)
+        versions = {"": graph, NEUTRAL: second} if left_out else {"": graph}
         programs.append(
             {
-                name + form: _Chain(of_form, layout, number).program(program, pieces, config)
-                for form, of_form in forms.items()
-                for name, program in graph.programs.items()
+                name + suffix: _Chain(version, layout, number).program(program, pieces, config, passes)
+                for suffix, version in versions.items()
+                for name, program in version.programs.items()
             }
         )
     return Linked(pieces, programs, optional)
 
 
 class _Chain:
-    """One graph's units as one program. values: what has a name so far, inputs and results."""
+    """One graph's units as one program."""
 
     def __init__(self, graph: TracedGraph, layout: Layout, number: int) -> None:
         self._graph, self._prefix = graph, graph.graph.prefix
         self._states, self._groups = layout.layers[number], layout.groups[number]
         self._whole = torch.fx.Graph()
         self._values: dict[str, torch.fx.Node] = {}
-        self._body: list[tuple[str, torch.fx.Node]] = []
+        self._body: Body = []
 
-    def program(self, program: trace.Program, pieces: dict[str, Piece], config: CompileConfig | None) -> CallOrder:
+    def program(
+        self, program: Program, pieces: dict[str, Piece], config: CompileConfig, passes: Sequence[LinkedPass]
+    ) -> CallOrder:
+        units = self._graph.units
         for name in program.units:
             if name in ("layers", "context"):
                 kind = name.removesuffix("s")
                 for i, layer_type in enumerate(self._graph.layer_types):
-                    self.add(self._graph.units[f"{kind}.{layer_type}"], f"{self._prefix}layers.{i}", i)
-                    for behind in self._graph.behind[i]:
-                        self.add(self._graph.units[behind], self._prefix + behind, None)
+                    self.add(units[f"{kind}.{layer_type}"], f"{self._prefix}layers.{i}", i)
+                    for following in self._graph.after_layer[i]:
+                        self.add(units[following], self._prefix + following, None)
             else:
-                self.add(self._graph.units[name], self._prefix + name, None)
-        begins = {self._graph.units[unit].name: part for unit, part in program.parts.items()}
+                self.add(units[name], self._prefix + name, None)
+        begins = {units[unit].name: part for unit, part in program.parts.items()}
         results = {o.name: self._values[o.name] for o in program.results}
-        shapes = next(iter(self._graph.units.values())).shapes
-        body = self._body
-        if config is not None and config.tensor_parallel_size > 1:
-            body = sampled_from_shares(body, set(results.values()), shapes, config)
+        shapes, body = next(iter(units.values())).shapes, self._body
+        for linked_pass in passes:
+            body = linked_pass(body, set(results.values()), shapes, config)
         return _cut(body, results, begins, shapes, pieces)
 
     def add(self, unit: Unit, owner: str, layer: int | None) -> None:
@@ -133,7 +139,7 @@ class _Chain:
 
 
 def _cut(
-    body: list[tuple[str, torch.fx.Node]],
+    body: Body,
     results: dict[str, torch.fx.Node],
     begins: dict[str, str],
     shapes: Shapes,

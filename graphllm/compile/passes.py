@@ -1,11 +1,19 @@
-"""The pipeline of passes as a literal list, with the places of plugins."""
+"""The pipeline of passes as a literal list, and the places of plugins' passes in it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from graphllm.config import ConfigError
+from graphllm.compile.pieces import require_implementations
+from graphllm.compile.rewrites import plan_passes
+from graphllm.compile.rewrites.contracts import GraphPass, LinkedPass, PlanPass
+from graphllm.compile.rewrites.expert_counts import count_experts
+from graphllm.compile.rewrites.keep_hidden import keep_hidden
+from graphllm.compile.rewrites.sample_from_shares import sample_from_shares
+from graphllm.compile.rewrites.split_layers import check_rules, split_layers
+from graphllm.compile.row_order import require_row_orders
+from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.passes.add_adapters import add_adapters
 from graphllm.passes.attend_tree import attend_tree
 from graphllm.passes.canonicalize import canonicalize
@@ -21,18 +29,44 @@ from graphllm.passes.select_early import select_early
 from graphllm.passes.shard import shard
 from graphllm.rewrite import Pass, registered_passes
 
+# Raises ConfigError for linked pieces, each with a bucket, that the settings cannot have. The last argument:
+# `Pipeline.pieces`.
+Check = Callable[[Iterable[tuple[Mapping[str, Any], Bucket]], CompileConfig, Sequence[Pass]], None]
+
 
 class Pipeline(NamedTuple):
-    """units: passes over one unit at a time (embed, one layer of each type, head, sampling), which may edit the weight
-    plan.
-    pieces: passes over one linked piece at one bucket's sizes, when weights and the cuts between pieces are settled.
+    """Every rewrite that there is, in order.
+
+    plan: over the weight plan, before the model is traced.
+    graphs: over the traced units of a graph.
+    units: over one unit at a time (embed, one layer of each type, head, sampling); they may edit the weight plan.
+    linked: over a whole linked program, before it is cut into pieces. A second version of each program for steps with
+        neutral inputs is made before (`graphllm.compile.rewrites.variants`).
+    checks: of pieces, before anything is built.
+    pieces: over one linked piece at one bucket's sizes, when weights and the cuts between pieces are settled.
     """
 
+    plan: tuple[PlanPass, ...]
+    graphs: tuple[GraphPass, ...]
     units: tuple[Pass, ...]
+    linked: tuple[LinkedPass, ...]
+    checks: tuple[Check, ...]
     pieces: tuple[Pass, ...]
 
 
 PIPELINE = Pipeline(
+    plan=(
+        plan_passes.as_quantized,
+        plan_passes.with_cache_scales,
+        plan_passes.shard,
+        plan_passes.share_experts,
+        check_rules,
+    ),
+    graphs=(
+        count_experts,
+        keep_hidden,
+        split_layers,
+    ),
     units=(
         canonicalize,
         shard,
@@ -42,6 +76,11 @@ PIPELINE = Pipeline(
         scale_cache,
         attend_tree,
         fuse_attention,
+    ),
+    linked=(sample_from_shares,),
+    checks=(
+        require_implementations,
+        require_row_orders,
     ),
     pieces=(
         select_early,
@@ -54,8 +93,7 @@ PIPELINE = Pipeline(
 
 
 def pipeline() -> Pipeline:
-    """The list with the passes of plugins, each after the pass that it names; several after one pass by their own
-    names.
+    """The list with the passes of plugins, each after the pass that it names; several after one by their own names.
 
     Raises ConfigError for a pass that names none, or one that there is not.
     """
@@ -66,7 +104,9 @@ def with_plugins(listed: Pipeline, registered: Mapping[str, Pass]) -> Pipeline:
     """The ``listed`` passes and the other ``registered`` ones in their places; errors as in `pipeline`."""
     known = {p.name for p in (*listed.units, *listed.pieces)}
     others = [registered[name] for name in sorted(registered) if name not in known]
-    found = Pipeline(*(tuple(_with_followers(p, others)) for p in listed))
+    found = listed._replace(
+        units=tuple(_inserted(listed.units, others)), pieces=tuple(_inserted(listed.pieces, others))
+    )
     placed = {p.name for p in (*found.units, *found.pieces)}
     for p in others:
         if p.name not in placed:
@@ -75,6 +115,6 @@ def with_plugins(listed: Pipeline, registered: Mapping[str, Pass]) -> Pipeline:
     return found
 
 
-def _with_followers(passes: Sequence[Pass], others: Sequence[Pass]) -> list[Pass]:
+def _inserted(passes: Sequence[Pass], others: Sequence[Pass]) -> list[Pass]:
     """The passes with plugins inserted: each plugin follows the pass named in its `after`, recursively."""
-    return [q for p in passes for q in (p, *_with_followers([o for o in others if o.after == p.name], others))]
+    return [q for p in passes for q in (p, *_inserted([o for o in others if o.after == p.name], others))]

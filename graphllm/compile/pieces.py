@@ -5,15 +5,16 @@ Imports nothing of Inductor, so that a setting that cannot work is refused at on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from graphllm.config import Bucket, CompileConfig, ConfigError
-from graphllm.ir.graph import Shapes, from_json, input_specs
+from graphllm.ir.graph import Shapes
+from graphllm.ir.graph_form import from_json, input_specs
 from graphllm.ir.op import CallSite, Op, op_of
-from graphllm.rewrite import Unit, choose, fake_values, site_of
+from graphllm.rewrite import Pass, Unit, choose, fake_values, site_of
 
 
 def unit_of(piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> Unit:
@@ -31,9 +32,14 @@ def unit_of(piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> 
     return Unit(name, graph, tuple(f"o{i}" for i in range(len(piece["made"]))), shapes, bucket)
 
 
-def require_implementations(jobs: Iterable[tuple[Mapping[str, Any], Bucket]], config: CompileConfig) -> None:
-    """Raise ConfigError, before anything is compiled, for a call in one of the pieces that nothing can compute at its
-    bucket: the op has no implementation there, and its reference needs data."""
+def require_implementations(
+    jobs: Iterable[tuple[Mapping[str, Any], Bucket]], config: CompileConfig, passes: Sequence[Pass] = ()
+) -> None:
+    """Raise ConfigError, before anything is compiled, for a call that nothing can compute in one of the pieces at its
+    bucket: of an op that has no implementation there and needs data in its reference. The backend eager runs
+    references."""
+    if config.backend != "inductor":
+        return
     for piece, bucket in jobs:
         if not any(op.untraceable for node in from_json(piece).nodes if (op := op_of(node.target))):
             continue

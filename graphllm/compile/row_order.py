@@ -4,7 +4,7 @@ the same way in the programs of all buckets."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,15 +12,21 @@ import torch
 from graphllm.compile.specialize import specialize
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.op import CallSite, Op, op_of
-from graphllm.rewrite import candidates, choices, fake_values, site_of
+from graphllm.rewrite import Pass, candidates, choices, fake_values, site_of
 
 
-def require_row_orders(pieces: Iterable[tuple[Mapping[str, Any], Bucket]], config: CompileConfig) -> None:
+def require_row_orders(
+    pieces: Iterable[tuple[Mapping[str, Any], Bucket]], config: CompileConfig, passes: Sequence[Pass]
+) -> None:
     """Raise ConfigError, before anything is compiled, for a call that is only computed in ways that depend on the
-    others of a batch, or otherwise in one bucket than in another. pieces: each with a bucket that it is built for."""
+    others of a batch, or otherwise in one bucket than in another. Without the setting deterministic nothing is checked.
+    pieces: each with a bucket that it is built for. passes:
+    `Pipeline.pieces`."""
+    if not config.deterministic:
+        return
     known: dict[tuple[int, str], tuple[str, Bucket]] = {}
     for piece, bucket in pieces:
-        unit, before = specialize(piece, bucket, config).unit, Counter[str]()
+        unit, before = specialize(piece, bucket, config, passes).unit, Counter[str]()
         for node in unit.graph.nodes:
             op = op_of(node.target)
             if op is None:
@@ -40,13 +46,13 @@ def require_row_orders(pieces: Iterable[tuple[Mapping[str, Any], Bucket]], confi
             call = weight.name if isinstance(weight, torch.fx.Node) else f"{op.name} {before[op.name]}"
             before[op.name] += 1
             for choice in offered:
-                own = _told(site, op.impls[choice.impl].row_order(site, choice.config))
+                own = _order(site, op.impls[choice.impl].row_order(site, choice.config))
                 first, of = known.setdefault((id(piece), call), (own, bucket))
                 if own != first:
                     _refuse(op, config, f"{call} is {first} in {of.name}, but {own} in {bucket.name}")
 
 
-def _told(site: CallSite, order: str) -> str:
+def _order(site: CallSite, order: str) -> str:
     """The order, and what of that which may join a product does: its sums are then rounded after it and not before."""
     given = [name for name, value in site.args.items() if isinstance(value, torch.Tensor) or value is True]
     return ", ".join([order, *(n for n in ("residual", "gated") if any(g.startswith(n) for g in given))])

@@ -1,8 +1,6 @@
-"""The program that forks build processes, ``python -m graphllm.compile.worker``.
-
-It imports what they need, forks one for each socket that it gets, and reports when one has ended
-(`graphllm.compile.tuning.workers`). Each takes jobs from its socket and answers on it, until it is closed.
-"""
+"""The program that build processes come from, ``python -m graphllm.compile.worker``: it imports what they need,
+forks one for each socket that it is given, and says when one has ended (`graphllm.compile.tuning.workers`). Each
+takes jobs from its socket and answers on it, until it is closed."""
 
 from __future__ import annotations
 
@@ -15,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from graphllm.compile.building import open_backend
 from graphllm.compile.codegen.jobs import Build, Candidate, Done, Failed, Find
 from graphllm.compile.codegen.objects import BuildError
-from graphllm.compile.pipeline import open_backend
 from graphllm.compile.tuning.workers import Ended, WorkerOrders, receive, send
 from graphllm.config import ConfigError
 from graphllm.ir.registry import load_ops, load_passes
@@ -76,7 +74,7 @@ def main() -> None:
     sink = os.open(os.devnull, os.O_WRONLY)  # what Inductor prints is for nobody
     os.dup2(sink, 1)
     os.dup2(sink, 2)
-    gc.freeze()  # so that collections do not touch memory that processes share
+    gc.freeze()  # so that collections do not touch what processes share
     for own in start.builders:
         forks.fork(own, lambda job: Done(built=backend.build(job.piece, job.bucket, start.config, job.choices)))
     forks.wait()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from graphllm.config.errors import ConfigError
 
-_MOST = 62  # drafts: each node, the token last sampled among them, has a bit of an int64 whose sign says "no tree"
+_MOST = 62  # drafts: each node, with the token last sampled, has a bit of an int64; the sign bit says "no tree"
 _FORM = (
     "give a list of paths, such as [(0,), (1,), (0, 0)]: of each draft, which of the likeliest tokens each step takes; "
     'or {"top_k": 4, "depth": 5, "drafts": 16} for one that grows'
@@ -16,7 +16,7 @@ _FORM = (
 
 
 class TokenTree(NamedTuple):
-    """A tree of drafts by its paths, shorter ones first: (0, 1) is the second likeliest token behind the likeliest one.
+    """A tree of drafts by its paths, shorter ones first: (0, 1) is the second likeliest token after the likeliest one.
 
     Nodes are numbered in that order from 1; node 0, the root, is the token that was sampled last. What is said of nodes
     is in their order, the root first.
@@ -47,12 +47,12 @@ class TokenTree(NamedTuple):
 
     @property
     def choices(self) -> list[int]:
-        """Of each draft, which of the likeliest tokens behind its parent it is. Without the root."""
+        """Of each draft, its rank among the likeliest tokens after its parent. Without the root."""
         return [path[-1] for path in self.paths]
 
     @property
     def children(self) -> list[list[int]]:
-        """The nodes behind each one."""
+        """The children of each node."""
         found: list[list[int]] = [[] for _ in self.parents]
         for node, parent in enumerate(self.parents[1:], 1):
             found[parent].append(node)
@@ -68,19 +68,29 @@ class TokenTree(NamedTuple):
 
     @property
     def inner(self) -> list[int]:
-        """The drafts behind which there are others."""
-        return [node for node, behind in enumerate(self.children) if behind and node]
+        """The drafts that have children."""
+        return [node for node, children in enumerate(self.children) if children and node]
 
     @property
     def rows(self) -> int:
-        """Of those, of a sequence in each further run of what drafts."""
+        """How many of them there are: rows of a sequence in each further run of a draft graph."""
         return len(self.inner)
+
+    @property
+    def ancestors_of_rows(self) -> list[int]:
+        """Of each of them, bit i is set where the i-th of them is on the path to it."""
+        inner, ancestors = self.inner, self.ancestors
+        return [sum(1 << i for i, other in enumerate(inner) if ancestors[node] >> other & 1) for node in inner]
+
+    def of_step(self, parents: Sequence[int] | None) -> TokenTree:
+        """The tree that a step has verified."""
+        return self
 
 
 class DynamicTree(NamedTuple):
-    """A tree of drafts that the device chooses anew in each step (EAGLE-2); only its sizes are known.
+    """A tree of drafts that grows where what drafts is sure (EAGLE-2), anew in each step: only sizes are known.
 
-    top_k: at each depth, the k most likely drafts are expanded, each by its k most likely tokens.
+    top_k: at each depth, expand the top_k most likely drafts, each by its top_k most likely tokens.
     levels: depths.
     drafts: the most likely of all candidates, which are verified.
 
@@ -98,13 +108,22 @@ class DynamicTree(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Drafts behind which others are looked at."""
+        """Drafts that get candidates as children."""
         return self.top_k * (self.levels - 1)
 
     @property
     def candidates(self) -> int:
-        """Drafts that are looked at: those behind the root, then those behind each of the rows."""
+        """Candidates: the children of the root, then the children of each row."""
         return self.top_k * (1 + self.rows)
+
+    @property
+    def ancestors_of_rows(self) -> list[int]:
+        """Empty: only the device knows them."""
+        return []
+
+    def of_step(self, parents: Sequence[int] | None) -> TokenTree | None:
+        """The tree that a step has verified. parents: of its nodes; None where they are not known on the host."""
+        return None if parents is None else of_parents(parents)
 
     @property
     def depths(self) -> list[int]:
@@ -144,9 +163,9 @@ def token_tree(said: str) -> TokenTree | DynamicTree:
     paths = tuple(sorted({tuple(path) for path in found}, key=lambda path: (len(path), path)))
     if len(paths) != len(found):
         raise ConfigError(f"speculative_token_tree is {said!r:.80}: a path is there twice; leave one out")
-    if alone := [path for path in paths if len(path) > 1 and path[:-1] not in paths]:
+    if orphans := [path for path in paths if len(path) > 1 and path[:-1] not in paths]:
         raise ConfigError(
-            f"speculative_token_tree: {alone[0]} has nothing to follow; give the path {alone[0][:-1]} as well"
+            f"speculative_token_tree: {orphans[0]} has nothing to follow; give the path {orphans[0][:-1]} as well"
         )
     if len(paths) > _MOST:
         raise ConfigError(f"speculative_token_tree has {len(paths)} drafts; give at most {_MOST}")
@@ -164,7 +183,7 @@ def _grown(sizes: Mapping[Any, Any], said: str) -> DynamicTree:
     tree = DynamicTree(sizes["top_k"], sizes["depth"], sizes["drafts"])
     if max(tree.drafts, tree.rows) > _MOST:
         raise ConfigError(
-            f"speculative_token_tree has {tree.drafts} drafts, and {tree.rows} behind which others are looked at, "
+            f"speculative_token_tree has {tree.drafts} drafts, and {tree.rows} that get children, "
             f"top_k * (depth - 1); give at most {_MOST} of each"
         )
     if not tree.levels <= tree.drafts <= tree.candidates:

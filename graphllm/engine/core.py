@@ -1,5 +1,6 @@
-"""EngineCore: the step loop. Requests of token ids go in, new tokens come out; the host learns a step's tokens one step
-later.
+"""EngineCore: the step loop. Requests of token ids go in, new tokens come out.
+
+The host runs one step later than the device.
 
 A step is planned and started before the tokens of the one before it are known; they reach it on the device. Where a
 request's choice of tokens depends on them (a grammar, bad words), the step stops at its logits until the host has seen
@@ -31,37 +32,27 @@ from graphllm.engine.parts.logprobs import Logprobs
 from graphllm.engine.parts.part import NOTHING_MORE, CoreSetup, Moments, Part, PartContext, make_parts
 from graphllm.engine.parts.snapshots import Snapshots
 from graphllm.engine.parts.vectors import Vectors
-from graphllm.engine.requests.request import (
-    BucketStats,
-    CacheEntry,
-    CoreInfo,
-    CoreStats,
-    EngineCoreOutput,
-    EngineRequest,
-)
-from graphllm.engine.requests.request_table import RequestState
-from graphllm.engine.schedule.scheduler import Scheduler
+from graphllm.engine.requests.request import CacheEntry, CoreStats, EngineCoreOutput, EngineRequest
+from graphllm.engine.schedule.scheduler_class import scheduler_class
 from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.engine.step.batch import Batch, SamplingTable
+from graphllm.engine.step.core_info import core_info
 from graphllm.engine.step.device_states import export_prefix, import_prefix
+from graphllm.engine.step.news import News
 from graphllm.engine.step.providers import find_providers, provide
 from graphllm.engine.step.started_step import LogitsEdit, StartedStep
 from graphllm.engine.step.step_executor import StepExecutor
-from graphllm.host.importing import imported
+from graphllm.engine.step.step_meter import StepMeter
 from graphllm.runtime.commands.calls import Call, values
 from graphllm.runtime.commands.states import WriteEntry
 
 if TYPE_CHECKING:
     from graphllm.engine.structured.compilers import GrammarCompilers
-    from graphllm.runtime.executor import StepResult
+    from graphllm.runtime.step_handle import StepResult
 
 PARTS: tuple[type[Part], ...] = (
     Drafts, Grammars, LogitsProcessors, Logprobs, Adapters, Items, Snapshots, Vectors, Experts, Lockstep,
 )  # fmt: skip
-_NO_TOKEN = (
-    "no token can be chosen: the model's logits are NaN or everything is forbidden. Check the checkpoint, or use a "
-    "dtype of more range (--dtype float32)"
-)
 _Kind = TypeVar("_Kind", bound=Part)
 
 
@@ -72,7 +63,7 @@ class EngineCore:
     setup: what parts are made of.
     pipeline_depth: steps that the executor runs at once, in the stages of a pipeline.
     min_batch_per_stage: a step with fewer sequences is not split over the stages.
-    cold: buckets that have not run a step; `warm_up` runs one.
+    cold: buckets that have not run a step yet; `warm_up` runs one.
     scheduler, executor, parts: what the core drives; see `PartContext`.
     """
 
@@ -100,26 +91,20 @@ class EngineCore:
             pipeline_depth=pipeline_depth,
             min_batch_per_stage=min_batch_per_stage,
         )
-        self.scheduler = _scheduler_class(options)(
-            limits, executor.layout, options.enable_prefix_caching and executor.shareable, options.cache_secret
-        )
+        caching = options.enable_prefix_caching and executor.shareable
+        self.scheduler = scheduler_class(options)(limits, executor.layout, caching, options.cache_secret)
         self._table = SamplingTable(executor.max_num_seqs, executor.vocab, ranked_logprobs(executor.max_logprobs))
         self._providers = find_providers(executor.inputs.values())
-        self._ended = time.monotonic()  # the last step
-        self._stats = CoreStats(
-            started=self._ended,
-            total_blocks=executor.layout.num_blocks - 1,
-            buckets={b.name: BucketStats() for b in executor.buckets},
-        )
-        context = PartContext(executor, self.scheduler, limits, self._table, self._stats, options, setup)
+        self._meter = StepMeter(executor)
+        context = PartContext(executor, self.scheduler, limits, self._table, self._meter.stats, options, setup)
         self.parts = make_parts(PARTS, context)
-        self.scheduler.resources = [part.resource for part in self.parts if part.resource is not None]
+        self.scheduler.admission.resources = [part.resource for part in self.parts if part.resource is not None]
         self._at = Moments(self.parts)
         self._holding = [p for p in self.parts if type(p).held is not Part.held or type(p).busy is not Part.busy]
         self._edits_logits = any(part.edits_logits for part in self.parts)
         self._in_flight: collections.deque[StartedStep] = collections.deque()
         self._depth = pipeline_depth  # steps that are started before the first of them is waited for
-        self._news: list[EngineCoreOutput] = []  # of requests that ended outside a step
+        self._news = News(self._at.complete, self._at.end, self._meter)
         self.info = core_info(executor, max_len, self.scheduler.capacity)
 
     def part(self, kind: type[_Kind]) -> _Kind:
@@ -165,8 +150,7 @@ class EngineCore:
         if isinstance(found, EngineRequest):
             self.scheduler.add(found)
         elif found is not None:
-            self._count_end(found.finish_reason)
-            self._news.append(found)
+            self._news.answer(found)
         for added in self._at.added:
             added()
 
@@ -175,22 +159,9 @@ class EngineCore:
         ids = list(ids)
         for id in ids:
             if any(abort(id) for abort in self._at.abort):
-                self._end(EngineCoreOutput(id, [], "abort"))
+                self._news.end(EngineCoreOutput(id, [], "abort"))
         for state in self.scheduler.abort(ids):
-            self._end(EngineCoreOutput(state.request.id, [], "abort"))
-
-    def _end(self, output: EngineCoreOutput) -> None:
-        """A request ended outside a step's result."""
-        self._forget(output.id)
-        self._count_end(output.finish_reason)
-        self._news.append(output)
-
-    def _forget(self, id: str, output: Sequence[int] = ()) -> None:
-        for end in self._at.end:
-            end(id, output)
-
-    def _count_end(self, reason: str | None) -> None:
-        self._stats.finished[str(reason)] = self._stats.finished.get(str(reason), 0) + 1
+            self._news.end(EngineCoreOutput(state.request.id, [], "abort"))
 
     def step(self) -> list[EngineCoreOutput]:
         """Start the next step and finish the oldest one in flight; news of the latter's requests."""
@@ -217,11 +188,11 @@ class EngineCore:
                 late = late or is_late(plan)
             if not late:
                 started = self._launch(plan, batch, begun)
-        news, self._news = self._news, []
+        news = self._news.take()
         full = started is not None and started.batch.full
         for oldest in self._due(plan if late or started is not None else None, late or full):
             result = oldest.handle.wait()
-            self._measure(oldest)
+            self._meter.measure(oldest)
             news += self._commit(oldest, result)
             for committed in self._at.committed:
                 committed()
@@ -244,19 +215,19 @@ class EngineCore:
         for gather in self._at.gather:
             for found in gather(idle):
                 if isinstance(found, EngineCoreOutput):
-                    self._end(found)
+                    self._news.end(found)
                     continue
                 try:
                     self.scheduler.add(found)
                 except ConfigError as mistake:
-                    self._end(EngineCoreOutput(found.id, [], "error", error=str(mistake), mistake=True))
+                    self._news.end(EngineCoreOutput(found.id, [], "error", error=str(mistake), mistake=True))
                     continue
                 for added in self._at.added:
                     added()
 
     def _due(self, plan: SchedulerOutput | None, known: bool) -> Iterator[StartedStep]:
-        """Yield the steps to wait for now. If no step starts, wait for the oldest. Otherwise wait until at most
-        `pipeline_depth` - 1 steps are in flight. known: the next step needs the tokens of all steps before it."""
+        """The steps to wait for now. If no step starts, wait for the oldest. Otherwise wait until at most
+        `pipeline_depth` - 1 are in flight. known: the next step needs the tokens of all steps before it."""
         most = len(self._in_flight) - 1 if plan is None else self._depth - 1
         if plan is not None and known:
             most = min(most, plan.num_independent)
@@ -286,7 +257,7 @@ class EngineCore:
         return batch
 
     def _launch(self, plan: SchedulerOutput, batch: Batch, begun: float) -> StartedStep:
-        self._stats.steps += 1
+        self._meter.stats.steps += 1
         task = self.executor.task
         program = task if task != "generate" else "full" if batch.full else "plain"
         # Who masks or edits the rows of drafts must know the drafts.
@@ -296,23 +267,11 @@ class EngineCore:
             asked = {"drafts": True} if known else {}
         return StartedStep(plan, batch, self.executor.start(batch.step, program, **asked), begun)
 
-    def _measure(self, step: StartedStep) -> None:
-        """Count a step with a new result. Its time begins at its start, or at the end of the step before if that was
-        later: until then the host had both in flight."""
-        now = time.monotonic()
-        bucket, tokens = self._stats.buckets[step.handle.size.bucket.name], step.batch.step.tokens
-        step.seconds = now - max(step.begun, self._ended)
-        bucket.seconds.observe(step.seconds)
-        bucket.tokens += tokens
-        bucket.padding += step.handle.size.T - tokens
-        self._stats.step_tokens.observe(tokens)
-        self._ended = now
-
     def _sample(self, started: StartedStep) -> None:
         """Go on with a step that stands at its logits."""
         edit = LogitsEdit()
         for output in chain.from_iterable([change(started, edit) for change in self._at.edit]):
-            self._end(output)
+            self._news.end(output)
         self.executor.sample(started.handle, edit.mask, edit.scores, edit.whole, edit.hook)
 
     def _commit(self, step: StartedStep, result: StepResult) -> list[EngineCoreOutput]:
@@ -333,37 +292,13 @@ class EngineCore:
             changed = {i for commit in self._at.commit for i in commit(step, result, pairs)}
             touched = sorted({*touched, *changed}) if changed else touched
         for i in touched:
-            self._complete(committed.requests[i], news[i])
-        self._stats.generated_tokens += sum(map(len, committed.tokens))
+            self._news.complete(committed.requests[i], news[i])
+        self._meter.stats.generated_tokens += sum(map(len, committed.tokens))
         return news
-
-    def _complete(self, state: RequestState, output: EngineCoreOutput) -> None:
-        """Fill the rest of an output: the prompt's figures with the first tokens, the end with the last."""
-        began = len(state.output) == len(output.tokens)
-        for complete in self._at.complete:
-            complete(state, output)
-        if began:
-            output.cached, output.scheduled = state.cached_tokens, state.scheduled
-            self._stats.prompt_tokens += len(state.request.prompt)
-            self._stats.cached_tokens += state.cached_tokens
-        if state.finish_reason is not None:
-            output.finish_reason, output.stop_reason = state.finish_reason, state.stop_reason
-            output.error, output.mistake = state.error, state.mistake
-            output.draft_tokens, output.accepted_tokens = state.draft_tokens, state.accepted_tokens
-            if state.finish_reason == "error" and output.error is None:
-                output.error = _NO_TOKEN
-            self._count_end(output.finish_reason)
-            self._forget(output.id, state.output)
 
     def stats(self) -> CoreStats:
         """Gauges and counters as of now."""
-        scheduler, stats = self.scheduler, self._stats
-        stats.running = scheduler.running
-        stats.waiting = scheduler.waiting + sum(part.held for part in self._holding)
-        stats.free_blocks = scheduler.cache.pool.free_blocks
-        stats.kv_usage = 1 - stats.free_blocks / max(stats.total_blocks, 1)
-        stats.prefix_queries, stats.prefix_hits = scheduler.prefix_queries, scheduler.prefix_hits
-        stats.preemptions = scheduler.preemptions
+        stats = self._meter.read(self.scheduler, sum(part.held for part in self._holding))
         for fill in self._at.stats:
             fill(stats)
         return copy.deepcopy(stats)
@@ -393,7 +328,7 @@ class EngineCore:
             check()
 
     def write_adapter(self, digest: str, values: Mapping[str, np.ndarray]) -> None:
-        """Set the tables for requests with an adapter of this digest; see `Adapters.put`. Raises ConfigError."""
+        """Have requests with the adapter of this digest read these tables; see `Adapters.put`. Raises ConfigError."""
         self.part(Adapters).put(digest, values)
 
     def export_cache(self, request: EngineRequest) -> list[CacheEntry]:
@@ -414,35 +349,3 @@ class EngineCore:
         *others, last = [*self._at.close, self.executor.close]
         for close in (*others, last):
             close()
-
-
-def _scheduler_class(options: SchedulerConfig) -> type[Scheduler]:
-    """The scheduler, or the user's own. Raises ConfigError for what is none."""
-    policy = Scheduler if options.scheduler_cls is None else imported("scheduler_cls", options.scheduler_cls)
-    if not (isinstance(policy, type) and issubclass(policy, Scheduler)):
-        raise ConfigError(
-            f"scheduler_cls is {options.scheduler_cls!r}: give a subclass of "
-            "graphllm.engine.schedule.scheduler.Scheduler"
-        )
-    return policy
-
-
-def core_info(executor: StepExecutor, max_len: int, capacity: int) -> CoreInfo:
-    """What fronts must know of a core. capacity: tokens of the longest sequence that its cache holds."""
-    return CoreInfo(
-        max_model_len=max_len,
-        vocab=executor.vocab,
-        max_num_seqs=executor.max_num_seqs,
-        max_num_batched_tokens=executor.max_num_batched_tokens,
-        block_size=executor.layout.block_size,
-        num_blocks=executor.layout.num_blocks,
-        capacity=capacity,
-        max_logprobs=executor.vocab if executor.max_logprobs == -1 else executor.max_logprobs,
-        max_logit_bias=executor.max_logit_bias,
-        device=executor.device.type,
-        task=executor.task,
-        vector_size=executor.vector[1],
-        vectors="token" if executor.vector[0] == "T" else "sequence",
-        adapted=list(executor.adapted),
-        max_lora_rank=executor.max_lora_rank,
-    )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphllm.config import Bucket, ConfigError
 from graphllm.program.linking import LinkedProgram, MemoryPlan, PieceCall
@@ -14,12 +14,15 @@ from graphllm.program.program import ProgramGraph
 from graphllm.program.schema import NEUTRAL
 from graphllm.program.stages import Stage, stage_calls, stage_parts
 from graphllm.runtime.binding import Bound, bind
-from graphllm.runtime.kernels import Kernels, Launch
+from graphllm.runtime.kernels import Kernels
 from graphllm.runtime.memory import padding
 from graphllm.runtime.memory.memory import Array, Memory
 from graphllm.runtime.memory.padding import Size
 from graphllm.runtime.memory.staging import Staging, StepInput
 from graphllm.runtime.stream import Job
+
+if TYPE_CHECKING:
+    from graphllm.runtime.cuda_graph import GraphPool
 
 _BOUND_KEPT = 128
 
@@ -66,7 +69,7 @@ class GraphPrograms:
         self._bound: OrderedDict[tuple[str, Size], BoundProgram] = OrderedDict()
         self._ran: dict[tuple[str, Bucket], set[str]] = {}  # parts of those that are not captured
         # One pool for all graphs, which never run at once: libraries take their workspace from it once.
-        self._graph_pool = _pool() if memory.device.type == "cuda" else None
+        self._graph_pool = _graph_pool() if memory.device.type == "cuda" else None
 
     def pick(self, step: StepInput) -> Size:
         """What a batch is padded to."""
@@ -159,7 +162,7 @@ class BoundProgram:
     ran: the parts that have run.
     """
 
-    def __init__(self, bound: Bound, kernels: Kernels, memory: Memory, pool: Any | None, ran: set[str]) -> None:
+    def __init__(self, bound: Bound, kernels: Kernels, memory: Memory, pool: GraphPool | None, ran: set[str]) -> None:
         self.parts, self._pool, self.results, self.ran = bound.parts, pool, bound.results, ran
         self.on_host = {n: seen for n, t in self.results.items() if (seen := memory.on_host(t)) is not None}
         self._launches = {
@@ -174,7 +177,7 @@ class BoundProgram:
         if self._pool is not None and part not in self.ran:
             # This first run was real and warmed the libraries up. Capturing executes nothing, so no state is touched
             # twice.
-            self._launches[part] = _captured(self.parts[part], self._pool)
+            self._launches[part] = self._pool.captured(self.parts[part])
         self.ran.add(part)
 
     def release(self) -> None:
@@ -183,26 +186,7 @@ class BoundProgram:
         self.parts, self.results, self.on_host = {}, {}, {}
 
 
-def _pool() -> Any:
-    import torch  # here, because on a CPU there may be no need of it
+def _graph_pool() -> GraphPool:
+    from graphllm.runtime.cuda_graph import GraphPool  # here, because it imports torch
 
-    return torch.cuda.graph_pool_handle()
-
-
-def _captured(segments: Sequence[tuple[bool, list[Launch]]], pool: Any) -> list[Launch]:
-    """The launches of a part, those that may be captured in graphs."""
-    import torch
-
-    torch.cuda.current_stream().synchronize()
-    return [launch for safe, ls in segments for launch in (_capture(ls, pool) if safe else ls)]
-
-
-def _capture(launches: Sequence[Launch], pool: Any) -> list[Launch]:
-    import torch
-
-    graph = torch.cuda.CUDAGraph()
-    # Threads of libraries, such as NCCL's watchdog, may ask for events during the capture.
-    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        for launch in launches:
-            launch()
-    return [graph.replay]
+    return GraphPool()

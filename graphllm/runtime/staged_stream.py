@@ -28,7 +28,7 @@ class StagedStream:
 
     def __init__(self, stream: Stream, stages: int) -> None:
         self.stream, self.stages = stream, stages
-        self.announce: Callable[[int], None] = lambda keep: None  # called at each `follow`
+        self.announce: Callable[[int], None] = lambda keep: None  # called with each `follow`
         self._held: deque[tuple[StagedStep, list[Work]]] = deque()
 
     def submit(self, work: Callable[[], Any]) -> Job:

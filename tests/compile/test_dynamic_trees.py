@@ -6,9 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphllm.compile.tasks.dynamic_trees import next_level
-from graphllm.compile.tasks.tree_nodes import STATES
+from graphllm.compile.tasks.dynamic_trees import DynamicLevels
+from graphllm.compile.tasks.verified_trees import NODE_STATES as STATES
+from graphllm.compile.tasks.verified_trees import verification_of
+from graphllm.config import CompileConfig, Target
 from graphllm.config.token_tree import DynamicTree
+from graphllm.ir.model import Graph
 
 FIRST = 100  # token of candidate 0; candidate n is FIRST + n
 
@@ -39,7 +42,12 @@ def test_drafts_stand_behind_their_own(seed: int) -> None:
         "state.tree_hidden": torch.zeros(3, F * 3),
         **{f"state.{n}": torch.zeros(3, tree.nodes, dtype=torch.int64 if "bits" in n else torch.int32) for n in STATES},
     }
-    next_level(tree, last_position=90)[1].run(v)
+    config = CompileConfig(
+        Target("cpu", ()), max_model_len=91, num_speculative_tokens=7,
+        speculative_token_tree="{'top_k': 2, 'depth': 4, 'drafts': 7}",
+    )  # fmt: skip
+    graph = Graph(*(lambda *_: () for _ in range(7)))  # type: ignore[misc, arg-type]
+    DynamicLevels(graph, None, config, None, verification_of(config)).choose_next(v)
     parents, bits, levels = (v[f"state.{n}"][1].tolist() for n in STATES)
     numbers = [-1, *(token - FIRST for token in v["state.drafts"][1].tolist())]
     assert len(set(numbers)) == tree.nodes

@@ -18,6 +18,7 @@ from graphllm.engine.requests.request import CoreStats
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.memory.staging import ragged
 from tests.artifacts import artifact_of, open_executor
+from tests.checkpoints import random_checkpoint
 
 N, LAYERS = 6, 3
 CONFIG = {
@@ -32,10 +33,7 @@ PROMPTS = [[5, 80, 2, 17, 9], [33], [15, 61, 3]]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three layers, the one in the middle without experts."""
-    folder = tmp_path_factory.mktemp("experts")
-    torch.manual_seed(4)
-    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**CONFIG)).save_pretrained(folder)
-    return folder
+    return random_checkpoint(tmp_path_factory.mktemp("experts"), "Qwen3Moe", 4, CONFIG)
 
 
 def _compile(folder: Path, backend: Any = "eager") -> Executor:

@@ -13,19 +13,8 @@ from torch import Tensor
 
 from graphllm.compile.trace import trace_unit
 from graphllm.config import ConfigError
-from graphllm.ir.graph import (
-    GraphError,
-    Shapes,
-    TensorSpec,
-    digest,
-    eliminate_dead,
-    from_json,
-    target_name,
-    target_of,
-    to_json,
-    to_text,
-    verify,
-)  # fmt: skip
+from graphllm.ir.graph import GraphError, Shapes, TensorSpec, eliminate_dead, target_name, target_of, verify
+from graphllm.ir.graph_form import digest, from_json, to_json, to_text  # fmt: skip
 from graphllm.ir.registry import load_ops
 from graphllm.rewrite import Unit
 from graphllm.runtime.interpreter import interpret

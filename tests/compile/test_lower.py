@@ -13,7 +13,8 @@ from graphllm.compile.pieces import require_implementations
 from graphllm.compile.trace import trace_unit
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target
 from graphllm.ir import CallSite, Cost, Op
-from graphllm.ir.graph import Shapes, TensorSpec, to_json
+from graphllm.ir.graph import Shapes, TensorSpec
+from graphllm.ir.graph_form import to_json
 from graphllm.ir.registry import load_ops
 from graphllm.rewrite import choose
 

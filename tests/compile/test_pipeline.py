@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from graphllm.compile.families import find_model
+from graphllm.compile.layout import plan_layout
 from graphllm.compile.link import Linked, link
 from graphllm.compile.passes import PIPELINE
-from graphllm.compile.pipeline import compile_model, find_model, run_passes
-from graphllm.compile.trace import plan_layout, trace_model
+from graphllm.compile.pipeline import compile_model, run_passes
+from graphllm.compile.trace import trace_model
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.registry import load_ops, load_passes
 from graphllm.loading.checkpoint.source import open_source
@@ -23,6 +25,7 @@ from graphllm.program.artifact import Artifact
 from graphllm.runtime.executor import Executor
 from graphllm.weights.loading.loader import load_weights
 from graphllm.weights.plan.plan import WeightPlan, make_plan
+from tests.tensor_memory import storages, storages_since
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48,
@@ -45,10 +48,10 @@ def _link(hf: dict[str, Any]) -> Linked:
     model = find_model(hf)
     c = model.config(hf)
     layout = plan_layout(model, c, CONFIG)
-    graphs = trace_model(model, c, CONFIG, layout)
+    graphs = list(trace_model(layout))
     units = [u for g in graphs for u in g.units.values()]
     run_passes(units, make_plan(model, c, "float32"), CONFIG, PIPELINE.units)
-    return link(graphs, layout)
+    return link(graphs, layout, CONFIG)
 
 
 @pytest.mark.parametrize("layers", [2, 3, 9])
@@ -195,7 +198,9 @@ def test_memory_table_is_exact(compiled_artifact: Path, checkpoint: Path) -> Non
     assert source is not None
     weights = load_weights(WeightPlan.from_json((compiled_artifact / "weights.json").read_text()), source)
     assert memory.weights == sum({t.data_ptr(): t.nbytes for t in weights.values()}.values())
+    before = storages()
     executor = Executor(Artifact.open(compiled_artifact), weights, 3)
+    allocated = [storage.nbytes() for storage in storages_since(before)]
     pool = executor.states._pool
     assert len(pool) == 2
     assert 3 * memory.block == sum(t.nbytes for t in pool)
@@ -208,7 +213,7 @@ def test_memory_table_is_exact(compiled_artifact: Path, checkpoint: Path) -> Non
     assert set(memory.arenas) == {
         f"{b} {p}" for b in ("decode-1", "decode-2-4", "mixed-2-32") for p in ("plain", "full")
     }
-    assert executor._main._arena.nbytes == memory.arena
+    assert allocated.count(memory.arena) == 1
     own = [t for n, t in executor.states.tensors.items() if not n.endswith(".kv")]
     assert sum(t.nbytes for t in own) == memory.state
 

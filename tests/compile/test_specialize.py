@@ -21,18 +21,21 @@ from graphllm.compile.codegen.example_inputs import example
 from graphllm.compile.codegen.jobs import Candidate
 from graphllm.compile.codegen.lower import lower
 from graphllm.compile.codegen.objects import BuildError
+from graphllm.compile.families import find_model
+from graphllm.compile.layout import plan_layout
 from graphllm.compile.link import Linked, link
 from graphllm.compile.passes import PIPELINE
-from graphllm.compile.pipeline import compile_model, find_model, run_passes
+from graphllm.compile.pipeline import compile_model, run_passes
 from graphllm.compile.row_order import require_row_orders
 from graphllm.compile.specialize import specialize
-from graphllm.compile.trace import plan_layout, trace_model, trace_unit
+from graphllm.compile.trace import trace_model, trace_unit
 from graphllm.compile.tuning import tune
 from graphllm.compile.tuning.workers import Workers
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target, default_buckets
 from graphllm.config.compilation import check
 from graphllm.ir import Cost, Op
-from graphllm.ir.graph import GraphError, Shapes, TensorSpec, input_specs
+from graphllm.ir.graph import GraphError, Shapes, TensorSpec
+from graphllm.ir.graph_form import input_specs
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_ops, load_passes
 from graphllm.rewrite import ImplChoice, Unit, fake_values, site_key, site_of
@@ -66,10 +69,10 @@ def _linked(config: CompileConfig) -> Linked:
     # Traced on the CPU, so that no GPU is needed; passes and kernels are those of the GPU.
     on_cpu = dataclasses.replace(config, target=Target("cpu", ()))
     layout = plan_layout(model, c, on_cpu)
-    graphs = trace_model(model, c, on_cpu, layout)
+    graphs = list(trace_model(layout))
     units = [u for g in graphs for u in g.units.values()]
     run_passes(units, plan, config, PIPELINE.units)
-    return link(graphs, layout, config)
+    return link(graphs, layout, config, PIPELINE.linked)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +93,7 @@ def _middle(linked: Linked) -> Any:
 
 def test_decode_of_a_layer_is_five_kernels(linked: Linked, config: CompileConfig) -> None:
     assert any(p.label == "rope_attention" for p in linked.pieces.values())
-    unit, reports = specialize(_middle(linked).json, config.buckets[0], config)
+    unit, reports = specialize(_middle(linked).json, config.buckets[0], config, PIPELINE.pieces)
     assert [op.name for n in unit.graph.nodes if (op := op_of(n.target))] == ["fused_linear"] * 4
     assert [(r["pass"], r["changed"]) for r in reports] == [("fuse_linear", 4)]
 
@@ -100,7 +103,7 @@ def test_two_ranks_have_as_many_kernels_and_put_no_logits_together(config: Compi
     where all logits are wanted."""
     config = dataclasses.replace(config, tensor_parallel_size=2)
     linked = _linked(config)
-    unit, _ = specialize(_middle(linked).json, config.buckets[1], config)
+    unit, _ = specialize(_middle(linked).json, config.buckets[1], config, PIPELINE.pieces)
     ops = [op.name for n in unit.graph.nodes if (op := op_of(n.target))]
     assert ops == ["linear_add_norm", "fused_linear"] * 2
     parts = {name: [linked.pieces[c.piece].label for c in p.calls] for name, p in linked.programs[0].items()}
@@ -117,12 +120,11 @@ def test_deterministic_mode_has_one_order_in_all_buckets_of_a_gpu_that_it_was_sh
     check(wanted)
     assert [b.name for b in wanted.buckets if b.kind == "mixed"] == ["mixed-2-256", "mixed-257-512"]
     pieces = _linked(wanted).pieces.values()
-    require_row_orders(((p.json, bucket) for p in pieces for bucket in wanted.buckets), wanted)
+    require_row_orders(((p.json, bucket) for p in pieces for bucket in wanted.buckets), wanted, PIPELINE.pieces)
     other = dataclasses.replace(wanted, target=Target("cuda", ("sm_80", "sms_108")))
+    jobs = [(p.json, bucket) for p in _linked(other).pieces.values() for bucket in other.buckets]
     with pytest.raises(ConfigError, match=r"no implementation of paged_attention for cuda.*depend on the others"):
-        require_row_orders(
-            ((p.json, bucket) for p in _linked(other).pieces.values() for bucket in other.buckets), other
-        )
+        require_row_orders(jobs, other, PIPELINE.pieces)
 
 
 @pytest.mark.thorough
@@ -140,7 +142,7 @@ def _lower_with_every_kernel() -> int:
     config = _config()
     piece, count = _middle(_linked(config)).json, 0
     for bucket in (b for b in config.buckets if b.hi <= 256):
-        unit = specialize(piece, bucket, config).unit
+        unit = specialize(piece, bucket, config, PIPELINE.pieces).unit
         for name in ("triton_tile", "cublas"):
 
             def pick(node: torch.fx.Node, op: Op, name: str = name, unit: Unit = unit) -> ImplChoice | None:
@@ -193,7 +195,7 @@ def test_sites_to_tune(linked: Linked, config: CompileConfig, tmp_path: Path) ->
     assert all({c.impl for c in s.candidates} == {"triton_row", "cublas", "triton_tile"} for s in ones)
     mixed = {s.tensors["x_TI"].shape[0] for key, s in sites.items() if " mixed-" in key and s.op in linear}
     assert mixed == {"R"}  # where few rows are sampled from, kernels for few rows serve long steps, too
-    special = specialize(_middle(linked).json, config.buckets[1], config)
+    special = specialize(_middle(linked).json, config.buckets[1], config, PIPELINE.pieces)
     keys = [
         site_key(n, op, special.unit.shapes, config.buckets[1])
         for n in special.unit.graph.nodes

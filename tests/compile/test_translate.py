@@ -18,7 +18,8 @@ from graphllm.compile.codegen.translate import Bundle, TranslateError, translate
 from graphllm.compile.trace import trace_unit
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.exchange import exchange
-from graphllm.ir.graph import Shapes, TensorSpec, to_json
+from graphllm.ir.graph import Shapes, TensorSpec
+from graphllm.ir.graph_form import to_json
 from graphllm.ir.kernels import zeroed
 from graphllm.program.linking import EXCHANGE, ZEROED, LinkedProgram, PieceCall, plan_memory
 from graphllm.runtime.binding import bind

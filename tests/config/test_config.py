@@ -133,7 +133,7 @@ def test_missing_folder() -> None:
 
 @pytest.mark.parametrize("architectures", [["SomethingNewForCausalLM"], [], None])
 def test_unknown_architecture(architectures: Any, checkpoint: Path, tmp_path: Path) -> None:
-    from graphllm.compile.pipeline import find_model
+    from graphllm.compile.families import find_model
 
     config = json.loads((checkpoint / "config.json").read_text()) | {"architectures": architectures}
     with pytest.raises(ConfigError, match=r"not supported. Known: .*LlamaForCausalLM.*docs/adding-a-model.md"):
@@ -141,7 +141,7 @@ def test_unknown_architecture(architectures: Any, checkpoint: Path, tmp_path: Pa
 
 
 def test_unknown_models_are_named_by_their_type() -> None:
-    from graphllm.compile.pipeline import find_model
+    from graphllm.compile.families import find_model
 
     with pytest.raises(ConfigError, match=r"architectures: missing \(model_type 'mamba'\) is not supported") as refused:
         find_model({"model_type": "mamba"})

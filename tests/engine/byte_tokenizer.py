@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
@@ -21,19 +22,25 @@ TEXT = [
 
 def make(folder: Path) -> Tokenizer:
     """Saved into ``folder`` and read from there. Both </s> and <|end|> are end-of-sequence tokens."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(TEXT, trainer)
+    backend = byte_pairs(TEXT, SPECIAL)
     backend.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, END]}))
     return Tokenizer.from_folder(folder)
+
+
+def byte_pairs(texts: Sequence[str], special: Sequence[str]) -> tokenizers.Tokenizer:
+    """Byte pairs that are frequent in some texts: 320 tokens, the special ones first."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    return backend
 
 
 CHAT_TEMPLATE = (

@@ -166,7 +166,7 @@ class Simulation:
         self.scheduler = Scheduler(limits, self.layout, caching, secret="s")
         self.adapters = AdapterTable(self.layout.max_adapters)
         self.items = ItemRows(ItemCache(self.layout.item_tokens, caching))
-        self.scheduler.resources = [self.adapters, self.items]
+        self.scheduler.admission.resources = [self.adapters, self.items]
         self.scheduler.verification = DraftPlanner(self.layout, limits, self.scheduler.requests, device_drafts)
         self.pool = self.scheduler.cache.pool
         self.requests: dict[str, Request] = {}

@@ -39,8 +39,8 @@ class StubCore:
     ) -> None:
         self.info, self._script, self._width = info, script or {}, width
         self._logprobs = None if logits is None else log_softmax(logits)
-        self._waiting: list[EngineRequest] = []
-        self._running: dict[str, tuple[EngineRequest, list[int]]] = {}
+        self.waiting: list[EngineRequest] = []
+        self.running: dict[str, tuple[EngineRequest, list[int]]] = {}
         self._news: list[EngineCoreOutput] = []
         self.failing: dict[int, BaseException] = {}
         self.refused: set[str] = set()
@@ -50,20 +50,20 @@ class StubCore:
 
     @property
     def unfinished(self) -> int:
-        return len(self._waiting) + len(self._running) + len(self._news)
+        return len(self.waiting) + len(self.running) + len(self._news)
 
     def add(self, request: EngineRequest) -> None:
         if request.id in self.refused:
             raise ConfigError(f"{request.id}: refused")
         self.added.append(request)
-        self._waiting.append(request)
+        self.waiting.append(request)
 
     def abort(self, ids: Iterable[str]) -> None:
         for id in ids:
-            waiting = [r for r in self._waiting if r.id == id]
-            if waiting or id in self._running:
-                self._waiting = [r for r in self._waiting if r.id != id]
-                self._running.pop(id, None)
+            waiting = [r for r in self.waiting if r.id == id]
+            if waiting or id in self.running:
+                self.waiting = [r for r in self.waiting if r.id != id]
+                self.running.pop(id, None)
                 self._news.append(EngineCoreOutput(id, [], "abort"))
                 self.aborted.append(id)
 
@@ -71,17 +71,17 @@ class StubCore:
         self.steps += 1
         if self.steps in self.failing:
             raise self.failing[self.steps]
-        self._waiting.sort(key=lambda r: r.priority)
-        while self._waiting and len(self._running) < self.info.max_num_seqs:
-            request = self._waiting.pop(0)
-            self._running[request.id] = (request, [])
+        self.waiting.sort(key=lambda r: r.priority)
+        while self.waiting and len(self.running) < self.info.max_num_seqs:
+            request = self.waiting.pop(0)
+            self.running[request.id] = (request, [])
         news, self._news = self._news, []
-        for request, output in list(self._running.values()):
-            news.append(self._advance(request, output))
+        for request, output in list(self.running.values()):
+            news.append(self.advance(request, output))
         return news
 
     def stats(self) -> CoreStats:
-        return CoreStats(steps=self.steps, running=len(self._running), waiting=len(self._waiting))
+        return CoreStats(steps=self.steps, running=len(self.running), waiting=len(self.waiting))
 
     wakeup_fd = None
 
@@ -95,12 +95,12 @@ class StubCore:
         pass
 
     def reset_prefix_cache(self) -> bool:
-        return not self._running
+        return not self.running
 
     def close(self) -> None:
         self.closed = True
 
-    def _advance(self, request: EngineRequest, output: list[int]) -> EngineCoreOutput:
+    def advance(self, request: EngineRequest, output: list[int]) -> EngineCoreOutput:
         p, update = request.params, EngineCoreOutput(request.id, [])
         if not output and p.prompt_logprobs is not None:
             known = request.prompt
@@ -121,7 +121,7 @@ class StubCore:
             elif len(output) == request.limit:
                 update.finish_reason = "length"
             if update.finish_reason is not None:
-                del self._running[request.id]
+                del self.running[request.id]
                 break
         return update
 

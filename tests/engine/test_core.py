@@ -3,7 +3,6 @@ what it gets alone, and that is what transformers gives."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
 import math
@@ -26,9 +25,12 @@ from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
 from graphllm.engine.parts.grammars import Grammars
 from graphllm.engine.requests.request import CoreStats
-from graphllm.runtime.executor import Executor, StepHandle
+from graphllm.engine.schedule.scheduler_output import SchedulerOutput
+from graphllm.runtime.executor import Executor
+from graphllm.runtime.graphs import GraphPrograms
 from graphllm.runtime.memory.padding import Size, pick
 from graphllm.runtime.memory.staging import StepInput
+from graphllm.runtime.step_handle import StepHandle
 from tests.artifacts import LIMITS, ON, artifact_of
 from tests.engine.harness import GREEDY, Result, finish, open_core, request
 
@@ -121,9 +123,15 @@ def test_the_next_step_starts_before_the_tokens_of_this_one_are_known(opened: Op
 
     monkeypatch.setattr(executor, "start", watched)
     fed = []
-    table = core._table
-    stage = table.stage
-    monkeypatch.setattr(table, "stage", lambda plan, *rest: (fed.append(bool(plan.fed.any())), stage(plan, *rest))[1])
+    plan_next = core.scheduler.next
+
+    def planned() -> SchedulerOutput | None:
+        plan = plan_next()
+        if plan is not None:
+            fed.append(bool(plan.fed.any()))
+        return plan
+
+    monkeypatch.setattr(core.scheduler, "next", planned)
     finish(core, [request("a", [5, 6, 7], replace(GREEDY, max_tokens=6))])
     assert events == ["start", *["start", "wait"] * 5, "wait"]
     assert fed == [False, True, True, True, True, True]
@@ -137,7 +145,7 @@ def test_forks_share_their_prompt(opened: Open, model: LlamaForCausalLM) -> None
     seeds = [11, 12, 13, 14]
     siblings = [request(str(i), prompt, params, seed=s, fork_of="0" if i else "") for i, s in enumerate(seeds)]
     together = finish(core, siblings)
-    tokens_once = core._stats.steps
+    tokens_once = core.stats().steps
     assert tokens_once < 30
     alone = {str(i): finish(opened(), [request("x", prompt, params, seed=s)])["x"] for i, s in enumerate(seeds)}
     assert {i: r.tokens for i, r in together.items()} == {i: r.tokens for i, r in alone.items()}
@@ -459,7 +467,7 @@ def test_steps_are_measured(opened: Open, monkeypatch: Any) -> None:
     """By bucket: the seconds are those in which any step was in flight, the tokens those computed and padded."""
     core = opened()
     executor = core.executor
-    monkeypatch.setattr(executor._main, "pick", functools.partial(_padded_as_on_a_gpu, executor))
+    monkeypatch.setattr(GraphPrograms, "pick", lambda graph, step: _padded_as_on_a_gpu(executor, step))
     called = 0.0  # when the current call of step() began
     surely: list[tuple[float, float]] = []  # in flight, of each step
     maybe: list[tuple[float, float]] = []  # with all of the calls that began and ended it
@@ -520,15 +528,23 @@ def test_when_requests_were_scheduled(opened: Open, block_size: int, monkeypatch
     between: dict[str, list[tuple[float, float]]] = defaultdict(list)  # each time it was given a slot
     told: dict[str, list[float]] = {id: [] for id in ids}
     starts: dict[str, int] = {}  # until its first token
-    stage = core._stage
+    admitted: list[str] = []
+    plan_next, start = core.scheduler.next, core.executor.start
 
-    def watched(plan: Any, now: float) -> Any:
-        staged = stage(plan, now)
-        for sequence in plan.admitted:
-            between[sequence.request.id].append((called, time.monotonic()))
-        return staged
+    def planned() -> SchedulerOutput | None:
+        plan = plan_next()
+        if plan is not None:
+            admitted.extend(sequence.request.id for sequence in plan.admitted)
+        return plan
 
-    monkeypatch.setattr(core, "_stage", watched)
+    def started(*given: Any, **named: Any) -> Any:
+        for id in admitted:
+            between[id].append((called, time.monotonic()))
+        admitted.clear()
+        return start(*given, **named)
+
+    monkeypatch.setattr(core.scheduler, "next", planned)
+    monkeypatch.setattr(core.executor, "start", started)
     for id, prompt in zip(ids, prompts, strict=True):
         core.add(request(id, prompt, replace(GREEDY, max_tokens=40)))
     while core.unfinished:

@@ -18,9 +18,9 @@ from graphllm.program.specs import InputSpec
 from graphllm.runtime.commands.command import Answered, Command, Query
 from graphllm.runtime.commands.items import Encode
 from graphllm.runtime.commands.states import ReadBlocks, WriteBlocks, WriteEntry, WriteSnapshots
-from graphllm.runtime.executor import StepResult
 from graphllm.runtime.memory.padding import Size
 from graphllm.runtime.memory.staging import StepInput
+from graphllm.runtime.step_handle import StepResult
 from tests.engine.harness import finish, request
 from tests.engine.simulation import item
 

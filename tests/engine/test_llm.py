@@ -247,7 +247,7 @@ def test_a_second_ctrl_c_goes_through(llm: LLM, core: StubCore, monkeypatch: pyt
         pytest.fail("the second one was swallowed")
 
     monkeypatch.setattr(core, "step", stuck)
-    monkeypatch.setattr(core, "abort", lambda ids: core._waiting.clear())
+    monkeypatch.setattr(core, "abort", lambda ids: core.waiting.clear())
     with pytest.raises(KeyboardInterrupt):
         llm.generate([5], GREEDY)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -17,6 +17,7 @@ import torch
 from graphllm import LLM, AsyncLLM, SamplingParams
 from graphllm.config import EngineArgs
 from graphllm.engine.process.messages import EngineDeadError
+from tests.core_processes import core_pids
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -44,15 +45,13 @@ def test_text_of_several_gpus(checkpoint: Path, options: dict[str, Any]) -> None
         assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)] == expected
         core: Any = llm._core
         assert [stats.generated_tokens for stats in core.engine_stats()] == [160, 160]
-        pids = [client.pid for client in core._client._clients]
-        assert len({visible(pid) for pid in pids}) == 2
+        assert len({visible(pid) for pid in core_pids()}) == len(core_pids()) == 2
 
 
 def test_a_core_that_is_killed_comes_back_on_its_gpu(checkpoint: Path, options: dict[str, Any]) -> None:
     async def main() -> None:
         engine = AsyncLLM.from_engine_args(EngineArgs(checkpoint, data_parallel_size=2, **options))
         await engine.start()
-        clients: Any = engine._client._clients  # type: ignore[union-attr]
 
         async def one(number: int) -> list[int]:
             tokens: list[int] = []
@@ -62,16 +61,17 @@ def test_a_core_that_is_killed_comes_back_on_its_gpu(checkpoint: Path, options: 
 
         try:
             expected = await asyncio.gather(*map(one, range(8)))
-            device = visible(clients[1].pid)
-            os.kill(clients[1].pid, signal.SIGKILL)
+            second = core_pids()[1]
+            device = visible(second)
+            os.kill(second, signal.SIGKILL)
             while engine.healths()[1].state != "dead":
                 await asyncio.sleep(0.05)
             assert await asyncio.gather(*map(one, range(8))) == expected  # on the other one
             await engine.restart(1)
-            assert visible(clients[1].pid) == device
+            assert visible(core_pids()[1]) == device
             assert await asyncio.gather(*map(one, range(8))) == expected
-            for client in clients:
-                os.kill(client.pid, signal.SIGKILL)
+            for pid in core_pids():
+                os.kill(pid, signal.SIGKILL)
             while not engine.errored:
                 await asyncio.sleep(0.05)
             with pytest.raises(EngineDeadError, match="killed by signal 9"):

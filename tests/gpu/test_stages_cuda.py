@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from graphllm import LLM, SamplingParams
+from tests.engine.watched_steps import watched_steps
 from tests.gpu.several_gpus import check_dying
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")]
@@ -92,17 +93,10 @@ def test_messages_between_gpus(tmp_path: Path) -> None:
 
 def test_many_requests(one: dict[str, list[Any]], two: LLM) -> None:
     """Two steps in flight, of other requests each; the plain program and the one that stops at its logits."""
-    core: Any = two.llm_engine.core
-    launch, beside = core._launch, []
-
-    def watched(output: Any, *rest: Any) -> Any:
-        beside.append(output.num_independent if core._in_flight else 0)
-        return launch(output, *rest)
-
-    core._launch = watched
-    _check(two.generate(PROMPTS * (MANY // 8), _params()), one["greedy"])
-    assert sum(beside) > len(beside) / 2, f"steps of other requests in flight with each: {beside}"
-    core._launch = launch
+    with watched_steps(two.llm_engine.core) as steps:
+        _check(two.generate(PROMPTS * (MANY // 8), _params()), one["greedy"])
+    others = [len(plans) - 1 for plans in steps.overlaps]
+    assert sum(others) > len(others) / 2, f"steps of other requests in flight with each: {others}"
     _check(two.generate(PROMPTS * (MANY // 8), _params()), one["greedy"])  # all graphs are captured now
     _check(two.generate(PROMPTS * (MANY // 8), _params(logprobs=2)), one["greedy"])
 

@@ -62,12 +62,18 @@ class Process:
         return out.splitlines()
 
 
-def test_the_second_waits_and_takes_what_the_first_has_made(checkpoint: Path, tmp_path: Path) -> None:
-    first = Process(checkpoint, tmp_path)
+def _one_waits(checkpoint: Path, folder: Path) -> tuple[Process, Process]:
+    """A process that compiles, and may go on now, and one that waits for it."""
+    first = Process(checkpoint, folder)
     first.says("compiling")
-    second = Process(checkpoint, tmp_path)
+    second = Process(checkpoint, folder)
     second.says(WAITS, error=True)
-    (tmp_path / "go").touch()
+    (folder / "go").touch()
+    return first, second
+
+
+def test_the_second_waits_and_takes_what_the_first_has_made(checkpoint: Path, tmp_path: Path) -> None:
+    first, second = _one_waits(checkpoint, tmp_path)
     place = first.end()
     assert second.end() == place
     assert [f.name for f in (tmp_path / "artifacts").iterdir()] == [Path(place[0]).name]
@@ -75,11 +81,7 @@ def test_the_second_waits_and_takes_what_the_first_has_made(checkpoint: Path, tm
 
 @pytest.mark.thorough
 def test_a_dead_process_holds_nobody_up(checkpoint: Path, tmp_path: Path) -> None:
-    first = Process(checkpoint, tmp_path)
-    first.says("compiling")
-    second = Process(checkpoint, tmp_path)
-    second.says(WAITS, error=True)
-    (tmp_path / "go").touch()
+    first, second = _one_waits(checkpoint, tmp_path)
     first.kill()
     assert second.end()[0] == "compiling"
 

@@ -299,7 +299,7 @@ def test_a_missing_architecture_is_told_by_the_model_type() -> None:
 
 def test_code_of_a_repository_never_runs(tmp_path: Path, checkpoint: Path) -> None:
     """Nor is it needed where the architecture is known."""
-    from graphllm.compile.pipeline import find_model
+    from graphllm.compile.families import find_model
 
     folder = tmp_path / "model"
     fill = files_of(checkpoint)

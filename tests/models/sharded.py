@@ -14,8 +14,9 @@ from torch import Tensor
 
 from graphllm.ir.groups import TENSOR, set_group
 from graphllm.program.artifact import Artifact
-from graphllm.runtime.executor import Executor, StepResult
+from graphllm.runtime.executor import Executor
 from graphllm.runtime.memory.staging import StepInput
+from graphllm.runtime.step_handle import StepResult
 from graphllm.weights.checkpoint.checkpoint import Checkpoint
 from graphllm.weights.loading.loader import load_weights
 from graphllm.weights.plan.plan import WeightPlan

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graphllm import LLM
-from graphllm.compile.pipeline import find_model
+from graphllm.compile.families import find_model
 from graphllm.config import ConfigError
 from graphllm.loading.checkpoint.source import open_source
 from graphllm.program.artifact import Artifact

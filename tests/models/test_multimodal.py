@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from graphllm.compile.pipeline import find_model
+from graphllm.compile.families import find_model
 from graphllm.config import ConfigError
 from graphllm.loading.checkpoint.source import open_source
 from tests.tiers import thorough

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import transformers
 
+from graphllm.compile.families import find_model
+from graphllm.compile.layout import plan_layout, with_added
 from graphllm.compile.link import Linked, link
+from graphllm.compile.package import piece_buckets
 from graphllm.compile.passes import pipeline
 from graphllm.compile.pieces import require_implementations
-from graphllm.compile.pipeline import find_model, piece_buckets, run_passes
-from graphllm.compile.split import split_layers
-from graphllm.compile.trace import plan_layout, trace_model, with_added
+from graphllm.compile.pipeline import run_passes
+from graphllm.compile.rewrites.split_layers import split_layers
+from graphllm.compile.trace import trace_model
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_ops, load_passes
@@ -38,11 +41,11 @@ def _linked(config: CompileConfig) -> tuple[Linked, list[str]]:
     c = model.config(hf)
     plan = make_plan(model, c, config.dtype)
     layout = plan_layout(model, c, config)
-    graphs = [split_layers(graph, plan, config) for graph in trace_model(model, c, config, layout)]
+    graphs = [split_layers(graph, plan, config) for graph in trace_model(layout)]
     traced = run_passes([u for graph in graphs for u in graph.units.values()], plan, config, pipeline().units)
-    layout = with_added(layout, graphs, traced.added, config)
-    linked = link(graphs, layout)
-    jobs = piece_buckets(graphs, linked, c, config)
+    layout = with_added(layout, traced.added, config)
+    linked = link(graphs, layout, config)
+    jobs = piece_buckets(graphs, linked)
     require_implementations(((linked.pieces[id].json, bucket) for id, bucket in jobs), config)
     return linked, [s.name for _, report in traced.added for s in report.states]
 

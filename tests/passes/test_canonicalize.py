@@ -11,7 +11,8 @@ from torch import Tensor
 
 from graphllm.compile.trace import trace_unit
 from graphllm.config import CompileConfig, Target
-from graphllm.ir.graph import Shapes, TensorSpec, digest, target_name, to_json, verify
+from graphllm.ir.graph import Shapes, TensorSpec, target_name, verify
+from graphllm.ir.graph_form import digest, to_json
 from graphllm.ir.registry import load_ops
 from graphllm.passes.canonicalize import canonicalize
 from graphllm.rewrite import PassReport, Unit

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -23,7 +22,6 @@ from graphllm.config import Bucket, ConfigError, EngineArgs
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.embedded import MODEL_DIR
 from graphllm.entrypoints.llm import LLM
-from graphllm.ir.model import Model
 from graphllm.ir.weight import Weight
 from graphllm.loading.artifact.resolve import compile_config
 from graphllm.ops.activations.soft_cap import soft_cap
@@ -38,9 +36,10 @@ from graphllm.weights.loading import loader
 from graphllm.weights.loading.loader import load_weights
 from graphllm.weights.loading.random import random_weights
 from graphllm.weights.plan.expr import Encode
-from graphllm.weights.plan.plan import Entry, WeightPlan, make_plan
+from graphllm.weights.plan.plan import Entry, WeightPlan
 from tests.artifacts import artifact_of, open_executor
 from tests.tiers import draws, thorough
+from tests.weights.test_loader import plan_of
 
 GROUP = {"int8": 64, "int4": 32}
 
@@ -168,15 +167,7 @@ def test_packing_in_parts_is_packing_at_once(name: str, rows: int, groups: int, 
 
 def quantized_plan(weights: dict[str, Weight], names: tuple[str, ...], fmt: str) -> WeightPlan:
     """The plan of embed weights with some of them quantized."""
-    fake = SimpleNamespace(
-        prefix="",
-        layer_types=lambda c: (),
-        embed_weights=lambda c: weights,
-        layer_weights=lambda c, kind: {},
-        head_weights=lambda c: {},
-        project_weights=lambda c: {},
-    )
-    plan = make_plan(cast(Model, SimpleNamespace(graphs=(fake,))), None, "bfloat16")
+    plan = plan_of(weights, "bfloat16")
     for name in names:
         old = plan[f"embed.{name}"]
         parts = [

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaCon
 from typer.testing import CliRunner
 
 from graphllm.cli.app import app
-from graphllm.compile.pipeline import find_model
+from graphllm.compile.families import find_model
 from graphllm.config import ConfigError
 from graphllm.embedded import MODEL_DIR, MOE_DIR
 from graphllm.loading.checkpoint.source import open_source

@@ -26,6 +26,7 @@ from graphllm.loading.checkpoint.source import open_source
 from graphllm.loading.core.load import warm_up_host
 from graphllm.runtime.commands.command import Command
 from graphllm.runtime.commands.items import Encode
+from graphllm.runtime.graphs import GraphPrograms
 from tests.artifacts import artifact_of
 from tests.engine.harness import GREEDY, finish, open_core, request, verify_all_drafts
 from tests.strange import expected
@@ -274,13 +275,15 @@ def test_items_that_cannot_be_encoded(tmp_path: Path) -> None:
     core.close()
 
 
-def test_programs_without_adapters(tmp_path: Path) -> None:
+def test_programs_without_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step in which nobody has an adapter, or an image, runs a program that reads no table."""
     strange = Strange(["adapter", "image"], tmp_path / "model")
     core = strange.core()
     ran: list[str] = []
-    bound = core.executor._main.bound
-    core.executor._main.bound = lambda name, size: (ran.append(name), bound(name, size))[1]  # type: ignore[method-assign]
+    bound = GraphPrograms.bound
+    monkeypatch.setattr(
+        GraphPrograms, "bound", lambda graph, name, size: (ran.append(name), bound(graph, name, size))[1]
+    )
     prompt = [5, 6, 7]
     tokens = expected.greedy(strange.features, strange.weights, prompt, COUNT)
     _check(core, [(request("a", prompt, GREEDY, limit=COUNT), tokens)])

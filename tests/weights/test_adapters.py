@@ -17,7 +17,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from graphllm.compile.pipeline import find_model
+from graphllm.compile.families import find_model
 from graphllm.config import ConfigError
 from graphllm.ir.registry import load_ops
 from graphllm.weights.adapters.adapted import AdaptedLinear, AdapterPart, adapted_linear

@@ -101,7 +101,7 @@ def test_a_part_that_is_missing(encoded: tuple[Path, Path]) -> None:
     del tensors[name]
     tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].float()
     save_file(tensors, file, metadata={"format": "pt"})
-    from graphllm.compile.pipeline import find_model
+    from graphllm.compile.families import find_model
     from graphllm.weights.plan.match import check_checkpoint
     from graphllm.weights.plan.plan import make_plan
 

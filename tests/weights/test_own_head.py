@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from graphllm.compile.pipeline import find_model
+from graphllm.compile.families import find_model
 from graphllm.loading.checkpoint.source import open_source
 from graphllm.weights.loading.loader import load_weights
 from graphllm.weights.plan.plan import make_plan

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from graphllm.compile.pipeline import find_model
+from graphllm.compile.families import find_model
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.loading.artifact.resolve import compile_config
 from graphllm.loading.checkpoint.source import open_source

@@ -18,7 +18,7 @@ from graphllm.compile.codegen.objects import Objects
 from graphllm.compile.codegen.translate import Bundle, translate
 from graphllm.config import Bucket, CompileConfig
 from graphllm.host.compiler import OPS
-from graphllm.ir.graph import digest
+from graphllm.ir.graph_form import digest
 from graphllm.ir.kernels import c_kernel
 from graphllm.rewrite import ImplChoice
 

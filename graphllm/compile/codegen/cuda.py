@@ -16,7 +16,7 @@ from graphllm.compile.codegen.file_locks import turn
 from graphllm.compile.codegen.jobs import Built
 from graphllm.compile.codegen.stand_in import standing_in
 from graphllm.config import Bucket, CompileConfig
-from graphllm.ir.graph import input_specs
+from graphllm.ir.graph_form import input_specs
 from graphllm.rewrite import ImplChoice
 
 if TYPE_CHECKING:

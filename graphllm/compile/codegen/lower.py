@@ -13,10 +13,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from graphllm.compile.codegen.inductor import decompositions
+from graphllm.compile.passes import pipeline
 from graphllm.compile.pieces import trace_reference
 from graphllm.compile.specialize import specialize
 from graphllm.config import Bucket, CompileConfig, ConfigError
-from graphllm.ir.graph import GraphError, Shapes, TensorSpec, input_specs
+from graphllm.ir.graph import GraphError, Shapes, TensorSpec
+from graphllm.ir.graph_form import input_specs
 from graphllm.ir.op import Op, op_of
 from graphllm.rewrite import ImplChoice, choose, site_key, site_of
 
@@ -90,7 +92,7 @@ def lower_piece(
     piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
 ) -> tuple[Lowered, list[dict[str, Any]]]:
     """A piece, specialized and lowered with the ``choices`` that were measured by site, and the passes' reports."""
-    unit, reports = specialize(piece, bucket, config)
+    unit, reports = specialize(piece, bucket, config, pipeline().pieces)
 
     def chosen_at(node: torch.fx.Node, op: Op) -> ImplChoice | None:
         return choices.get(site_key(node, op, unit.shapes, bucket))
@@ -107,7 +109,8 @@ def _check_references(graph: torch.fx.Graph, ops: Iterable[str], config: Compile
     refused = _PRODUCTS + (_SUMS if len(config.buckets) > 1 else ())
     for node in graph.nodes:
         name = node.target._schema.name.split("::")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
-        if name in refused and any(v.is_floating_point() for v in tree_leaves(node.meta.get("val"))):
+        floats = name in refused and any(v.is_floating_point() for v in tree_leaves(node.meta.get("val")))
+        if floats:
             raise ConfigError(
                 f"deterministic: {node.target} of one of {', '.join(sorted(set(ops)))}, which have no kernel for "
                 f"{config.target.device} here, depends on the others of a batch; leave deterministic out"

@@ -25,6 +25,7 @@ from graphllm.compile.codegen.example_inputs import example
 from graphllm.compile.codegen.file_locks import turn
 from graphllm.compile.codegen.jobs import Candidate, Tunable
 from graphllm.compile.codegen.objects import BuildError
+from graphllm.compile.passes import pipeline
 from graphllm.compile.specialize import specialize
 from graphllm.compile.tuning.workers import Workers
 from graphllm.config import Bucket, CompileConfig, ConfigError
@@ -170,7 +171,7 @@ def tunables(pieces: Sequence[tuple[Mapping[str, Any], Bucket]], config: Compile
     found: dict[str, Tunable] = {}
     for piece, bucket in pieces:
         sizes = bucket.limits(config.max_num_seqs, config.longest_query)
-        unit = specialize(piece, bucket, config).unit
+        unit = specialize(piece, bucket, config, pipeline().pieces).unit
         for node in unit.graph.nodes:
             op = op_of(node.target)
             if op is None or not op.tunable:

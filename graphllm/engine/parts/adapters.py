@@ -1,4 +1,4 @@
-"""LoRA adapters: a thread reads their tables from files, and a command writes them to the device before a step."""
+"""LoRA adapters: a thread reads their tables from files while steps run; a step's tables are written before it."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Adapters(Part):
         ]
 
     def put(self, digest: str, values: Mapping[str, np.ndarray]) -> None:
-        """Keep tables for requests with an adapter of this digest, by the names of their states. Only the beginning of
-        a table is given; the rest is zero. Raises ConfigError for values that no table can hold."""
+        """Keep tables for requests with the adapter of this digest, by the names of their states. A table is zero after
+        the beginning that is given. Raises ConfigError for what no table can hold."""
         if not self._table.count:
             raise ConfigError(NO_TABLES)
         self.memory.put(digest, adapter_tables(self.context.executor, digest, values))

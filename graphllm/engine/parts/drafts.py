@@ -14,11 +14,12 @@ from graphllm.engine.requests.request import CoreStats, EngineCoreOutput
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.schedule.verification import DraftPlanner
-from graphllm.engine.step.batch import Batch, history
+from graphllm.engine.step.batch import Batch
 from graphllm.engine.step.started_step import DraftRows, LogitsEdit, StartedStep
+from graphllm.engine.step.token_ids import history
 
 if TYPE_CHECKING:
-    from graphllm.runtime.executor import StepResult
+    from graphllm.runtime.step_handle import StepResult
 
 
 class Drafts(Part):

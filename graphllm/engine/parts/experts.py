@@ -15,7 +15,7 @@ from graphllm.engine.step.started_step import StartedStep
 from graphllm.runtime.commands.command import Command
 
 if TYPE_CHECKING:
-    from graphllm.runtime.executor import StepResult
+    from graphllm.runtime.step_handle import StepResult
 
 
 class Experts(Part):

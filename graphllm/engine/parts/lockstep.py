@@ -7,7 +7,7 @@ from graphllm.engine.parts.part import Part, PartContext
 from graphllm.engine.step.batch import Batch
 from graphllm.runtime.memory.staging import ragged
 
-_NOTHING = ragged([[0]], [0])  # a step of padding only, which writes to no request's memory
+_NOTHING = ragged([[0]], [0])  # a step of padding only, which writes to what is no request's
 
 
 class Lockstep(Part):

@@ -61,7 +61,7 @@ class LogitsProcessors(Part):
         return {}
 
     def edit(self, step: StartedStep, edit: LogitsEdit) -> Iterable[EngineCoreOutput]:
-        rows, told = step.batch.rows, []
+        rows, edited = step.batch.rows, []
         for entry, place, index in zip(rows.entry.tolist(), rows.place.tolist(), rows.sample_index, strict=True):
             state = step.plan.requests[entry]
             before = step.drafts.of(entry)[:place] if place else []
@@ -71,11 +71,11 @@ class LogitsProcessors(Part):
             output = [*state.output, *itertools.takewhile(lambda draft: draft >= 0, before)]
             params = state.request.params
             extra = dict(params.extra_args or {})
-            told.append(Row(state.request.id, state.request.prompt, output, extra, params, bool(index < 0)))
+            edited.append(Row(state.request.id, state.request.prompt, output, extra, params, bool(index < 0)))
 
         def run(logits: torch.Tensor) -> None:
             for processor in self._processors:
-                processor(logits, told)
+                processor(logits, edited)
 
         edit.hooks.append(run)
         return ()

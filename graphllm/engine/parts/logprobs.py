@@ -15,7 +15,7 @@ from graphllm.engine.requests.request_table import RequestState
 from graphllm.engine.step.started_step import LogitsEdit, StartedStep
 
 if TYPE_CHECKING:
-    from graphllm.runtime.executor import StepResult
+    from graphllm.runtime.step_handle import StepResult
 
 
 class Logprobs(Part):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from graphllm.engine.requests.options import LogitsProcessor
     from graphllm.engine.step.adapter_memory import AdapterMemory
     from graphllm.engine.structured.compilers import GrammarCompilers
-    from graphllm.runtime.executor import StepResult
+    from graphllm.runtime.step_handle import StepResult
 
 _NO_SPECULATION = SpeculationConfig()
 GROUP = "graphllm.parts"

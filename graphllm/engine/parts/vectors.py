@@ -18,7 +18,7 @@ from graphllm.engine.vectors.pooled_vectors import PooledVectors
 from graphllm.engine.vectors.vector_cache import KeptVectors
 
 if TYPE_CHECKING:
-    from graphllm.runtime.executor import StepResult
+    from graphllm.runtime.step_handle import StepResult
 
 _USUAL, _WHOLE = SamplingParams(), SamplingParams(skip_reading_prefix_cache=True)
 

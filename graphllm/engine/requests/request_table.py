@@ -17,17 +17,17 @@ _STOPS = 4  # rows the table of stop tokens begins with
 class RequestState:
     """A request in the engine.
 
-    key: its place in the order, smaller goes first.
+    key: its place in the order; smaller goes first.
     slot: -1 while it waits.
-    drafts: expected tokens after all known ones.
-    draft_tokens, accepted_tokens: drafts that were verified, and drafts that became part of the output.
+    drafts: tokens that are expected after all known ones.
+    draft_tokens, accepted_tokens: drafts verified so far, and how many of them became part of the output.
     digests: of its full blocks.
-    scored: prompt positions with planned log-probabilities.
-    cached_tokens: prompt tokens that the prefix cache gave at its first admission, -1 before.
-    adapter_entry: the entry that its adapter has on the device while the request runs.
-    scheduled: seconds of `time.monotonic` when its first step was planned; 0 before, and without a clock.
-    item_starts: while it runs, the first row of each item in the item cache, -1 for an item that the prefix cache made
-    unnecessary.
+    scored: prompt positions that steps were planned to score.
+    cached_tokens: prompt tokens that the prefix cache gave when it was first admitted; -1 before.
+    adapter_entry: entry of its adapter on the device while it runs.
+    scheduled: time when it was first admitted, in seconds; 0 before, and without a clock.
+    item_starts: while it runs, the first row of each of its items in the item cache; -1 for an item that the prefix
+        cache made unnecessary.
     """
 
     __slots__ = (
@@ -76,22 +76,22 @@ class RequestTable:
 
     num_tokens: known tokens.
     num_computed_tokens: tokens computed in all planned steps; the next token to compute has this position.
-    num_in_flight: tokens sampled in steps that are not finished; num_tokens + num_in_flight can be computed.
-    num_unsure: by how much the two before may be too high, since they count all drafts in flight as right.
-    num_prompt_tokens: tokens of the prompt.
+    num_in_flight: tokens sampled in planned steps that have no result yet. Both counts assume that all drafts in flight
+        are right.
+    num_unsure: by how much both counts may be too high at most.
     last_token: the newest known token.
     limit: tokens of prompt and output at most.
     stoppable: position from which on a stop token ends the request.
-    num_drafts: drafts proposed by the host.
+    num_drafts: drafts that the host has proposed.
     num_made: drafts that the device makes after the last step planned for the slot.
-    run: length of the match that the current guess rests on, see `MatchLengths`.
-    sampled_at: number of the last step that samples for the slot, where steps are in flight.
+    run: length of the match that the next guess rests on, see `MatchLengths`.
+    sampled_at: number of the last step that samples for it, where several steps are in flight.
     epoch: changes whenever a slot gets another owner or loses it.
     scoring [bool]: prompt log-probabilities are wanted.
-    verifiable [bool]: several tokens may be sampled before the host has seen them.
-    adapter_id: entry of its adapter in the tables, 0 for none.
+    verifiable [bool]: several tokens of it may be sampled before the host has seen them.
+    adapter_id: entry of its adapter in the tables; 0 for none.
     temperature [float32], seed [int64]: of its draws.
-    seen_start, seen_length: rows of the item that all of its tokens see, 0 and 0 without one.
+    seen_start, seen_length: rows of the item that all of its tokens see; 0 and 0 without one.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -117,7 +117,7 @@ class RequestTable:
         return bool(self._free_slots)
 
     def enter(self, state: RequestState, num_computed_tokens: int, max_len: int) -> int:
-        """Give a request a slot; returns the slot. num_computed_tokens: its tokens in the cache."""
+        """Give a request a slot; the slot. num_computed_tokens: its tokens that the cache has."""
         request = state.request
         slot = state.slot = self._free_slots.pop()
         self.by_slot[slot] = state

@@ -20,11 +20,8 @@ NO_TABLES = "this artifact has no tables for adapters; compile with --enable-lor
 
 
 class AdapterTable(Resource):
-    """Which adapter has which entry.
-
-    count: entries without the neutral one, 0.
-    in_memory: digests of the adapters with tables in the host's memory; the owner keeps it up to date.
-    """
+    """count: entries beside the neutral one, which is 0. in_memory: digests of the adapters whose tables can be written
+    now; the owner keeps it up to date."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -83,7 +80,7 @@ class AdapterTable(Resource):
         state.adapter_entry = 0
 
     def writes(self) -> list[tuple[int, str]]:
-        """Entries to be written before the next step, with the digests of their adapters. Each is returned once."""
+        """Entries to be written before the next step, with the digests of their adapters; each is returned once."""
         found, self._writes = self._writes, []
         return found
 

@@ -10,10 +10,7 @@ from graphllm.engine.schedule.resource import Resource
 
 
 class ItemRows(Resource):
-    """Rows of the items of running requests. A request holds rows of items with tokens outside the prefix cache.
-
-    cache: places of the rows.
-    """
+    """cache: where rows lie. A request holds rows of an item if the prefix cache does not have its tokens."""
 
     def __init__(self, cache: ItemCache) -> None:
         self.cache = cache
@@ -54,6 +51,6 @@ class ItemRows(Resource):
             self.cache.forget(self._new.pop(state.request.id, ()))
 
     def encodes(self) -> list[tuple[Item, int]]:
-        """Items to be encoded before the next step, with their first rows. Each is returned once."""
+        """Items to be encoded before the next step, with their first rows; each is returned once."""
         found, self._new = self._new, {}
         return [new for of_request in found.values() for new in of_request]

@@ -28,7 +28,7 @@ def follow_guesses(
         slots, known, before, now = slots[got], known[got], before[got], now[got]
     t.run[slots] = now
     if v and kept is not None:
-        last = np.minimum(kept, t.num_tokens[slots[:v]] - known[:v])  # what follows the end is no text
+        last = np.minimum(kept, t.num_tokens[slots[:v]] - known[:v])  # what comes after the end is no text
         missed = (kept < output.ahead) | (now[:v] == ENDED)
         learner.verified(before[:v], last - 1, missed, now[:v])
     if v < len(slots):
@@ -36,7 +36,7 @@ def follow_guesses(
 
 
 def _of_entries(runs: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The run of each entry of a step, from the row that has one. rows: rows of each entry."""
+    """Of a step's entries, the run of the row that has one. rows: of each entry."""
     if len(runs) == len(rows) == np.count_nonzero(rows):
         return runs
     found, some = np.zeros(len(rows), dtype=runs.dtype), np.flatnonzero(rows)

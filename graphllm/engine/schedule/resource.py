@@ -1,4 +1,4 @@
-"""Resource: what a request holds while it runs, apart from its slot and blocks: an adapter's tables, rows for items.
+"""Resource: what a request holds in addition to its slot and blocks: an adapter's tables, rows for its items.
 
 The scheduler asks each resource whether a request may join a step. A part offers one as `Part.resource`.
 """
@@ -23,8 +23,8 @@ class Resource:
         return True
 
     def hold(self, state: RequestState, num_cached: int) -> bool:
-        """Take what depends on how many of its tokens are in the cache. False: it goes on waiting, and so do all later
-        requests."""
+        """Take what depends on how many of its tokens are in the cache. False: it goes on waiting, and so do all
+        behind it."""
         return True
 
     def place(self, state: RequestState, table: RequestTable) -> None:

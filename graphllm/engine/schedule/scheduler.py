@@ -7,32 +7,29 @@ is a few array operations, and Python runs only where something happens: a block
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
 from graphllm.config import ConfigError
 from graphllm.engine.cache.cache_manager import CacheManager
-from graphllm.engine.cache.retention import NEVER
-from graphllm.engine.requests.request import EngineRequest, QueueFullError
+from graphllm.engine.requests.request import EngineRequest
 from graphllm.engine.requests.request_table import RequestState, RequestTable
-from graphllm.engine.schedule.resource import Resource
+from graphllm.engine.schedule.admission import Admission, Entries
+from graphllm.engine.schedule.chunks import Chunks
 from graphllm.engine.schedule.results import Commit, take_step
 from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.engine.schedule.stage_share import PipelineShare, StageShare
 from graphllm.engine.schedule.verification import Verification
 from graphllm.program.schema import CacheLayout
 
-_MOST_HELD_BACK = 256  # requests that others may pass in one look, so that a step costs the same however many wait
-
 
 class Scheduler:
-    """Plans steps. Nobody else changes its cache and its request table.
+    """The cache and the request table belong to this scheduler only.
 
     caching, secret: see `CacheManager`.
-    resources: what requests need apart from a slot and blocks.
+    admission: requests that wait, and what they need to join.
     verification: says whether a step verifies drafts.
     """
 
@@ -46,19 +43,16 @@ class Scheduler:
             layout, limits.block_size, limits.max_num_seqs, limits.max_len, limits.max_num_batched_tokens, caching,
             secret, limits.snapshot_interval,
         )  # fmt: skip
-        self.resources: Sequence[Resource] = ()
-        self._waiting: list[RequestState] = []  # a heap
         self._by_id: dict[str, RequestState] = {}
-        self._begin_step()
+        self.chunks = Chunks(limits, layout, self.requests, self.cache.states)
+        self.admission = Admission(limits, layout, self.requests, self.cache, self.chunks, self._by_id)
+        self._copies: list[tuple[int, int]] = []
+        self._admitted: list[RequestState] = []
         self._arrivals = itertools.count()
-        self.preemptions = self.prefix_queries = self.prefix_hits = 0
+        self.preemptions = 0
         self._share = StageShare()
         if limits.pipeline_depth > 1:
             self._share = PipelineShare(limits.pipeline_depth, limits.min_batch_per_stage)
-
-    def _begin_step(self) -> None:
-        self._copies: list[tuple[int, int]] = []
-        self._admitted: list[RequestState] = []
 
     @property
     def running(self) -> int:
@@ -82,40 +76,21 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest sequence that fits into the empty cache."""
+        """Tokens of the longest sequence that fits into an empty cache."""
         return self.cache.capacity
 
     def check(self, request: EngineRequest) -> None:
         """Raise ConfigError for a request that cannot run, QueueFullError when no more may wait."""
         if request.id in self._by_id:
             raise ConfigError(f"request_id: {request.id!r} is already running; ids must be unique")
-        queued = self._limits.max_num_queued_reqs
-        # Siblings come or are refused with their first, else one request with many completions would never fit.
-        if queued is not None and not request.fork_of and self.waiting >= queued:
-            raise QueueFullError(f"the queue is full: {queued} requests are waiting; send the request again later")
-        length = min(len(request.prompt) + request.limit, self._limits.max_len)
-        if length > self.capacity:
-            raise ConfigError(
-                f"request {request.id}: {len(request.prompt)} prompt tokens and up to {request.limit} of output are "
-                f"more than the {self.capacity} that the cache holds; shorten it, lower max_tokens, or give the cache "
-                "more memory"
-            )
-        scored = request.params.prompt_logprobs is not None
-        longest = min(self._limits.max_num_batched_tokens, self._limits.max_num_rows if scored else NEVER)
-        if self._layout.stateless and len(request.prompt) > longest:
-            raise ConfigError(
-                f"request {request.id}: {len(request.prompt)} prompt tokens; this model computes a prompt in one step, "
-                f"which has at most {longest}; shorten it, or compile with a larger --max-num-batched-tokens"
-            )
-        for resource in self.resources:
-            resource.check(request)
+        self.admission.check(request, self.waiting)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises as `check` does."""
         self.check(request)
         state = RequestState(request, (self.urgency(request), next(self._arrivals)))
         self._by_id[request.id] = state
-        heapq.heappush(self._waiting, state)
+        self.admission.push(state)
 
     def urgency(self, request: EngineRequest) -> int:
         """The place of a request among others: lower goes first, and what came first of equal ones. A subclass may say
@@ -146,16 +121,16 @@ class Scheduler:
     def next(self) -> SchedulerOutput | None:
         """The next step's work; None when nothing can be done before the step in flight has ended."""
         t = self.requests
-        self._begin_step()
-        entries: list[tuple[np.ndarray, np.ndarray]] = []  # slots, counts
+        self._copies, self._admitted = [], []
+        entries: Entries = []
         budget, rows, preempted = self._limits.max_num_batched_tokens, self._limits.max_num_rows, self.preemptions
         # Over all slots, which is faster than picking the used ones: a free one has nothing to do.
         known = t.num_tokens + t.num_in_flight
         todo = known - t.num_computed_tokens
         ready = (known < t.limit) | (t.num_computed_tokens < t.num_prompt_tokens)
         ready &= todo > 0
-        most = self._share.choose(t, ready, todo, waiting=bool(self._waiting))
-        if not (self._waiting or np.count_nonzero(ready)):
+        most = self._share.choose(t, ready, todo, waiting=bool(self.admission))
+        if not (self.admission or np.count_nonzero(ready)):
             return None
         decode = ready & (todo == 1)
         chosen = self._with_blocks(decode, known)
@@ -163,13 +138,13 @@ class Scheduler:
         query_len = 1
         if len(chosen):
             chosen = chosen[: min(budget, rows, most)]
-            query_len = self._verify(chosen, known[chosen], alone=not (chunks or self._waiting))
+            query_len = self._verify(chosen, known[chosen], undivided=not (chunks or self.admission))
             entries.append((chosen, np.full(len(chosen), query_len, dtype=np.int32)))
             budget, rows = budget - query_len * len(chosen), rows - query_len * len(chosen)
         if chunks:
             budget, rows = self._add_chunks(entries, t.order[(ready & ~decode)[t.order]], budget, rows)
-        if self._waiting and self.preemptions == preempted:
-            self._admit(entries, budget, rows)
+        if self.admission and self.preemptions == preempted:
+            self._admitted = self.admission.admit(entries, budget, rows, self._copies)
         if not entries:
             return None
         slots, counts = entries[0]
@@ -197,7 +172,7 @@ class Scheduler:
         requests: list[RequestState] = [by_slot[s] for s in slots.tolist()]
         if np.count_nonzero(t.scoring):
             for i in verified + np.flatnonzero(t.scoring[slots[verified:]]):
-                rows[i] = self._rows_of(requests[i], int(slots[i]), int(counts[i]))
+                rows[i] = self.chunks.rows(requests[i], int(slots[i]), int(counts[i]))
                 requests[i].scored = max(requests[i].scored, int(min(ends[i], t.num_prompt_tokens[slots[i]] - 1)))
         fed = starts >= known
         if self._layout.lookahead:
@@ -214,55 +189,30 @@ class Scheduler:
             saves, self._admitted,
         )  # fmt: skip
 
-    def _verify(self, slots: np.ndarray, known: np.ndarray, alone: bool) -> int:
-        """Tokens for each of these slots, which all decode. alone: nothing else wants a part of the step."""
+    def _verify(self, slots: np.ndarray, known: np.ndarray, undivided: bool) -> int:
+        """Tokens for each of these slots; all of them decode. undivided: nothing else wants a part of the step."""
         budget = self._limits.max_num_batched_tokens
-        query_len = self.verification.query_len(slots, known, budget if alone else budget // 2)
+        query_len = self.verification.query_len(slots, known, budget if undivided else budget // 2)
         if query_len == 1:
             return 1
         ends = self.requests.num_computed_tokens[slots] + query_len
         late = ends > self.cache.reach[slots]
         return query_len if self.cache.extend_all(slots[late], ends[late]) else 1
 
-    def _rows_of(self, state: RequestState, slot: int, count: int) -> int:
-        """Logit rows of a chunk: the last one if it is sampled from, and prompt positions yet to be scored."""
-        t = self.requests
-        start = int(t.num_computed_tokens[slot])
-        end = start + count
-        rows = int(end == t.num_tokens[slot] + t.num_in_flight[slot])
-        if t.scoring[slot]:
-            rows += max(0, min(end, int(t.num_prompt_tokens[slot]) - 1) - max(start, state.scored))
-        return rows
-
-    def _add_chunks(
-        self, entries: list[tuple[np.ndarray, np.ndarray]], slots: np.ndarray, budget: int, rows: int
-    ) -> tuple[int, int]:
+    def _add_chunks(self, entries: Entries, slots: np.ndarray, budget: int, rows: int) -> tuple[int, int]:
         """Chunks of running prompts, as far as the budget goes; what is left of it."""
         planned = {slot for chosen, _ in entries for slot in chosen.tolist()}
         for slot in slots.tolist():
             state = self.requests.by_slot[slot]
             if budget <= 0 or state is None:
                 continue
-            count = self._blocks_for_chunk(state, self._chunk(state, slot, budget, rows), planned)
+            count = self._blocks_for_chunk(state, self.chunks.fitting(state, slot, budget, rows), planned)
             if count:
                 entries.append((np.array([slot], dtype=np.int32), np.array([count], dtype=np.int32)))
                 planned.add(slot)
                 budget -= count
-                rows -= self._rows_of(state, slot, count)
+                rows -= self.chunks.rows(state, slot, count)
         return budget, rows
-
-    def _chunk(self, state: RequestState, slot: int, budget: int, rows: int) -> int:
-        """Tokens of a prompt that fit into what is left of a step."""
-        start, known = int(self.requests.num_computed_tokens[slot]), int(self.requests.num_tokens[slot])
-        if self._layout.stateless:  # nothing would be left of a part
-            count = known - start
-            return count if count <= budget and self._rows_of(state, slot, count) <= rows else 0
-        count = min(self.cache.states.chunk_end(start, known) - start, budget)
-        if self._limits.long_prefill_token_threshold:
-            count = min(count, self._limits.long_prefill_token_threshold)
-        while count and self._rows_of(state, slot, count) > rows:
-            count -= min(count, max(1, self._rows_of(state, slot, count) - rows))
-        return count
 
     def _with_blocks(self, decode: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """The decoding slots, in order, that have the blocks for their next tokens; others were preempted. decode,
@@ -305,76 +255,6 @@ class Scheduler:
                 return 0
             self._preempt(victim)
         return 0
-
-    def _admit(self, entries: list[tuple[np.ndarray, np.ndarray]], budget: int, rows: int) -> None:
-        held_back: list[RequestState] = []
-        for resource in self.resources:
-            resource.begin()
-        while (
-            len(held_back) < _MOST_HELD_BACK
-            and self._waiting
-            and self.requests.has_free_slot
-            and budget > 0
-            and rows > 0
-        ):
-            state = heapq.heappop(self._waiting)
-            if state.finish_reason is not None:
-                continue
-            # One that has begun to score its prompt by itself goes on by itself.
-            alone = state.output or (state.scored and state.scoring)
-            leader = None if alone else self._by_id.get(state.request.fork_of)
-            if leader is not None and not self._ready_to_fork(leader):
-                held_back.append(state)
-                continue
-            if not all(resource.acquire(state) for resource in self.resources):
-                self._release(state, joined=False)
-                held_back.append(state)
-                continue
-            count = self._enter(state, leader, budget, rows)
-            if not count:
-                self._release(state, joined=False)
-                heapq.heappush(self._waiting, state)
-                break
-            slot = state.slot
-            if state.cached_tokens < 0:  # one that was preempted finds its own blocks again
-                state.cached_tokens = int(self.requests.num_computed_tokens[slot])
-                self.prefix_queries += state.num_tokens
-                self.prefix_hits += state.cached_tokens
-            self._admitted.append(state)
-            entries.append((np.array([slot], dtype=np.int32), np.array([count], dtype=np.int32)))
-            budget -= count
-            rows -= self._rows_of(state, slot, count)
-        for state in held_back:
-            heapq.heappush(self._waiting, state)
-
-    def _ready_to_fork(self, leader: RequestState) -> bool:
-        """Whether a leader's whole prompt is in the cache, or in a step that comes before; one that waits comes
-        first."""
-        return leader.slot >= 0 and self.cache.states.may_fork(self.requests, leader.slot)
-
-    def _enter(self, state: RequestState, leader: RequestState | None, budget: int, rows: int) -> int:
-        """Give a request a slot, blocks that it can share, and room for its first chunk. Returns the chunk's tokens; 0,
-        and no slot, when blocks for all of it are not free, a resource has no place for it or no row is left."""
-        cache, t, request, length = self.cache, self.requests, state.request, state.num_tokens
-        if leader is not None and cache.can_fork(leader.slot, length):
-            hit = cache.fork(leader.slot, length)
-        else:
-            hit = cache.lookup(state)
-        if not (cache.fits(length, hit) and all(resource.hold(state, hit.num_tokens) for resource in self.resources)):
-            return 0
-        slot = t.enter(state, hit.num_tokens, self._limits.max_len)
-        t.verifiable[slot] = True
-        cache.enter(slot, hit, len(request.prompt))
-        for resource in self.resources:
-            resource.place(state, t)
-        count = self._chunk(state, slot, budget, rows)
-        if not count or not cache.extend(slot, hit.num_tokens, hit.num_tokens + count, self._copies):
-            cache.states.release(hit.snapshot)
-            cache.free(slot)
-            t.leave(state)
-            return 0
-        cache.states.begin(slot, hit.snapshot)
-        return count
 
     def commit(
         self,
@@ -425,16 +305,12 @@ class Scheduler:
         state.preemptions += 1
         self._store(state)  # with luck some of it is still there then
         self._leave(state)
-        heapq.heappush(self._waiting, state)
+        self.admission.push(state)
 
     def _leave(self, state: RequestState) -> None:
-        self._release(state, joined=True)
+        self.admission.release(state, joined=True)
         self.cache.free(state.slot)
         self.requests.leave(state)
-
-    def _release(self, state: RequestState, joined: bool) -> None:
-        for resource in self.resources:
-            resource.release(state, joined)
 
     def _finish(self, state: RequestState, reason: str) -> None:
         state.finish_reason = reason

@@ -10,17 +10,16 @@ from graphllm.engine.requests.request_table import RequestState
 
 
 class SchedulerLimits(NamedTuple):
-    """Limits of the scheduler.
+    """What the scheduler must keep to.
 
-    max_num_seqs: sequences of one step.
+    max_num_seqs: requests that run at once.
     max_num_batched_tokens: tokens of one step.
     max_num_rows: sampled rows of one step.
     max_len: tokens of a sequence.
-    block_size: see `CacheManager`.
-    max_num_queued_reqs: requests that may wait, None for no limit.
+    block_size, snapshot_interval: see `CacheManager`.
+    max_num_queued_reqs: requests that may wait; None for no limit.
     policy: "fcfs" or "priority".
-    long_prefill_token_threshold: tokens of one prompt in one step, 0 for no limit.
-    snapshot_interval: see `CacheManager`.
+    long_prefill_token_threshold: tokens of one prompt in one step; 0 for no limit.
     pipeline_depth, min_batch_per_stage: see `PipelineShare`.
     """
 
@@ -38,28 +37,27 @@ class SchedulerLimits(NamedTuple):
 
 
 class SchedulerOutput(NamedTuple):
-    """A step's work: an entry for each of n requests. Requests with one token come first.
+    """A step's work: an entry for each of n requests, entries with one token first.
 
-    requests, slots [n]: the entries.
-    starts [n] int32: first position of the tokens to compute.
-    counts [n] int32: number of the tokens to compute.
+    requests, slots [n]: of the entries.
+    starts, counts [n] int32: first position and number of the tokens to compute.
     rows [n] int32: how many of the last tokens are sampled from or scored.
-    samples [n] bool: the last row gives the sequence's next token.
-    fed [n] bool: the first token is in flight and is read on the device.
-    epochs [n]: show at `commit` whether the slot is still the request's.
+    samples [n] bool: whether the last row gives the sequence's next token.
+    fed [n] bool: the first token is still in flight and is taken from the device.
+    epochs [n]: tell at `commit` whether the slot is still the request's.
     tables: block tables of all slots, for each cache group [slots, blocks].
-    query_len: tokens of each entry that verifies drafts: the newest token and drafts.
-    ahead: by how many tokens such an entry may advance: query_len, fewer where the drafts are a tree.
-    verified: number of entries that verify drafts; they are the first. drafts [verified, query_len - 1] int32: negative
-    for none; None where drafts lie on the device.
-    pending [n] bool, or None: starts, positions and lengths are upper bounds. The device lowers them by the drafts that
-    the step in flight rejects.
-    num_drafts: drafts that the device makes for each sequence after the step, None for its own choice.
-    num_independent: how many of the newest steps in flight it takes no token of.
-    copies: blocks (from, to) to copy before the step.
-    resets: slots to zero before the step, in their recurrent states.
-    snapshot_loads: (snapshot, slot) to load before the step.
-    snapshot_saves: (slot, snapshot) to save after the step.
+    query_len: tokens of an entry that verifies drafts: its newest token and the drafts.
+    ahead: by how many tokens such an entry may move on: query_len, or fewer where the drafts are a tree.
+    verified: how many entries verify drafts; they come first.
+    drafts [verified, query_len - 1] int32: negative for none; None where they lie on the device.
+    pending [n] bool: starts, positions and lengths are upper bounds, which the device lowers by the drafts that the
+        step in flight rejects; None where all are exact.
+    num_drafts: how many drafts of each sequence the device makes after the step; None where it is not asked.
+    num_independent: of how many of the newest steps in flight it takes no token.
+    copies: blocks (from, to) to be copied before the step.
+    resets: slots with recurrent states that become zero before the step.
+    snapshot_loads: (snapshot, slot) before the step.
+    snapshot_saves: (slot, snapshot) after the step.
     admitted: requests that are new in their slot.
     """
 

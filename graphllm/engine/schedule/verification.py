@@ -37,11 +37,8 @@ class Verification:
     """No step verifies drafts."""
 
     def query_len(self, slots: np.ndarray, known: np.ndarray, budget: int) -> int:
-        """Tokens for each of these slots, which all decode: 1, or a compiled query length.
-
-        known [n]: their tokens.
-        budget: tokens that the step may have for them.
-        """
+        """Tokens for each of these slots; all of them decode: 1, or a compiled query length. known [n]: their tokens.
+        budget: tokens that the step may have for them."""
         return 1
 
     def drafts(self, slots: np.ndarray, query_len: int) -> np.ndarray | None:

@@ -1,4 +1,4 @@
-"""AdapterMemory: tables of adapters in the host's memory. A thread reads them while steps run; the least recently used
+"""AdapterMemory: tables of adapters in the host's memory, read by a thread while steps run; the least recently used
 are dropped."""
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""From the scheduler's output to arrays: what the sampling program must know of every running request, by slot, and one
-step's input."""
+"""From the scheduler's output to arrays: sampling parameters of running requests, by slot, and one step's input."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,6 +10,8 @@ import numpy as np
 from graphllm.config.requests.sampling_params import sampling_columns
 from graphllm.engine.requests.request_table import RequestState, RequestTable
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
+from graphllm.engine.step.row_layout import row_layout
+from graphllm.engine.step.token_ids import token_ids
 from graphllm.program.schema import CacheLayout
 from graphllm.runtime.memory.staging import StepInput
 
@@ -23,12 +23,11 @@ _NO_SLOTS = np.array([-1], dtype=np.int32)  # equal to the slots of no step
 class Rows(NamedTuple):
     """The sampled rows of a step, in order. R rows, n entries in the scheduler's output.
 
-    entry [R]: entry of the scheduler's output.
-    slot [R]: slot of the entry.
+    entry, slot [R]: of each row.
     sample_index [R]: index of the output token that the row samples; negative for a row inside the prompt, which only
-    scores the next prompt token; too high by what the step in flight rejects.
+        scores the next prompt token. It is too high by the drafts that the step in flight rejects.
     place [R]: drafts of its entry before the row.
-    wanted [R]: top log-probabilities wanted, -1 for none.
+    wanted [R]: top log-probabilities wanted; -1 for none at all.
     masked: rows that have a mask, in the order of the mask's rows.
     """
 
@@ -143,81 +142,39 @@ class SamplingTable:
 
     def stage(self, output: SchedulerOutput, requests: RequestTable, layout: CacheLayout, hooked: bool) -> Batch:
         """The step's arrays. hooked: a user's function edits the logits, so sampling is never plain."""
-        slots, counts, rows_of = output.slots, output.counts, output.rows
-        n, T = len(slots), int(counts.sum())
-        starts, total = output.starts, output.starts + counts
-        uniformly = True
-        if n and output.verified == n and layout.tree is None:  # all verify: as many tokens and rows each
-            query_start_loc, entry, place, offsets = _uniform(n, output.query_len)
-            positions, slot_R = (starts[:, None] + offsets).ravel(), slots[entry]
-            logits_indices, last = np.arange(T, dtype=np.int32), True
-            known = positions + 1
-            sample_index = known - self.prompt_len[slot_R]
-        elif n == T == np.count_nonzero(rows_of):  # one token and one row each
-            query_start_loc, entry, slot_R = self._numbers[: n + 1], self._numbers[:n], slots
-            positions, known, logits_indices, last, place = starts, total, entry, True, None
-            sample_index = total - self.prompt_len[slots]
-        else:
-            uniformly = False
-            query_start_loc = np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(counts, dtype=np.int32)])
-            ends = query_start_loc[1:]
-            positions = np.arange(T, dtype=np.int32) + np.repeat(starts - (ends - counts), counts)
-            verified = output.verified * output.query_len  # tokens, and rows
-            if layout.tree is not None and verified:
-                positions[:verified] = (starts[: output.verified, None] + np.array(layout.tree.depths)).ravel()
-            known = np.repeat(np.maximum(requests.num_tokens[slots], starts + output.fed), counts)
-            known[:verified] = positions[:verified] + 1
-            entry = np.repeat(np.arange(n), rows_of)
-            back = np.repeat(np.cumsum(rows_of), rows_of) - np.arange(len(entry))
-            # Only the row that ends a sequence's known tokens leaves a token for its next step, or one that verifies.
-            logits_indices, last = (ends[entry] - back).astype(np.int32), back == 1
-            last[:verified] = True
-            place = np.zeros(len(entry), dtype=np.int32)
-            place[:verified] = output.query_len - back[:verified]
-            slot_R = slots[entry]
-            sample_index = positions[logits_indices] + 1 - self.prompt_len[slot_R]
+        rows = row_layout(output, requests, layout, self._numbers, self.prompt_len)
+        slots, slot_R, sample_index = output.slots, rows.slot, rows.sample_index
+        n, T, R = len(slots), len(rows.positions), len(rows.entry)
         surely = sample_index
         if output.pending is not None:
-            surely = sample_index - (layout.ahead(layout.query_lens[-1]) - 1) * output.pending[entry]
+            surely = sample_index - (layout.ahead(layout.query_lens[-1]) - 1) * output.pending[rows.entry]
         special = self.special[slot_R] | (surely < self.min_tokens[slot_R])
         full = hooked or np.count_nonzero(special) > 0
+        total = output.starts + output.counts
         longest = int(total.max()) + layout.lookahead
         arrays = {
-            "token_ids": self._token_ids(output, requests, query_start_loc[1:], T),
-            "positions": positions,
-            "context_lens": known,
-            "logits_indices": logits_indices,
-            "query_start_loc": query_start_loc,
+            "token_ids": token_ids(output, requests, rows.query_start_loc[1:], T),
+            "positions": rows.positions,
+            "context_lens": rows.known,
+            "logits_indices": rows.logits_indices,
+            "query_start_loc": rows.query_start_loc,
             "seq_lens": total,
             "slots": slots,
             **{
                 f"block_table.{g}": table[slots, : -(-longest // group.block_size)]
                 for g, (table, group) in enumerate(zip(output.tables, layout.groups, strict=True))
             },
-            "row_slots": np.where(last & (sample_index >= 0), slot_R, self._scrap),
+            "row_slots": np.where(rows.last & (sample_index >= 0), slot_R, self._scrap),
             "sample_index": sample_index,
             **self._sampling(slot_R),
+            **rows.of_drafts,
         }
-        if layout.query_lens:
-            if uniformly:  # each token has a row
-                arrays |= {"sequence_ids": entry, "row_start_loc": query_start_loc}
-            else:
-                arrays |= _where_drafts_are(counts, rows_of)
-            none = np.zeros(n, dtype=np.int32)
-            arrays["pending"] = none if output.pending is None else output.pending.astype(np.int32)
-        if output.verified and place is not None:
-            arrays["draft_place"] = place
-        if output.verified and layout.tree is not None:
-            arrays["ancestors"] = np.tile(np.array(layout.tree.ancestors, dtype=np.int64), output.verified)
-        uniform = int(n == T == len(logits_indices)) if output.verified < n else output.query_len
-        step = StepInput(
-            T, n, len(logits_indices), uniform, arrays, output.num_drafts, num_independent=output.num_independent
-        )
+        step = StepInput(T, n, R, rows.query_len, arrays, output.num_drafts, num_independent=output.num_independent)
         if not full:
             none = sample_index[:0]
-            return Batch(step, Rows(entry, slot_R, sample_index, none, sample_index, none), False)
-        place = np.zeros(len(entry), dtype=np.int32) if place is None else place
-        return self._full(output, step, Rows(entry, slot_R, sample_index, place, surely, surely))
+            return Batch(step, Rows(rows.entry, slot_R, sample_index, none, sample_index, none), False)
+        place = np.zeros(R, dtype=np.int32) if rows.place is None else rows.place
+        return self._full(output, step, Rows(rows.entry, slot_R, sample_index, place, surely, surely))
 
     def _sampling(self, slot_R: np.ndarray) -> dict[str, np.ndarray]:
         """The sampling parameters; most steps have the rows of the one before."""
@@ -247,58 +204,6 @@ class SamplingTable:
         }
         step = step._replace(arrays={**step.arrays, **edits})
         return Batch(step, Rows(entry, slot_R, sample_index, place, wanted, masked), True)
-
-    def _token_ids(self, output: SchedulerOutput, requests: RequestTable, ends: np.ndarray, T: int) -> np.ndarray:
-        """The newest token of a sequence is looked up by slot; prompts are read from the request, drafts as well unless
-        they lie on the device: then all tokens of a slot are -(slot + 1)."""
-        slots = output.slots
-        if np.count_nonzero(output.fed) == len(slots):  # all in flight
-            if len(slots) == T:
-                return -(slots + 1)
-            if output.verified == len(slots) and output.drafts is None:
-                return np.repeat(-(slots + 1), output.query_len)
-        newest = np.where(output.fed, -(slots + 1), requests.last_token[slots])
-        ids, v = np.empty(T, dtype=np.int32), output.verified
-        at_newest = output.fed | (output.starts == requests.num_tokens[slots] - 1)
-        simple = at_newest & (output.counts == 1)
-        ids[ends[simple] - 1] = newest[simple]
-        if v:
-            # Zero stands for a draft that there is not.
-            drafts = -(slots[:v, None] + 1) if output.drafts is None else output.drafts.clip(min=0)
-            verified = ids[: v * output.query_len].reshape(v, -1)
-            verified[:, 0], verified[:, 1:] = newest[:v], drafts
-            simple[:v] = True
-        for i in np.flatnonzero(~simple):
-            start, count, end = int(output.starts[i]), int(output.counts[i]), int(ends[i])
-            ids[end - count : end] = output.requests[i].tokens(start, start + count)
-        return ids
-
-
-def history(prompt: Sequence[int], output: Sequence[int], length: int) -> np.ndarray:
-    """The last ``length`` tokens, as `ngram_drafts` wants them: the one at position p at p % length."""
-    known = len(prompt) + len(output)
-    last = [*prompt[max(0, known - length) :], *output[-length:]][-length:]
-    return np.roll(np.array(last, dtype=np.int32), (known - len(last)) % length if len(last) == length else 0)
-
-
-@functools.lru_cache
-def _uniform(n: int, query_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """For n sequences of ``query_len`` tokens and rows each: where each sequence begins, the sequence of each row, the
-    place of each row in its sequence, and the places of one sequence."""
-    places = np.arange(query_len, dtype=np.int32)
-    begin = np.arange(0, (n + 1) * query_len, query_len, dtype=np.int32)
-    entry, place = np.repeat(np.arange(n, dtype=np.int32), query_len), np.tile(places, n)
-    for shared in (begin, entry, place, places):
-        shared.setflags(write=False)
-    return begin, entry, place, places
-
-
-def _where_drafts_are(counts: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """What the device needs to know to resolve and to accept drafts: `resolve_drafts` and `accept_drafts` say what."""
-    return {
-        "sequence_ids": np.repeat(np.arange(len(counts), dtype=np.int32), counts),
-        "row_start_loc": np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(rows, dtype=np.int32)]),
-    }
 
 
 def _set(mask: np.ndarray, token: int, allowed: bool) -> None:

@@ -37,11 +37,11 @@ class StepRequests(NamedTuple):
 
 Provider = Callable[[InputSpec, StepRequests], np.ndarray | None]
 """Gives an input's values for a step's tokens or sequences, without padding; None where it is neutral throughout. It
-runs on every step: it should be quick for steps of one token a sequence."""
+runs on every step: it should be quick for a step with one token a sequence."""
 
 
 def find_providers(inputs: Iterable[InputSpec]) -> list[tuple[InputSpec, Provider]]:
-    """The inputs that have a provider. Raises ConfigError for a name that no package offers."""
+    """Those of the inputs that have one. Raises ConfigError for a name that no package offers."""
     found = []
     for spec in inputs:
         if spec.provider and spec.provider not in _ELSEWHERE:
@@ -99,7 +99,7 @@ def _item_rows(spec: InputSpec, step: StepRequests) -> np.ndarray | None:
 
 
 def _next_tokens(spec: InputSpec, step: StepRequests) -> np.ndarray | None:
-    """[S]: the known token after the last one of the step, -1 where that token is sampled."""
+    """[S]: the known token after the last one of the step; -1 where the next token is sampled."""
     ends = step.starts + step.counts
     inside = np.flatnonzero(ends < step.table.num_tokens[step.slots])
     if not len(inside):

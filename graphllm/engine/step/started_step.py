@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from graphllm.config.token_tree import DynamicTree, TokenTree, of_parents
+from graphllm.config.token_tree import DynamicTree, TokenTree
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.step.batch import Batch
 from graphllm.engine.step.step_executor import Handle
@@ -36,11 +36,10 @@ class DraftRows(NamedTuple):
 
     def tree_of(self, entry: int) -> TokenTree | None:
         """The tree of these drafts, None where they are one run."""
-        if not isinstance(self.tree, DynamicTree):
-            return self.tree
-        if self.parents is None or entry >= len(self.tokens):
+        if self.tree is None:
             return None
-        return of_parents(self.parents[entry].tolist())
+        known = self.parents is not None and entry < len(self.tokens)
+        return self.tree.of_step(self.parents[entry].tolist() if self.parents is not None and known else None)
 
 
 NO_DRAFTS = DraftRows(np.zeros((0, 0), dtype=np.int32), None)

@@ -18,7 +18,7 @@ from graphllm.weights.adapters.adapted import AdaptedLinear
 if TYPE_CHECKING:
     import torch
 
-    from graphllm.runtime.executor import StepResult
+    from graphllm.runtime.step_handle import StepResult
 
 
 class Handle(Protocol):
@@ -40,7 +40,7 @@ class StepExecutor(DeviceStates, Protocol):
     vector: of the task "pool": the symbol that there is a vector for each of, "R" or "T", and its numbers.
     shareable: cached states of a prefix are valid whatever follows it.
     device_drafts: every sequence that has sampled a token has drafts in slot states.
-    kernels_done: how many kernels have run, as far as is known; any thread may ask.
+    kernels_done: how many have run, as far as is known; any thread may ask.
     outputs: the results that every step copies to the host.
     device: its ``type`` is "cpu" or "cuda".
     adapted: layers with tables for adapters of max_lora_rank.

@@ -116,7 +116,9 @@ def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, 
     with collections, Objects(kept) as objects, open_workers(config) as workers:
         if native:
             objects.guess()
-        from graphllm.compile.pipeline import compile_model, find_model
+        from graphllm.compile.building import Tools
+        from graphllm.compile.families import find_model
+        from graphllm.compile.pipeline import compile_model
 
         model = find_model(source.config)
         c = model.config(source.config)
@@ -133,11 +135,9 @@ def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, 
                 f"max_model_len is {config.max_model_len}: the model was made for {longest} positions at most"
             )
         origin = {"name": source.name, "commit": source.commit}
-        tuned = env.cache_dir / "tuned"
+        tools = Tools(objects, workers, env.cache_dir / "tuned")
         stored = source.checkpoint.tensors if source.checkpoint else None
-        compile_model(
-            source.config, tensors, config, place, progress, tuned, complete, objects, workers, origin, stored
-        )
+        compile_model(source.config, tensors, config, place, progress, tools, complete, origin, stored)
 
 
 @contextlib.contextmanager

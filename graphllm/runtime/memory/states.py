@@ -6,7 +6,7 @@ cache manager knows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -54,6 +54,10 @@ class States:
         self._version = self.tensors.get("state.version")  # of recurrent states, by slot: which one is valid
         self._recurrent = [self.tensors[n] for n, p in places.items() if p.retention == "last"]
         self._snapshots = [memory.zeros((num_snapshots, *t.shape[2:]), str(t.dtype)[6:]) for t in self._recurrent]
+
+    def named(self, names: Iterable[str]) -> dict[str, Array]:
+        """Those of these states that there are, by name."""
+        return {n: self.tensors[f"state.{n}"] for n in names if f"state.{n}" in self.tensors}
 
     @property
     def block_bytes(self) -> int:

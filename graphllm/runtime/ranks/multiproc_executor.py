@@ -20,7 +20,7 @@ from graphllm.ir.groups import TENSOR, joined_group
 from graphllm.program.artifact import Artifact
 from graphllm.program.stages import Stage
 from graphllm.runtime.commands.command import Answered, Command, Query, Sent
-from graphllm.runtime.executor import Executor, Hook, StepHandle
+from graphllm.runtime.executor import Executor, Hook
 from graphllm.runtime.memory.staging import StepInput
 from graphllm.runtime.ranks.all_ranks import AllRanks
 from graphllm.runtime.ranks.collectives import send_logits
@@ -28,6 +28,7 @@ from graphllm.runtime.ranks.groups import abandon
 from graphllm.runtime.ranks.rank_failure import RankError
 from graphllm.runtime.ranks.rank_messages import Array, Follow, Loaded, Sample, Serving, Start
 from graphllm.runtime.ranks.rank_process import CHECKS, FIRST_CHECK, StepChecks
+from graphllm.runtime.step_handle import StepHandle
 from graphllm.runtime.stream import CpuStream, Job, Stream, nothing
 
 _LATER = 8  # steps after which all ranks have reported what they sampled

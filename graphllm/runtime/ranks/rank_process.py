@@ -35,7 +35,8 @@ from graphllm.runtime.ranks.rank_messages import (
 )
 
 if TYPE_CHECKING:
-    from graphllm.runtime.executor import Executor, StepHandle
+    from graphllm.runtime.executor import Executor
+    from graphllm.runtime.step_handle import StepHandle
 
 LIFE = 1  # the word of a rank that it counts up while it lives, once it serves
 CHECKS = 64  # words after it: checksums of what the last steps sampled, by number

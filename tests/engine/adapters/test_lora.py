@@ -17,6 +17,7 @@ import transformers
 
 from graphllm import LLM, LoRARequest, SamplingParams
 from graphllm.config import ConfigError
+from tests.engine.adapters.checked import check_logprobs
 from tests.tiers import thorough
 
 V, COUNT = 131, 6
@@ -79,7 +80,7 @@ class Family:
         self.adapters = {n: LoRARequest(n, i + 1, str(folder / "adapters" / n)) for i, n in enumerate(adapters)}
 
     def logprobs(self, tokens: Sequence[int], adapter: str | None) -> torch.Tensor:
-        """[T, V]: log-probabilities behind each token."""
+        """[T, V]: log-probabilities after each token."""
         ids = torch.tensor([list(tokens)])
         with torch.no_grad():
             if adapter is None:
@@ -105,20 +106,7 @@ class Family:
         return other
 
     def check(self, outputs: Sequence[Any], adapters: Sequence[str | None], tolerance: float = 1e-4) -> None:
-        """Tokens are the likeliest ones, and all log-probabilities PEFT's."""
-        for output, adapter in zip(outputs, adapters, strict=True):
-            prompt, completion = output.prompt_token_ids, output.outputs[0]
-            assert completion.finish_reason == "length", completion.error
-            expected = self.logprobs([*prompt, *completion.token_ids], adapter)
-            for i, token in enumerate(completion.token_ids):
-                row = expected[len(prompt) - 1 + i]
-                assert row.max() - row[token] < tolerance
-                found = completion.logprobs[i]
-                assert len(found) == 20
-                assert max(abs(told.logprob - float(row[id])) for id, told in found.items()) < tolerance
-            for i in range(1, len(prompt)):
-                told = output.prompt_logprobs[i][prompt[i]].logprob
-                assert abs(told - float(expected[i - 1, prompt[i]])) < tolerance
+        check_logprobs(self.logprobs, outputs, adapters, tolerance)
 
 
 @pytest.fixture(scope="module", params=[f if f == "qwen2" else thorough(f) for f in FAMILIES])

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from graphllm import LLM, LoRARequest, SamplingParams
 from graphllm.config import ConfigError
+from tests.engine.adapters.checked import check_logprobs
 from tests.tiers import thorough
 
 V = 131
@@ -76,24 +77,13 @@ class Family:
         return other
 
     def logprobs(self, tokens: Sequence[int], adapter: str | None) -> torch.Tensor:
-        """[T, V]: log-probabilities behind each token."""
+        """[T, V]: log-probabilities after each token."""
         with torch.no_grad():
             logits = self.models[adapter](torch.tensor([list(tokens)])).logits[0]
         return torch.log_softmax(logits.double(), -1)
 
     def check(self, outputs: Sequence[Any], adapters: Sequence[str | None], tolerance: float = 1e-4) -> None:
-        """Tokens are the likeliest ones, and all log-probabilities PEFT's."""
-        for output, adapter in zip(outputs, adapters, strict=True):
-            prompt, completion = output.prompt_token_ids, output.outputs[0]
-            assert completion.finish_reason == "length", completion.error
-            expected = self.logprobs([*prompt, *completion.token_ids], adapter)
-            for i, token in enumerate(completion.token_ids):
-                row = expected[len(prompt) - 1 + i]
-                assert row.max() - row[token] < tolerance
-                assert max(abs(t.logprob - float(row[id])) for id, t in completion.logprobs[i].items()) < tolerance
-            for i in range(1, len(prompt)):
-                told = output.prompt_logprobs[i][prompt[i]].logprob
-                assert abs(told - float(expected[i - 1, prompt[i]])) < tolerance
+        check_logprobs(self.logprobs, outputs, adapters, tolerance)
 
 
 def _open(family: Family, **options: Any) -> LLM:

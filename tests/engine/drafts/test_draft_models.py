@@ -18,7 +18,7 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.training.draft_heads import Eagle3
-from graphllm.compile.pipeline import find_model
+from graphllm.compile.families import find_model
 from graphllm.config import ConfigError
 from graphllm.config.token_tree import DynamicTree, TokenTree, token_tree
 from graphllm.engine.core import EngineCore

@@ -19,6 +19,7 @@ from graphllm.engine.experts import expert_balancer
 from graphllm.engine.experts.expert_placement import moves_between
 from graphllm.engine.parts.experts import Experts
 from graphllm.weights.plan.expert_slots import routing_tables
+from tests.checkpoints import random_checkpoint
 from tests.engine.ranks.test_ranks import executor_of
 
 LAYERS, N, K = 3, 8, 2
@@ -41,10 +42,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=14, logprobs=3, ignore_eos=T
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three layers, the one in the middle without experts."""
-    folder = tmp_path_factory.mktemp("moving")
-    torch.manual_seed(4)
-    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**CONFIG)).save_pretrained(folder)
-    return folder
+    return random_checkpoint(tmp_path_factory.mktemp("moving"), "Qwen3Moe", 4, CONFIG)
 
 
 @pytest.fixture(scope="module")

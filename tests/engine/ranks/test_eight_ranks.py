@@ -11,8 +11,9 @@ import torch
 import transformers
 
 from graphllm import LLM
+from tests.checkpoints import random_checkpoint
+from tests.core_processes import core_pids
 from tests.engine.experts.test_moving_experts import CONFIG, GREEDY, OPTIONS, PROMPTS, check, check_output
-from tests.engine.experts.test_sharing_cores import cores_of
 from tests.engine.ranks.test_ranks import executor_of, pids_of
 from tests.waiting import gone, until
 
@@ -28,10 +29,7 @@ DENSE = {
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two heads of keys and values, eight of queries."""
-    folder = tmp_path_factory.mktemp("dense")
-    torch.manual_seed(6)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**DENSE)).save_pretrained(folder)
-    return folder
+    return random_checkpoint(tmp_path_factory.mktemp("dense"), "Llama", 6, DENSE)
 
 
 def check_dense(folder: Path, llm: LLM, tolerance: float = 1e-4, ties: float = 0.0) -> None:
@@ -60,18 +58,15 @@ def test_engines(dense: Path) -> None:
         check_dense(dense, llm)
         core: Any = llm.llm_engine.core
         assert [stats.steps > 0 for stats in core.engine_stats()] == [True] * 8
-        pids = cores_of(llm)
+        pids = core_pids()
     until(lambda: gone(*pids))
 
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight experts in a layer."""
-    folder = tmp_path_factory.mktemp("experts")
-    torch.manual_seed(7)
-    config = transformers.Qwen3MoeConfig(**CONFIG | {"num_attention_heads": 8, "num_key_value_heads": 2})
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    return folder
+    sizes = CONFIG | {"num_attention_heads": 8, "num_key_value_heads": 2}
+    return random_checkpoint(tmp_path_factory.mktemp("experts"), "Qwen3Moe", 7, sizes)
 
 
 @pytest.mark.parametrize(

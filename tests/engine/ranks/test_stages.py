@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from graphllm import LLM, SamplingParams, StructuredOutputsParams
 from graphllm.config import ConfigError
 from graphllm.program.linking import PieceCall
 from graphllm.program.stages import Stage, stage_calls
 from graphllm.runtime.ranks.rank_failure import RankError
+from tests.checkpoints import random_checkpoint
 from tests.engine.harness import request, verify_all_drafts
 from tests.engine.ranks.test_ranks import (  # noqa: F401
     EAGER,
@@ -30,6 +31,7 @@ from tests.engine.ranks.test_ranks import (  # noqa: F401
     pids_of,
     tolerance,
 )
+from tests.engine.watched_steps import watched_steps
 from tests.tiers import thorough
 from tests.waiting import gone, until
 
@@ -44,14 +46,12 @@ def two(checkpoint: Path, options: dict[str, Any]) -> Iterator[LLM]:  # noqa: F8
 @pytest.fixture(scope="module")
 def three_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama whose head is its embedding, with layers that two stages cannot share evenly."""
-    folder = tmp_path_factory.mktemp("three")
-    torch.manual_seed(6)
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=128, initializer_range=0.15, tie_word_embeddings=True,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    sizes = {
+        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128, "initializer_range": 0.15,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    return random_checkpoint(tmp_path_factory.mktemp("three"), "Llama", 6, sizes)
 
 
 PROMPT_IDS = [{"prompt_token_ids": [7 * i % 290 + k for i in range(9)]} for k in range(4)]
@@ -90,30 +90,19 @@ def test_stages_work_on_different_batches(three_layers: Path, options: dict[str,
     the same request; few requests stay together. What is sampled is what transformers says."""
     options = {**options, "max_num_seqs": 40, "max_num_batched_tokens": 128}
     with LLM(three_layers, pipeline_parallel_size=2, skip_tokenizer_init=True, **options) as llm:
-        core: Any = llm.llm_engine.core
-        launch, together = core._launch, []
-
-        def watched(output: Any, *rest: Any) -> Any:
-            steps = (
-                [step.plan.requests for step in core._in_flight][-output.num_independent :]
-                if output.num_independent
-                else []
-            )
-            together.append([{s.request.id for s in requests} for requests in (*steps, output.requests)])
-            return launch(output, *rest)
-
-        core._launch = watched
         expected = _expected(three_layers)
-        assert [list(o.outputs[0].token_ids) for o in llm.generate(PROMPT_IDS * 10, GREEDY)] == expected * 10
-        pairs = [sets for sets in together if len(sets) == 2]
-        assert len(pairs) > len(together) / 2
+        with watched_steps(llm.llm_engine.core) as steps:
+            assert [list(o.outputs[0].token_ids) for o in llm.generate(PROMPT_IDS * 10, GREEDY)] == expected * 10
+        ids = [[{s.request.id for s in plan.requests} for plan in plans] for plans in steps.overlaps]
+        pairs = [sets for sets in ids if len(sets) == 2]
+        assert len(pairs) > len(steps.overlaps) / 2
         decoding = pairs[8:-4]  # a prompt may be in both stages, with a part in each
         assert all(not a & b for a, b in decoding)
         assert max(len(b) for _, b in decoding) == 20  # half of the forty
-        together.clear()
-        assert [list(o.outputs[0].token_ids) for o in llm.generate(PROMPT_IDS, GREEDY)] == expected
-        assert max(len(sets[-1]) for sets in together) == 4
-        assert len(together) <= 13
+        with watched_steps(llm.llm_engine.core) as steps:
+            assert [list(o.outputs[0].token_ids) for o in llm.generate(PROMPT_IDS, GREEDY)] == expected
+        assert max(len(plans[-1].requests) for plans in steps.overlaps) == 4
+        assert len(steps.overlaps) <= 13
 
 
 CORPUS = ["hello world, the cat sat on the mat", "what is the answer to the question", "a list of words in a row"]
@@ -185,10 +174,10 @@ def test_a_stage_that_dies(three_layers: Path, options: dict[str, Any]) -> None:
         (pid,) = pids_of(llm)
         for number, prompt in enumerate(PROMPT_IDS * 10):
             llm.llm_engine.add_request(f"{number}", prompt, SamplingParams(max_tokens=60, ignore_eos=True))
-        for _ in range(12):
-            llm.llm_engine.step()
-        core: Any = llm.llm_engine.core
-        assert len(core._in_flight) == 2
+        with watched_steps(llm.llm_engine.core) as steps:
+            for _ in range(12):
+                llm.llm_engine.step()
+        assert len(steps.in_flight) == 2
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(RankError, match=rf"rank 1 of 2 \(process {pid}\) was killed by signal 9"):
             _step_for_ever(llm)

@@ -187,10 +187,10 @@ def test_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     core = StubCore(info(12), table(12, 0))
 
     def failing(request: Any, output: list[int]) -> EngineCoreOutput:
-        del core._running[request.id]
+        del core.running[request.id]
         return EngineCoreOutput(request.id, [], "error", error="logits are NaN")
 
-    monkeypatch.setattr(core, "_advance", failing)
+    monkeypatch.setattr(core, "advance", failing)
     with pytest.raises(RuntimeError, match="a step ended with error: logits are NaN"):
         LLM.from_core(core, None).beam_search([1], BeamSearchParams(2, 2))
 

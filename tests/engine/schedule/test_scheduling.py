@@ -350,8 +350,8 @@ def test_full_pages_are_found_and_one_token_is_computed() -> None:
     other = prompt(11)
     other[5] = 999
     assert _cached(sim, "other", other) == 4
-    assert sim.scheduler.prefix_queries == sum(lengths) + 11
-    assert sim.scheduler.prefix_hits == 8 + 8 + 4 + 8 + 4 + 4
+    assert sim.scheduler.admission.prefix_queries == sum(lengths) + 11
+    assert sim.scheduler.admission.prefix_hits == 8 + 8 + 4 + 8 + 4 + 4
 
 
 def test_what_a_request_generated_is_found() -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 import transformers
 
-from graphllm import LLM, PoolingParams, SamplingParams
+from graphllm import PoolingParams, SamplingParams
 from graphllm.config import ConfigError
+from tests.engine.vectors.opened import open_llm
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -33,14 +34,6 @@ def _make(name: str, folder: Path) -> transformers.PreTrainedModel:
     return model
 
 
-def _open(folder: Path, **options: Any) -> LLM:
-    given = {
-        "skip_tokenizer_init": True, "backend": "eager", "target": "cpu", "dtype": "float32", "max_num_seqs": 4,
-        "max_model_len": 128, "max_num_batched_tokens": 16,
-    } | options  # fmt: skip
-    return LLM(folder, **given)
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_beside_transformers(name: str, tmp_path: Path) -> None:
     """Prompts of 1 to 512 tokens, many longer than a step's 64, twice, so that the prefix cache serves the second."""
@@ -49,7 +42,7 @@ def test_beside_transformers(name: str, tmp_path: Path) -> None:
     prompts = [[(i * 7 + n) % 96 for i in range(n)] for n in lengths]
     with torch.no_grad():
         states = [model(torch.tensor([p])).last_hidden_state[0, -1] for p in prompts]
-    with _open(tmp_path / "model", max_model_len=512, max_num_batched_tokens=64) as llm:
+    with open_llm(tmp_path / "model", max_model_len=512, max_num_batched_tokens=64) as llm:
         for _ in range(2):
             found = llm.embed(prompts, use_tqdm=False)
             assert [o.prompt_token_ids for o in found] == prompts
@@ -84,7 +77,7 @@ def test_decoders_that_attend_both_ways(name: str, pooling: str, tmp_path: Path)
     model = _make(name, tmp_path / "model")
     _see_both_ways(tmp_path / "model")
     prompts = [[(i * 7 + n) % 96 for i in range(n)] for n in (1, 2, 15, 40, 512)]
-    with _open(tmp_path / "model", max_model_len=512, max_num_batched_tokens=512, pooling_type=pooling) as llm:
+    with open_llm(tmp_path / "model", max_model_len=512, max_num_batched_tokens=512, pooling_type=pooling) as llm:
         found = [o.outputs.data for o in llm.encode(prompts, PoolingParams(normalize=False), use_tqdm=False)]
     for prompt, vector in zip(prompts, found, strict=True):
         states = _both_ways(model, prompt)
@@ -101,7 +94,7 @@ def test_compiled(both_ways: bool, tmp_path: Path) -> None:
         _see_both_ways(tmp_path / "model")
     prompts = [[(i * 7 + n) % 96 for i in range(n)] for n in (1, 2, 40, 512, 101, 100)]
     tokens = 512 if both_ways else 100
-    with _open(tmp_path / "model", backend="inductor", max_model_len=512, max_num_batched_tokens=tokens) as llm:
+    with open_llm(tmp_path / "model", backend="inductor", max_model_len=512, max_num_batched_tokens=tokens) as llm:
         for output, prompt in zip(llm.embed(prompts, use_tqdm=False), prompts, strict=True):
             if both_ways:
                 state = _both_ways(model, prompt)[-1]
@@ -114,7 +107,7 @@ def test_compiled(both_ways: bool, tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     _make("llama", folder)
-    with _open(folder) as llm:
+    with open_llm(folder) as llm:
         with pytest.raises(ConfigError, match="the model gives vectors and generates no text; use embed"):
             llm.generate([1, 2], SamplingParams(max_tokens=1))
         with pytest.raises(ConfigError, match=r"prompts\[0\]: dimensions is 0: give at least 1"):
@@ -144,8 +137,8 @@ def test_refusals(tmp_path: Path) -> None:
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
     with pytest.raises(ConfigError, match="pooling_type is MEAN: LlamaModel computes prompts in parts"):
-        _open(folder)
+        open_llm(folder)
     _make("mistral", tmp_path / "windows")
     _see_both_ways(tmp_path / "windows")
-    with pytest.raises(ConfigError, match="is_causal is False beside sliding_window"):
-        _open(tmp_path / "windows")
+    with pytest.raises(ConfigError, match="is_causal is False with sliding_window"):
+        open_llm(tmp_path / "windows")

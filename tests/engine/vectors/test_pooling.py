@@ -13,12 +13,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from graphllm import LLM, PoolingParams
+from graphllm import PoolingParams
 from graphllm.config import ConfigError
 from graphllm.config.pooling_config import PoolingConfig
 from graphllm.config.requests.pooling_params import Vectors
 from graphllm.embedded import MODEL_DIR
 from graphllm.engine.vectors.pooling import Pooling
+from tests.engine.vectors.opened import open_llm
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -26,14 +27,6 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 LENGTHS = (1, 2, 15, 16, 17, 100)
 PROMPTS = [[(i * 7 + n) % 95 + 1 for i in range(n)] for n in LENGTHS]
-
-
-def _open(folder: Path, **options: Any) -> LLM:
-    given = {
-        "skip_tokenizer_init": True, "backend": "eager", "target": "cpu", "dtype": "float32", "max_num_seqs": 4,
-        "max_model_len": 128, "max_num_batched_tokens": 16,
-    } | options  # fmt: skip
-    return LLM(folder, **given)
 
 
 def _save(model: Any, folder: Path, rename: str | None = None, **config: Any) -> Any:
@@ -57,7 +50,7 @@ def test_language_model_as_embedder(rename: str | None, tmp_path: Path) -> None:
     model = _save(transformers.Qwen3ForCausalLM(config), tmp_path / "m", rename)
     with torch.no_grad():
         states = [model.model(torch.tensor([p])).last_hidden_state[0, -1] for p in PROMPTS]
-    with _open(tmp_path / "m", runner="pooling") as llm:
+    with open_llm(tmp_path / "m", runner="pooling") as llm:
         for output, state in zip(llm.embed(PROMPTS, use_tqdm=False), states, strict=True):
             vector = torch.tensor(output.outputs.embedding)
             assert abs(vector.norm().item() - 1) < 1e-5
@@ -88,7 +81,7 @@ def test_sentence_transformers_folder_is_an_embedder(tmp_path: Path) -> None:
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 9, "do_lower_case": True}))
     prompts = {"query": "Query: ", "document": ""}
     (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
-    with _open(folder, skip_tokenizer_init=False) as llm:
+    with open_llm(folder, skip_tokenizer_init=False) as llm:
         ids = llm.get_tokenizer().encode
         plain, asked = llm.embed("a cat", use_tqdm=False), llm.embed("a cat", use_tqdm=False, prompt_name="query")
         assert plain[0].prompt_token_ids == ids("a cat")
@@ -105,7 +98,7 @@ def test_sentence_transformers_folder_is_an_embedder(tmp_path: Path) -> None:
             assert found[0].prompt_token_ids == ids(long.lower())[:kept]
         found = llm.embed({"prompt_token_ids": ids(long)[:20]}, use_tqdm=False)  # is what it is
         assert len(found[0].prompt_token_ids) == 20
-    with _open(folder, skip_tokenizer_init=False, runner="generate") as llm:
+    with open_llm(folder, skip_tokenizer_init=False, runner="generate") as llm:
         assert llm.generate("a", use_tqdm=False)[0].outputs[0].token_ids
 
 
@@ -140,7 +133,7 @@ def test_classifiers(name: str, tmp_path: Path) -> None:
     model = _save(kind(config(**SIZES, **more)), tmp_path / "m")
     with torch.no_grad():
         logits = [model(torch.tensor([p])).logits[0] for p in PROMPTS]
-    with _open(tmp_path / "m") as llm:
+    with open_llm(tmp_path / "m") as llm:
         found = llm.classify(PROMPTS, use_tqdm=False)
         raw = llm.reward(PROMPTS, use_tqdm=False)
         for output, plain, expected in zip(found, raw, logits, strict=True):
@@ -173,7 +166,7 @@ def test_reward_model(tmp_path: Path) -> None:
     body, score = _reward_model("Qwen2ForRewardModel", 1, tmp_path / "m")
     with torch.no_grad():
         expected = [score(body(torch.tensor([p])).last_hidden_state[0, -1]) for p in PROMPTS]
-    with _open(tmp_path / "m") as llm:
+    with open_llm(tmp_path / "m") as llm:
         for output, reward in zip(llm.reward(PROMPTS, use_tqdm=False), expected, strict=True):
             torch.testing.assert_close(output.outputs.data, reward, rtol=1e-4, atol=1e-4)
 
@@ -183,7 +176,7 @@ def test_process_reward_model(tmp_path: Path) -> None:
     body, score = _reward_model("Qwen2ForProcessRewardModel", 2, tmp_path / "m")
     with torch.no_grad():
         expected = [score(body(torch.tensor([p])).last_hidden_state[0]) for p in PROMPTS]
-    with _open(tmp_path / "m") as llm:
+    with open_llm(tmp_path / "m") as llm:
         for _ in range(2):
             for output, logits in zip(llm.encode(PROMPTS, use_tqdm=False), expected, strict=True):
                 torch.testing.assert_close(output.outputs.data, logits.softmax(-1), rtol=1e-4, atol=1e-5)
@@ -213,7 +206,7 @@ def test_reranker_of_two_tokens(tied: bool, tmp_path: Path) -> None:
         "is_original_qwen3_reranker": True,
     }  # fmt: skip
     documents = ["Cats sleep.", "The sun is a star, and far away."]
-    with _open(folder, skip_tokenizer_init=False, hf_overrides=overrides) as llm:
+    with open_llm(folder, skip_tokenizer_init=False, hf_overrides=overrides) as llm:
         outputs = llm.score("What do cats do?", documents, use_tqdm=False)
         for document, output in zip(documents, outputs, strict=True):
             ids = words("What do cats do?").input_ids + words(document).input_ids
@@ -225,21 +218,21 @@ def test_reranker_of_two_tokens(tied: bool, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="data_1 has 2 entries and data_2 3: give one, or as many"):
             llm.score(["a", "b"], ["c", "d", "e"])
     with pytest.raises(ConfigError, match="classifier_from_token: 'nothere' is no token"):
-        _open(folder, hf_overrides=overrides | {"classifier_from_token": [no, "nothere"]})
+        open_llm(folder, hf_overrides=overrides | {"classifier_from_token": [no, "nothere"]})
 
 
 def test_runner_is_checked(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     _save(transformers.LlamaModel(transformers.LlamaConfig(**SIZES)), folder)
     with pytest.raises(ConfigError, match="runner is 'generate': LlamaModel has no language head"):
-        _open(folder, runner="generate")
+        open_llm(folder, runner="generate")
     with pytest.raises(ConfigError, match="convert is 'classify': the model is to generate text"):
-        _open(folder, runner="generate", convert="classify")
+        open_llm(folder, runner="generate", convert="classify")
     with pytest.raises(ConfigError, match="runner is 'x'"):
-        _open(folder, runner="x")
+        open_llm(folder, runner="x")
     with pytest.raises(ConfigError, match="task is 'x': give one of"):
-        _open(folder, task="x")
-    with _open(folder, task="embed", override_pooler_config={"pooling_type": None}) as llm:
+        open_llm(folder, task="x")
+    with open_llm(folder, task="embed", override_pooler_config={"pooling_type": None}) as llm:
         with pytest.raises(ConfigError, match="prompt has 129 tokens: the context holds 128;"):
             llm.embed([1] * 129)
         assert len(llm.embed([1] * 128, use_tqdm=False)[0].outputs.embedding) == 32

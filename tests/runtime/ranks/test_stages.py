@@ -20,6 +20,7 @@ from graphllm.loading.checkpoint.source import open_source
 from graphllm.program.artifact import Artifact
 from graphllm.program.stages import Stage, message_bytes
 from graphllm.runtime.executor import Executor
+from graphllm.runtime.graphs import GraphPrograms
 from graphllm.runtime.memory.staging import StepInput, ragged, stack_tables
 from graphllm.weights.loading.loader import load_weights
 from graphllm.weights.plan.plan import WeightPlan
@@ -143,7 +144,7 @@ def test_a_program_that_is_new_runs_alone(
     is behind the layers is launched with them. Others overlap."""
     executor = _first_stage(compiled_artifact, checkpoint)
     new = [False, True, False]
-    monkeypatch.setattr(executor._main, "has_run", lambda *asked: not new[0])
+    monkeypatch.setattr(GraphPrograms, "has_run", lambda *asked: not new[0])
     first = executor.start(_batch([11, 12], 0, 3))
     assert executor.stream.is_held(first)
     new.pop(0)

@@ -1,27 +1,60 @@
-"""Counting the tokens of each expert: a table [layers, experts] that every layer of a step moves up by its row, so that
-in the end row i is layer i's. Only artifacts that were compiled to count have it."""
+"""Graph rewrite: count the tokens of each expert.
+
+Every layer of a step moves a table [layers, experts] up by one row, so that in the end row i is layer i's. Only
+artifacts that were compiled to count have the table.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from graphllm.compile.tasks.task import Values
+from graphllm.compile.trace import TracedGraph
 from graphllm.config import CompileConfig, ConfigError
 from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import op_of
 from graphllm.ops.moe.moe_route import moe_route
 from graphllm.program.specs import OutputSpec
 from graphllm.rewrite import Unit, results_of
+from graphllm.weights.plan.plan import WeightPlan
 
 EXPERTS, TABLE = "experts", "expert_tokens"
-Values = dict[str, Any]
+
+
+def count_experts(graph: TracedGraph, plan: WeightPlan, config: CompileConfig) -> TracedGraph:
+    """Units that count: before all layers and after each one. Raises ConfigError for a model without experts."""
+    if graph.graph.task != "generate" or not config.counts_experts:
+        return graph
+    layers = {name: unit for name, unit in graph.units.items() if name.startswith("layer.")}
+    made, trace = _counter(len(graph.layer_types), list(layers.values()), config), graph.tracer.trace
+    table = {TABLE: made.table}
+    units = {name: with_experts(unit) for name, unit in layers.items()}
+    units["no_expert_tokens"] = trace("no_expert_tokens", {}, made.begin, (TABLE,))
+    units["count_expert_tokens"] = trace("count_expert_tokens", {**table, EXPERTS: made.chosen}, made.add, (TABLE,))
+    after = {}
+    for i, layer_type in enumerate(graph.layer_types):
+        after[i] = ("count_expert_tokens" if EXPERTS in units[f"layer.{layer_type}"].outputs else "skip_expert_tokens",)
+    if ("skip_expert_tokens",) in after.values():
+        units["skip_expert_tokens"] = trace("skip_expert_tokens", table, made.skip, (TABLE,))
+    programs = {}
+    for name, program in graph.programs.items():
+        at = program.units.index("embed")
+        order = (*program.units[:at], "no_expert_tokens", *program.units[at:])
+        programs[name] = program._replace(units=order, results=(*program.results, made.output))
+    return graph.with_units(units, after)._replace(programs=programs)
 
 
 class ExpertCounter(NamedTuple):
-    """layers: how many rows the table has. experts: how many columns. chosen: the experts of each token, [T, A]."""
+    """Units over a table [layers, experts].
+
+    layers: rows of the table.
+    experts: columns of the table.
+    chosen: spec of the experts of each token, [T, A].
+    """
 
     layers: int
     experts: int
@@ -53,8 +86,7 @@ class ExpertCounter(NamedTuple):
         return (torch.cat([v[TABLE][1:], torch.zeros_like(v[TABLE][:1])]),)
 
 
-def count(layers: int, units: list[Unit], config: CompileConfig) -> ExpertCounter:
-    """For a graph of ``layers`` layers, from a unit of each type. Raises ConfigError for a graph without experts."""
+def _counter(layers: int, units: list[Unit], config: CompileConfig) -> ExpertCounter:
     routes = [node for unit in units if (node := _route(unit)) is not None]
     if not routes:
         name = "enable_eplb" if config.enable_eplb else "count_expert_tokens"

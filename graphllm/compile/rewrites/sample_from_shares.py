@@ -1,5 +1,5 @@
-"""Ranks that have the logits of a part of the vocabulary sample without putting them together, where nothing else
-reads them."""
+"""Linked pass: ranks that have the logits of a part of the vocabulary sample without putting the logits together, where
+nothing else reads them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from torch.fx import Node
 
+from graphllm.compile.rewrites.contracts import Body
 from graphllm.config import CompileConfig
 from graphllm.ir.graph import Shapes
 from graphllm.ir.op import op_of
@@ -15,12 +16,12 @@ from graphllm.ops.sampling.sample import sample
 from graphllm.ops.sampling.sample_shares import sample_shares
 from graphllm.rewrite import Unit, is_implemented
 
-Body = list[tuple[str, Node]]
 
-
-def sampled_from_shares(body: Body, results: Collection[Node], shapes: Shapes, config: CompileConfig) -> Body:
-    """The nodes of a linked program, each with its unit's name: `sample_shares` in place of a `sample` that is the only
-    reader of an `all_gather`, if it has an implementation for every bucket."""
+def sample_from_shares(body: Body, results: Collection[Node], shapes: Shapes, config: CompileConfig) -> Body:
+    """`sample_shares` in place of a `sample` that is the only reader of an `all_gather`, if every bucket has an
+    implementation."""
+    if config.tensor_parallel_size == 1:
+        return body
     made: Body = []
     for name, node in body:
         given = sample.bind(node.args, node.kwargs) if op_of(node.target) is sample else {}

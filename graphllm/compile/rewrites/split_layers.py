@@ -1,10 +1,11 @@
-"""Splits a layer type where its layers keep their weights in different ways, since a unit's passes do the same to all
-of its layers."""
+"""Graph rewrite: layers of one type that keep their weights in different ways become layers of several types, because a
+pass does the same to all layers of a unit."""
 
 from __future__ import annotations
 
 import torch
 
+from graphllm.compile.rewrites.contracts import PlanSource
 from graphllm.compile.trace import TracedGraph
 from graphllm.config import CompileConfig, ConfigError
 from graphllm.rewrite import Unit
@@ -16,7 +17,7 @@ Kept = tuple[tuple[str, str | None, tuple[str, ...]], ...]
 
 
 def split_layers(graph: TracedGraph, plan: WeightPlan, config: CompileConfig) -> TracedGraph:
-    """The graph with a unit for each set of layers that store their weights, and shall round them, alike."""
+    """The graph with a unit for each set of layers that store, and shall round, their weights alike."""
     types, units = list(graph.layer_types), dict(graph.units)
     for layer_type in dict.fromkeys(types):
         unit = units[f"layer.{layer_type}"]
@@ -33,13 +34,14 @@ def split_layers(graph: TracedGraph, plan: WeightPlan, config: CompileConfig) ->
     return graph._replace(units=units, layer_types=tuple(types))
 
 
-def check_rules(plan: WeightPlan, config: CompileConfig) -> None:
-    """Raises ConfigError for a rule that fits nothing."""
-    for rule in config.quantization_rules:
+def check_rules(plan: WeightPlan, source: PlanSource) -> WeightPlan:
+    """The plan as it is. Raises ConfigError for a quantization rule that fits no weight."""
+    for rule in source.config.quantization_rules:
         pattern = rule.rpartition("=")[0]
         if not any(is_named(plan, entry.name, pattern) for entry in plan):
             names = ", ".join(entry.name for entry in plan.entries[:4])
             raise ConfigError(f"quantization_rules: no weight is named {pattern!r:.80}; there are {names} ...")
+    return plan
 
 
 def _kept(plan: WeightPlan, start: str, config: CompileConfig) -> Kept:

@@ -1,5 +1,5 @@
-"""A second version of each program for steps in which no request uses an optional input (for example: no adapter), with
-the ops or arguments for it removed."""
+"""A second version of each program, for steps in which no request uses an optional input (for example: no adapter). It
+leaves out the ops, and the arguments of ops, that change nothing then."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from graphllm.compile.trace import TracedGraph
 from graphllm.ir.graph import eliminate_dead
 from graphllm.ir.op import op_of
 from graphllm.rewrite import Unit
@@ -16,8 +17,14 @@ from graphllm.rewrite import Unit
 _INPUT = "step."
 
 
+def without_optional(graph: TracedGraph) -> tuple[list[str], TracedGraph]:
+    """The inputs that are optional in all units, and the graph for steps in which they are neutral."""
+    left_out = optional_inputs(graph.units.values())
+    return left_out, graph._replace(units={n: without(u, left_out) for n, u in graph.units.items()})
+
+
 def optional_inputs(units: Iterable[Unit]) -> list[str]:
-    """The inputs that are read by nothing but ops which change nothing where they are neutral."""
+    """The inputs that only such ops read as change nothing when the input is neutral."""
     optional: dict[str, bool] = {}
     for unit in units:
         for node in unit.graph.find_nodes(op="placeholder"):
@@ -46,8 +53,8 @@ def without(unit: Unit, inputs: Iterable[str]) -> Unit:
 
 
 def _skippable(node: Node) -> tuple[Node | None, Any]:
-    """Of a call that changes nothing, or less, where an argument is neutral: that argument, and what the result then
-    is, or the call's arguments."""
+    """Of a call that changes nothing, or less, when an argument is neutral: the argument, and the result in this case,
+    or the arguments that are left."""
     op = op_of(node.target)
     if op is None or op.neutral is None:
         return None, None
