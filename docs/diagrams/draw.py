@@ -51,11 +51,11 @@ def parse(text: str) -> tuple[str, dict[str, Box], list[Arrow]]:
     cells = [(r, c, name) for r, row in enumerate(grid.splitlines()) for c, name in enumerate(row.split())]
     found = {}
     for line in boxes.splitlines():
-        name, told = line.strip().split(": ", 1)
+        name, label = line.strip().split(": ", 1)
         places = [(r, c) for r, c, cell in cells if cell == name.rstrip("*")]
         rows, columns = ({place[i] for place in places} for i in (0, 1))
         span = (min(rows), max(rows)), (min(columns), max(columns))
-        found[name.rstrip("*")] = Box(*span, told.split(" / "), name.endswith("*"))
+        found[name.rstrip("*")] = Box(*span, label.split(" / "), name.endswith("*"))
     matched = (re.fullmatch(r"\s*(\w+) (<?->) (\w+)(?:: (.*))?", line) for line in arrows.strip("\n").splitlines())
     return title.strip(), found, [Arrow(m[1], m[3], m[2] == "<->", m[4] or "") for m in matched if m]
 
@@ -128,7 +128,7 @@ def draw(text: str) -> str:
 
 
 def ends(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of an arrow between frames: across where they lie beside or below each other, else from corner to corner."""
+    """Of an arrow between frames: across where they lie next to or below each other, else from corner to corner."""
 
     def along(i: int) -> tuple[int, int]:
         if a[i] < b[i + 2] and b[i] < a[i + 2]:  # they overlap

@@ -26,7 +26,11 @@ def step_costs(
     max_num_seqs: int,
 ) -> dict[str, manifest.Cost]:
     """Bytes and operations of a full step of each bucket and program. Ops that cut a step into pieces are left out:
-    what attention reads is known by the lengths only. buckets: of each graph. shapes: of the pieces."""
+    what attention reads is known by the lengths only.
+
+    buckets: of each graph.
+    shapes: of the pieces.
+    """
     found = {}
     for number, graph in enumerate(graphs):
         for bucket in buckets[number]:

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 def build_lock(place: Path) -> Iterator[None]:
     """Hold the right to build the artifact at ``place``; waits, and says so, while another process has it.
 
-    The lock is a file beside the artifact. The kernel frees it when its holder ends, however that happens.
+    The lock is a file in the artifact's parent folder. The kernel frees it when its holder ends, however that happens.
     """
     try:
         descriptor = _locked(place.with_name(f".{place.name}.lock"))

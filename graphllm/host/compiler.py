@@ -19,9 +19,9 @@ def compiler_command(sources: Sequence[Path], output: Path, link: bool = True) -
     """The g++ command that makes one shared library (or, without ``link``, one object) of C++ kernels for this machine.
 
     OpenMP is torch's own copy, by its file name, so that the process has one thread pool and needs no libgomp package.
-    The relaxations of arithmetic are those of -ffast-math but for finite math; that flag would, before gcc 13, link in
-    code that makes the loading thread, and all it starts, flush denormals. Functions begin on cache lines: where one of
-    16 bytes began otherwise, as what stands before it grew, the same kernel took up to 5 % longer.
+    Arithmetic is relaxed as by -ffast-math, except for finite math; that flag would, before gcc 13, link in code that
+    makes the loading thread, and all it starts, flush denormals. Functions begin on cache lines: where one of 16 bytes
+    began otherwise, as what stands before it grew, the same kernel took up to 5 % longer.
     """
     relaxed = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math"]
     flags = ["-std=c++17", "-O3", "-march=native", "-falign-functions=64", *relaxed, "-fPIC", f"-I{OPS}"]
@@ -55,7 +55,7 @@ def _openmp() -> Path | None:
 
 
 def check_compiler() -> None:
-    """Raise ConfigError unless g++ makes a shared library: told before minutes of work that would need it."""
+    """Raise ConfigError unless g++ makes a shared library. Called before minutes of work that would need it."""
     command = ["g++", "-std=c++17", "-march=native", "-fPIC", "-shared", "-x", "c++", "-", "-o", os.devnull]
     broken = ""
     try:
@@ -72,7 +72,7 @@ def check_compiler() -> None:
 
 
 def content(source: Path) -> bytes:
-    """A source of kernels with all that it may include beside the standard library: headers of ops/cpu and of its own
-    folder."""
+    """A source of kernels with all that it may include apart from the standard library: headers of ops/cpu and of its
+    own folder."""
     headers = (*sorted((OPS / "cpu").rglob("*.h")), *sorted(source.parent.glob("*.h")))
     return b"".join(file.read_bytes() for file in (source, *headers))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Python does not look for garbage meanwhile."""
+    """Within the context, Python does not look for garbage."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -12,15 +12,15 @@ HUGE = 2 << 20  # bytes of a page
 
 
 def zeros(nbytes: int) -> np.ndarray:
-    """Zero bytes, at the start of a page, of a large one if there are so many, that the operating system clears when
-    they are first touched. Not malloc's, which may have kept some that it would clear at once. Raises MemoryError."""
-    beside = HUGE if nbytes >= HUGE else 0
+    """Zero bytes that the operating system clears when they are first touched. They begin at a page, at a large page if
+    they fill one. malloc is not used: it may reuse memory, which it would clear at once. Raises MemoryError."""
+    slack = HUGE if nbytes >= HUGE else 0
     try:
-        memory = mmap.mmap(-1, nbytes + beside, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, nbytes + slack, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as failure:
         raise MemoryError(str(failure)) from failure
     whole = np.frombuffer(memory, dtype=np.uint8)
-    start = -whole.ctypes.data % HUGE if beside else 0
+    start = -whole.ctypes.data % HUGE if slack else 0
     if large := nbytes // HUGE * HUGE:  # what is left at the end is less than a page
         with contextlib.suppress(OSError):  # a kernel without such pages
             memory.madvise(mmap.MADV_HUGEPAGE, start, large)

@@ -16,12 +16,12 @@ def import_path() -> str:
 
 
 def imported(setting: str, name: str) -> Any:
-    """The object behind "package.module:name", or "package.module.name". Raises ConfigError when there is none."""
+    """The object named "package.module:name", or "package.module.name". Raises ConfigError when there is none."""
     module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as missing:
-        remedy = "put it into a module beside the script" if module == "__main__" else "give package.module:name"
+        remedy = "put it into a module next to the script" if module == "__main__" else "give package.module:name"
         raise ConfigError(f"{setting}: {name!r} cannot be imported ({missing}); {remedy}") from missing
 
 

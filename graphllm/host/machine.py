@@ -89,7 +89,7 @@ def _attribute(driver: ctypes.CDLL, which: int, device: ctypes.c_int) -> int:
 
 
 def versions(target: Target) -> dict[str, str]:
-    """Versions whose change makes an artifact unusable: generated code calls into torch, cubins come from Triton."""
+    """Versions that an artifact needs: generated code calls into torch, cubins come from Triton."""
     found = {"torch": version("torch")}
     if target.device == "cuda":
         try:
@@ -127,7 +127,7 @@ def compiler_version() -> str:
 
 
 def usable_cores() -> int:
-    """CPUs this process may use at once: those of its affinity, fewer where a control group limits their time."""
+    """CPUs this process may use at once: the CPUs of its affinity, or fewer where a control group limits their time."""
     cores = len(os.sched_getaffinity(0))
     for limits in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # version 2 and 1
         files = [_CGROUP / name for name in limits]

@@ -1,9 +1,10 @@
-"""How long a process has been silent. One that is only starved of the processor is not dead: its silence counts in
-time in which it could have run. So nothing counts while one of its threads waits for a processor, as the kernel says
-in /proc, nor by how much the watcher itself comes too late. Where /proc does not say it, the latter alone is left out.
+"""How long a process has been silent. One that is only starved of the processor is not dead: its silence counts in time
+in which it could have run. So nothing counts while one of its threads waits for a processor, as the kernel says in
+/proc, nor by how much the watcher itself comes too late. Where /proc does not say it, only the watcher's delay is left
+out.
 
-The thread that waits may be any: the one that gives signs of life, the one that has the interpreter's lock meanwhile,
-or one that this one waits for in a kernel.
+The thread that waits may be any: the one that gives signs of life, the one that has the interpreter's lock, or one that
+this one waits for in a kernel.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ _UNSEEN = 1.0
 
 
 class Thread(NamedTuple):
-    """What the kernel has counted. ran: nanoseconds on a processor. waited: nanoseconds in the queue for one, as far as
-    the wait has ended. turns: how often it got one. runnable: it runs, or waits for a processor."""
+    """What the kernel has counted for a thread.
+
+    ran: nanoseconds on a processor.
+    waited: nanoseconds in the queue for one, as far as the wait has ended.
+    turns: how often it got a processor.
+    runnable: it runs, or waits for a processor.
+    """
 
     ran: int
     waited: int
@@ -32,12 +38,13 @@ Threads: TypeAlias = Mapping[int, Thread]
 
 
 def threads_of(pid: int, family: bool = False) -> Threads:
-    """The threads of a process, by their number; none where /proc does not tell. family: those of its children too."""
+    """The threads of a process, by their number; none where /proc does not say. family: also threads of its
+    children."""
     found: dict[int, Thread] = {}
     folder = Path(f"/proc/{pid}/task")
     with contextlib.suppress(OSError):
         for tid in os.listdir(folder):
-            with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
+            with contextlib.suppress(OSError, ValueError):  # it has ended
                 # In this order: what did not get its turn up to the second look was waiting at the first.
                 state = (folder / tid / "stat").read_text().rpartition(")")[2].split()[0]
                 ran, waited, turns = map(int, (folder / tid / "schedstat").read_text().split())
@@ -62,8 +69,12 @@ def _share_waited(before: Threads, now: Threads, seconds: float) -> float:
 
 
 class Silence:
-    """Of one process. threads: looks at those it depends on, see `threads_of`. tick: seconds between two looks of the
-    watcher; of a longer pause no more counts. unseen: seconds of silence in which nobody looks at the threads."""
+    """How long one process has been silent.
+
+    threads: returns the threads that it depends on, see `threads_of`.
+    tick: seconds between two looks of the watcher; a longer pause counts as one tick.
+    unseen: seconds of silence in which nobody looks at the threads.
+    """
 
     def __init__(
         self,

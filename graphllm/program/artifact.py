@@ -165,8 +165,8 @@ def check_replaceable(folder: Path) -> None:
 
 
 def begin(folder: Path) -> Path:
-    """A fresh build folder beside ``folder``. Build folders whose process is gone are removed. Raises ArtifactError
-    where nothing can be written."""
+    """A fresh build folder next to ``folder``. Build folders of processes that are gone are removed. Raises
+    ArtifactError where nothing can be written."""
     made = folder.parent / f".building-{os.getpid()}-{folder.name}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -209,7 +209,11 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 
 class Artifact:
-    """An artifact that can be used. folder: where it is. manifest: what it says of itself."""
+    """An artifact that can be used.
+
+    folder: where it is.
+    manifest: what it says of itself.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -236,8 +240,8 @@ class Artifact:
 
     @classmethod
     def trusted(cls, folder: Path) -> Self:
-        """The same, for who reads the manifest alone, and where another process has looked at the files. Raises
-        ArtifactError for a damaged manifest."""
+        """The same without checking the files, for callers that only read the manifest, and where another process has
+        checked the files. Raises ArtifactError for a damaged manifest."""
         found = read_json(folder)
         try:
             return cls(folder, msgspec.convert(found, Manifest))

@@ -34,8 +34,8 @@ def is_baked(artifact: Path) -> bool:
 
 def stamp(table: Mapping[str, Any]) -> bytes:
     """What the data file begins with: it belongs to this table, and to no other."""
-    told = json.dumps(table, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(told.encode()).hexdigest().encode()
+    text = json.dumps(table, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest().encode()
 
 
 def check(artifact: Path) -> dict[str, Any]:

@@ -47,8 +47,12 @@ class Place(NamedTuple):
 
 
 class MemoryPlan(NamedTuple):
-    """Where a program's intermediates lie. offsets: bytes in the arena by storage. arena_bytes: what they need,
-    exactly. zeroed: int32 zeros, outside tensor `ZEROED`, that its kernels count in."""
+    """Where a program's intermediates lie.
+
+    offsets: bytes in the arena by storage.
+    arena_bytes: what they need, exactly.
+    zeroed: int32 zeros, outside tensor `ZEROED`, that its kernels count in.
+    """
 
     offsets: dict[str, int]
     arena_bytes: int
@@ -58,8 +62,8 @@ class MemoryPlan(NamedTuple):
 class LinkedProgram:
     """One bucket's program as instructions over named places.
 
-    results: names of program values that must survive the step. parts: index of the first call of each part after the
-    first, "".
+    results: names of program values that must survive the step.
+    parts: index of the first call of each part after the first, "".
     """
 
     def __init__(

@@ -60,7 +60,11 @@ class Factors(msgspec.Struct, frozen=True):
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What a step must at least do. bytes: read and written. flops: operations of products."""
+    """What a step must at least do.
+
+    bytes: read and written.
+    flops: operations of products.
+    """
 
     bytes: float
     flops: float

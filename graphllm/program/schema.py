@@ -8,14 +8,15 @@ import msgspec
 
 from graphllm.config.token_tree import DynamicTree, TokenTree
 
-NEUTRAL = ".neutral"  # behind a program's name: the one for steps in which optional inputs are neutral throughout
+NEUTRAL = ".neutral"  # suffix of a program's name: the version for steps with all optional inputs neutral
 
 
 class CacheGroup(NamedTuple):
-    """Layers whose block states share block tables.
+    """Layers that share block tables.
 
-    retention: "full" keeps all of a sequence, "window" the last ``window`` tokens (0 for full). block_size: tokens of a
-    block, a power-of-two multiple of the smallest group's.
+    retention: "full" keeps all of a sequence, "window" the last ``window`` tokens.
+    window: tokens, 0 for full.
+    block_size: tokens of a block, a power-of-two multiple of the smallest group's.
     """
 
     retention: Literal["full", "window"]
@@ -26,9 +27,11 @@ class CacheGroup(NamedTuple):
 class ExpertLayout(msgspec.Struct, frozen=True):
     """Experts that may move between ranks while serving.
 
-    experts: of each layer. slots: where they and copies of them lie, an equal number on each of ``ranks``, rank 0's
-    first. layers: by number, the weights that a slot has a part of, along their first dimension. bytes: of the largest
-    layer's slot.
+    experts: of each layer.
+    slots: places of experts and copies, an equal number on each rank, rank 0's first.
+    ranks: that share the slots.
+    layers: by number, the weights that are divided among slots along their first dimension.
+    bytes: of the largest layer's slot.
     """
 
     experts: int
@@ -45,12 +48,17 @@ class ExpertLayout(msgspec.Struct, frozen=True):
 class CacheLayout(NamedTuple):
     """The states of a loaded model, as the cache manager sees them.
 
-    groups: of block states; all draw blocks from one pool of ``num_blocks``, of which block 0 is no sequence's.
-    recurrent: there are slot states that must be rebuilt or restored from one of ``num_snapshots`` copies. item_tokens:
-    rows of item states. max_adapters: entries of adapter states beside the neutral one. query_lens: tokens a sequence
-    that verification steps may have, none without. history: tokens of a sequence that its slot remembers.
-    lookahead: positions behind a step's tokens that a draft graph writes. next_seen: what it keeps of a token depends
-    on the one behind it, too. tree: of the drafts that steps verify, None where they are one run.
+    groups: of block states.
+    num_blocks: blocks of the pool that all groups share; no sequence has block 0.
+    recurrent: slot states exist that must be rebuilt or restored from a snapshot.
+    num_snapshots: copies of recurrent states.
+    item_tokens: rows of item states.
+    max_adapters: entries of adapter states, without the neutral one.
+    query_lens: tokens that a sequence may have in a verification step; empty without verification.
+    history: tokens of a sequence that its slot remembers.
+    lookahead: positions after a step's tokens that a draft graph writes.
+    next_seen: the draft graph's state of a token depends on the next token, too.
+    tree: of the drafts that steps verify, None where they are one run.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -71,10 +79,10 @@ class CacheLayout(NamedTuple):
         return not self.groups and not self.recurrent
 
     def ahead(self, query_len: int) -> int:
-        """By how many tokens a sequence with so many rows in a step moves on at most."""
+        """By how many tokens a sequence advances at most. query_len: its rows in the step."""
         return query_len if self.tree is None or query_len == 1 else self.tree.levels + 1
 
     @property
     def block_size(self) -> int:
-        """Tokens by which beginnings are told apart: those of the smallest group's blocks, 16 where there are none."""
+        """Tokens between two digests of a prefix: a block of the smallest group, 16 without groups."""
         return min((g.block_size for g in self.groups), default=16)

@@ -1,4 +1,4 @@
-"""What a graph reads and leaves behind, as data: the inputs of a step, states that outlive it, and outputs.
+"""What a graph reads and writes, as data: the inputs of a step, states that outlive it, and outputs.
 
 Models and ops declare them, `program.json` lists them, and whoever allocates or fills them follows that list. No torch.
 """
@@ -22,12 +22,14 @@ Retention = Literal["full", "window", "last", "none"]
 class InputSpec:
     """An array of one step.
 
-    shape: over T, S and R (tokens, sequences and sampled rows of the step). provider: the name of what fills it on the
-    host (`graphllm.engine.step.providers`); inputs of every graph have none. neutral: the value of padding entries,
-    where padding does not repeat the last one. ragged: of its rows and columns only the beginnings are filled. late: it
-    is filled once logits are known. shareable: whether cached states of a prefix stay valid whatever this input holds
-    for what follows the prefix. counts: its last dimension is T and it grows by one with each output token, so that
-    what a verification step rejects is taken off on the device.
+    shape: over T, S and R (tokens, sequences and sampled rows of the step).
+    provider: the name of what fills it on the host (`graphllm.engine.step.providers`); inputs of every graph have none.
+    neutral: the value of padding entries, where padding does not repeat the last one.
+    ragged: of its rows and columns only the beginnings are filled.
+    late: it is filled once logits are known.
+    shareable: whether cached states of a prefix stay valid whatever this input holds for what follows the prefix.
+    counts: its last dimension is T and it grows by one with each output token, so that what a verification step rejects
+    is taken off on the device.
     """
 
     name: str
@@ -46,13 +48,19 @@ class InputSpec:
 class StateSpec:
     """Memory that outlives a step.
 
-    axis: what indexes its first dimension, which ``shape`` leaves out: "block" (block ids; ``shape`` holds "P", the
-    tokens of a block), "slot" (one entry for each running sequence and a scrap one), "item" (rows of encoded inputs
-    and a scrap one), "adapter" (tables written while serving; entry 0 is neutral), "token" (rows of the running step).
-    dtype: a torch dtype's name, "model" for the artifact's, or "cache" for that of `--kv-cache-dtype`. retention: what
-    of a sequence it keeps; "full" and "window" (of so many tokens) for blocks, "last" for recurrent slot states, which
-    are zeroed when a sequence enters, rolled back with rejected tokens and copied to snapshots; "none" for what only
-    programs and host use between them.
+    axis: what indexes its first dimension, see below.
+    shape: without the first dimension.
+    dtype: a torch dtype's name, "model" for the artifact's, or "cache" for the dtype of `--kv-cache-dtype`.
+    retention: what it keeps of a sequence, see below.
+    window: tokens of the retention "window".
+
+    Axes: "block" (block ids; ``shape`` holds "P", the tokens of a block), "slot" (one entry for each running sequence
+    and a scrap one), "item" (rows of encoded inputs and a scrap one), "adapter" (tables written while serving; entry 0
+    is neutral), "token" (rows of the running step).
+
+    Retentions: "full" and "window" for blocks. "last" for recurrent slot states, which are zeroed when a sequence
+    enters, rolled back with rejected tokens and copied to snapshots. "none" for states that only programs and host use
+    between them.
     """
 
     name: str
@@ -63,8 +71,8 @@ class StateSpec:
     window: int = 0
 
     def typed(self, dtype: str, cache_dtype: str) -> StateSpec:
-        """With the names of torch dtypes for "model" and "cache". Rows of the last dimension of a cache in int8 have
-        a float32 scale each, in so many bytes more."""
+        """With the names of torch dtypes for "model" and "cache". In a cache in int8, each row of the last dimension
+        has a float32 scale, in four more bytes."""
         if self.dtype == "model":
             return replace(self, dtype=dtype)
         if self.dtype != "cache":
@@ -81,7 +89,11 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """What a program leaves. shape: over T, S and R. host: whether every step copies it to the host."""
+    """What a program leaves.
+
+    shape: over T, S and R.
+    host: whether every step copies it to the host.
+    """
 
     name: str
     shape: tuple[Dim, ...]

@@ -1,11 +1,11 @@
 """A program in stages: consecutive layers, each stage on a rank of its own, which has the weights and states of these
 layers only.
 
-Nothing of this is compiled: a program is a list of calls, and a stage makes only some of them. What is still to be read
-goes on to the next stage behind its last call; behind the last layer's, the last stage sends what is left, the logits,
-to all. Every stage does what follows, such as sampling, and so knows the tokens of the next step. Values keep the
-places that the memory plan gives them. All that is read behind the layers comes from the last stage, so the other ones
-need none of what their layers made, and may run a later step's layers before.
+Nothing of this is compiled: a program is a list of calls, and a stage makes only some of them. After its last call, a
+stage sends the values that are still to be read to the next stage. After the last layer, the last stage sends the
+logits to all. Every stage runs what follows, such as sampling, and so knows the tokens of the next step. Values keep
+their places in the memory plan. All that is read after the layers comes from the last stage. So the other stages need
+nothing that their layers made, and may run a later step's layers first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graphllm.program.program import Program
 from graphllm.program.states import ITEMSIZE, StatePlace
 
 COPIES = 3  # of messages that a stage sends: the newest, and those before that nobody may have taken yet
-MESSAGE_ALIGN = 16  # bytes to whose multiple values lie in a message
+MESSAGE_ALIGN = 16  # values lie in a message at multiples of this many bytes
 BEHIND = "behind layers"  # the part of a program in which a stage but the last gets the logits, and what follows them
 _OF_LAYER = re.compile(r"(?:state\.)?layers\.(\d+)\.")
 _GEOMETRY = ("empty", "view", "zeroed", "exchange")  # instructions of a piece that run nothing
@@ -38,7 +38,7 @@ class Stage(NamedTuple):
 
 
 def stage_reads(program: Program, stage: Stage) -> frozenset[str]:
-    """The weights and states that a stage reads. Raises ConfigError for a program that cannot have so many stages."""
+    """The weights and states that a stage reads. Raises ConfigError for a program that cannot be divided."""
     if len(program.graphs) > 1:
         raise ConfigError(
             f"pipeline_parallel_size is {stage.total}: a model with a draft graph or an encoder has no stages; use 1"
@@ -63,8 +63,8 @@ def own_tensors(states: Mapping[str, StatePlace]) -> frozenset[int]:
 
 
 def stage_calls(calls: Sequence[PieceCall], results: Sequence[str], stage: Stage) -> list[PieceCall]:
-    """The calls of a stage, in a list that is as long: those of others are there for the places of what they make.
-    results: of the program."""
+    """All calls of the program. Calls of other stages keep only their shape instructions, so that tensor names still
+    resolve. results: of the program."""
     owners = _owners([call.inputs for call in calls], stage.total)
     ends = {owner: at for at, owner in enumerate(owners) if owner is not None}  # a stage's last call
     made: list[PieceCall] = []
@@ -151,7 +151,7 @@ def _live(calls: Sequence[PieceCall], at: int, results: Sequence[str]) -> list[s
 
 
 def _passing_on(call: PieceCall, values: Sequence[str], owner: int, stage: Stage) -> PieceCall:
-    """The last call of the stage ``owner``, and what this stage does with the values behind it."""
+    """The last call of the stage ``owner``, and what this stage does with the values after it."""
     local = dict(zip(call.outputs, call.bundle["outputs"], strict=True))
     more = {name: f"passed.{name}" for name in values if name not in local}
     tensors = [["t", local.get(value) or more[value]] for value in values]
@@ -166,8 +166,8 @@ def _passing_on(call: PieceCall, values: Sequence[str], owner: int, stage: Stage
 
 
 def _routine(owner: int, stage: Stage) -> tuple[str, int] | None:
-    """The routine that a stage calls with the values behind the last call of the stage ``owner``, and the stage that
-    it is told."""
+    """The routine that a stage calls with the values after the last call of the stage ``owner``, and the routine's
+    argument, a stage."""
     if owner == stage.total - 1:
         return "send_to_stages" if stage.number == owner else "receive_from_stage", owner
     if stage.number == owner:

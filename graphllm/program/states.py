@@ -22,8 +22,11 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m
 class BlockPlan(NamedTuple):
     """The pool and who uses which part of it.
 
-    groups: by their number. places: (group, tensor) of each layer, None for one without block states. tensors: how many
-    there are. block_bytes: of one block in one tensor. unused: bytes of such a block that each group leaves unused.
+    groups: by their number.
+    places: (group, tensor) of each layer, None for one without block states.
+    tensors: how many there are.
+    block_bytes: of one block in one tensor.
+    unused: bytes of such a block that each group leaves unused.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -39,8 +42,13 @@ class BlockPlan(NamedTuple):
 
 
 class StatePlace(NamedTuple):
-    """A state in memory. tensor: of the pool, -1 for one with memory of its own. shape: behind the first dimension.
-    stride: in elements, the first dimension's included. offset: elements."""
+    """A state in memory.
+
+    shape: without the first dimension.
+    stride: in elements, the first dimension's included.
+    tensor: number in the pool, -1 for a state with memory of its own.
+    offset: elements.
+    """
 
     axis: str
     dtype: str
@@ -84,8 +92,8 @@ def _kind(states: Sequence[StateSpec], max_len: int) -> tuple[int, int] | None:
         return None
     windows = {0 if s.retention == "full" or s.window >= max_len else s.window for s in states}
     if len(windows) > 1 or any(s.retention not in ("full", "window") for s in states):
-        told = ", ".join(f"{s.name} {s.retention} {s.window}" for s in states)
-        raise ConfigError(f"block states of one layer must have one retention, full or window, not {told}")
+        given = ", ".join(f"{s.name} {s.retention} {s.window}" for s in states)
+        raise ConfigError(f"block states of one layer must have one retention, full or window, not {given}")
     if any(s.shape.count(BLOCK_TOKENS) != 1 for s in states):
         raise ConfigError(f"block states need the dimension {BLOCK_TOKENS!r} once: {[s.shape for s in states]}")
     return windows.pop(), sum(_token_bytes(s) for s in states)
@@ -133,5 +141,5 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def place_bytes(place: StatePlace, count: int) -> int:
-    """Memory of a state of its own with so many entries."""
+    """Memory of a state with ``count`` entries and memory of its own."""
     return count * math.prod(place.shape) * ITEMSIZE[place.dtype]

@@ -1,5 +1,5 @@
-"""AWQ (Lin et al. 2023): inner entries whose activations are large are multiplied before rounding, so that they lose
-less; what makes the activations is divided by the same."""
+"""AWQ (Lin et al. 2023): inner entries with large activations are multiplied before rounding, so that they lose less;
+the layer that makes the activations is divided by the same."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ _STEPS = 20  # exponents that are tried
 
 
 class Fold(NamedTuple):
-    """maker: the norm or linear layer whose outputs the readers multiply with, through nothing but products of its own
-    channels."""
+    """Layers that can exchange a scale.
+
+    maker: a norm or linear layer.
+    readers: linear layers that read the maker's outputs, directly or multiplied channel by channel.
+    """
 
     maker: str
     readers: tuple[str, ...]
@@ -34,7 +37,7 @@ FOLDS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "granite"), _LLAMA)
 
 
 def folds_of(model_type: str) -> Sequence[Fold]:
-    """Raises ConfigError for a family whose structure is not known."""
+    """The folds of a family's layers. Raises ConfigError for a family of unknown structure."""
     if model_type not in FOLDS:
         raise ConfigError(
             f"method is awq: what makes the activations of {model_type!r:.80} models is not known, it is of "
@@ -46,8 +49,11 @@ def folds_of(model_type: str) -> Sequence[Fold]:
 def channel_scales(
     weights: Sequence[Tensor], gram_II: Tensor, size_I: Tensor, scheme: Scheme, dtype: torch.dtype, channels: Tensor
 ) -> Tensor:
-    """What each inner entry is best multiplied by. size_I: the mean magnitude of activations. channels: by inner entry,
-    the output of the maker that it reads; entries of one get one scale."""
+    """The best factor of each inner entry.
+
+    size_I: the mean magnitude of activations.
+    channels: by inner entry, the output of the maker that it reads; entries of one output get one scale.
+    """
     count = int(channels.max()) + 1
     size = torch.zeros(count, device=size_I.device).index_add_(0, channels, size_I) + 1e-8
     best, least = torch.ones(count, device=size_I.device), torch.inf

@@ -11,7 +11,7 @@ from torch import Tensor
 from graphllm.config import ConfigError
 from graphllm.quantize.schemes import Grid
 
-_BLOCK = 128  # columns whose corrections of the others are gathered
+_BLOCK = 128  # columns that correct the later columns together
 _DAMPS = (0.01, 0.1, 1.0)  # of the mean of the diagonal, added to it: as little as does
 
 

@@ -1,4 +1,4 @@
-"""transformers' model of a checkpoint, of which one layer at a time is in memory."""
+"""transformers' model of a checkpoint, with one layer at a time in memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from graphllm.config import ConfigError
 from graphllm.weights.checkpoint.checkpoint import Checkpoint, WeightError
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
-"""A matrix of an expert: transformers' layers hold those of all experts stacked."""
+"""A matrix of an expert: transformers' layers hold the matrices of all experts stacked."""
 
 
 class _Place(nn.Module):
-    """Stands for a layer: keeps what it is given and hands it on, or gives what it is told to."""
+    """Takes the place of a layer: keeps its input and returns it, or returns `result`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ class _Place(nn.Module):
 
 
 class LayeredModel:
-    """A causal language model whose layers are run by whoever holds it. Computes in float32 within layers, in the
-    checkpoint's dtype before and behind them."""
+    """A causal language model; the caller runs its layers. Computes in float32 within layers, in the checkpoint's dtype
+    before and after them."""
 
     def __init__(self, folder: Path, checkpoint: Checkpoint, device: torch.device) -> None:
         self.checkpoint, self.device = checkpoint, device
@@ -86,7 +86,7 @@ class LayeredModel:
         return sorted(n for n in self.checkpoint.tensors if n.startswith(start))
 
     def rest(self) -> list[str]:
-        """Those of no layer."""
+        """Tensors of no layer."""
         return sorted({*self.checkpoint.tensors}.difference(*map(self.names, range(len(self)))))
 
     def matrices(self, i: int) -> list[str]:

@@ -24,7 +24,11 @@ _EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 
 
 class Merged(NamedTuple):
-    """tensors: that are not the base's any more. nbytes: of all."""
+    """What was merged.
+
+    tensors: tensors that differ from the base's.
+    nbytes: bytes of all tensors.
+    """
 
     tensors: int
     nbytes: int
@@ -106,7 +110,7 @@ def _changes(
             change = changes.setdefault(name, _Change())
             change.pairs += ((adapter, name, pair, weight),)
             if pair.magnitude is not None and weight != 1:
-                raise _alone(adapter, name)
+                raise _not_addable(adapter, name)
             if pair.bias is not None:
                 bias = _in_base(adapter, f"{module}.bias", checkpoint)
                 _check_equal(adapter, bias, pair.bias.shape, checkpoint.tensors[bias].shape)
@@ -115,21 +119,21 @@ def _changes(
             name = _in_base(adapter, given, checkpoint)
             _check_equal(adapter, name, info.shape, checkpoint.tensors[name].shape)
             change = changes.setdefault(name, _Change())
-            # PEFT saves the matrix of an adapted embedding or head beside the adapter: it is the base's own.
+            # PEFT saves the matrix of an adapted embedding or head with the adapter: it is the base's own.
             if (change.whole is not None or weight != 1) and not any(a is adapter for a, *_ in change.pairs):
-                raise _alone(adapter, name)
+                raise _not_addable(adapter, name)
             change.whole = (adapter, info)
     for name, change in changes.items():
         if len(change.pairs) > 1 and any(pair.magnitude for _, _, pair, _ in change.pairs):
-            raise _alone(change.pairs[0][0], name)
+            raise _not_addable(change.pairs[0][0], name)
     _check_ties(changes, checkpoint, config)
     return changes
 
 
-def _alone(adapter: Adapter, name: str) -> ConfigError:
+def _not_addable(adapter: Adapter, name: str) -> ConfigError:
     return ConfigError(
         f"{adapter.file}: what it says of {name} is no sum (DoRA, or the whole tensor), and cannot be weighted or "
-        "added to another adapter's; merge this adapter alone"
+        "added to another adapter's; merge this adapter by itself"
     )
 
 

@@ -21,7 +21,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.j
 
 
 class Output:
-    """Written in a folder beside it, which becomes ``folder`` at the end of a with statement that did not fail."""
+    """Written in a folder next to it, which becomes ``folder`` at the end of a with statement that did not fail."""
 
     def __init__(self, folder: Path) -> None:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

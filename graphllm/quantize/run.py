@@ -31,8 +31,11 @@ _ROWS = 4096  # of inputs that are multiplied together
 
 @dataclass(frozen=True)
 class Request:
-    """What a user wants. ignore: names of modules that stay as they are, with * and ?, or regular expressions after
-    "re:". samples, length: sequences of the calibration text and the most tokens of one."""
+    """What a user wants.
+
+    ignore: names of modules that stay as they are, with * and ?, or regular expressions after "re:".
+    samples, length: sequences of the calibration text and the most tokens of one.
+    """
 
     output: Path
     scheme: str
@@ -46,8 +49,11 @@ class Request:
 
 
 class Fit(NamedTuple):
-    """How well the held-out text is told: its perplexity before and after, and the share of tokens after which the
-    same one is likeliest."""
+    """How well the models predict the held-out text.
+
+    before, after: perplexity of the two models.
+    same: share of tokens after which both find the same next token likeliest.
+    """
 
     before: float
     after: float
@@ -57,7 +63,11 @@ class Fit(NamedTuple):
 
 
 class Made(NamedTuple):
-    """bits: of a weight of the matrices, with scales. nbytes: of the new checkpoint's tensors."""
+    """What was made.
+
+    bits: of a weight of the matrices, with scales.
+    nbytes: bytes of the new checkpoint's tensors.
+    """
 
     matrices: int
     bits: float
@@ -68,7 +78,7 @@ class Made(NamedTuple):
 
 
 def quantize(folder: Path, checkpoint: Checkpoint, wanted: Request, tell: Callable[[str], None]) -> Made:
-    """Write the quantized checkpoint. Raises ConfigError, and leaves nothing behind, where it cannot be."""
+    """Write the quantized checkpoint. Raises ConfigError, and leaves no files, where it cannot be."""
     started = time.perf_counter()
     scheme = scheme_of(wanted.scheme, wanted.group_size)
     if wanted.method not in METHODS:
@@ -156,7 +166,7 @@ def _named(module: str, pattern: str) -> bool:
 
 
 def _routers(model: LayeredModel) -> list[str]:
-    """Readers of the new checkpoint that have a linear layer where an expert is chosen must leave it alone."""
+    """Names of routers. Readers of the new checkpoint that have a linear layer there must not expect it rounded."""
     has_experts = any(EXPERT.fullmatch(n) for n in model.checkpoint.tensors)
     return [r"re:.*\.(gate|router|shared_expert_gate)$"] if has_experts else []
 
@@ -231,7 +241,7 @@ class _Layer:
         self._head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
     def fold(self, one: Fold, scheme: Scheme, modules: Sequence[str]) -> None:
-        """Scale the readers of one fold, of which some are to be rounded."""
+        """Scale the readers of one fold; some of them are to be rounded."""
         named = Fold(self.start + one.maker, tuple(self.start + r for r in one.readers))
         rounded = [r for r in named.readers if r in modules]
         if not rounded:

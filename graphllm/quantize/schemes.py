@@ -22,8 +22,10 @@ _CHUNK = 1 << 24  # numbers that a search for scales looks at together
 
 @dataclass(frozen=True)
 class Scheme:
-    """format: compressed-tensors' name for the layout. group: inner entries with one scale, 0 for a row. activations:
-    what an engine may round activations to, as compressed-tensors says it."""
+    """format: compressed-tensors' name for the layout.
+    group: inner entries with one scale, 0 for a row.
+    activations: what an engine may round activations to, as compressed-tensors says it.
+    """
 
     format: str
     kind: str
@@ -134,7 +136,7 @@ def _e2m1_codes(scaled: Tensor) -> Tensor:
 
 
 def stored(grid: Grid, levels_OI: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a matrix by their names behind the module's. dtype: of scales that the scheme leaves open."""
+    """The tensors of a matrix, by the last part of their names. dtype: of scales that the scheme leaves open."""
     scheme, scales = grid.scheme, grid.scales.to(dtype)
     if scheme.format == "float-quantized":
         return {"weight": levels_OI.to(torch.float8_e4m3fn), "weight_scale": scales}

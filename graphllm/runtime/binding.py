@@ -17,8 +17,9 @@ class Bound(NamedTuple):
     """A program ready to run at one T and S: call every launch of a part in order, segment by segment.
 
     parts: by name, the first is "". A segment is launches with a flag: whether they may be captured in a CUDA graph.
-    Interpreted pieces may not (their reference bodies read data on the host), nor messages of stages (a graph ends when
-    all in it has, and nobody waits for those), so a program with some of them is captured piecewise, between them.
+    Interpreted pieces may not (their reference bodies read data on the host), nor messages of stages (waiting for a
+    message inside a CUDA graph would block the whole graph). A program with such pieces is captured in parts, between
+    them.
     results: the kept outputs by name.
     """
 

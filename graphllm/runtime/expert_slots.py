@@ -17,8 +17,12 @@ _MOST_AT_ONCE = 2  # experts of a group of moves: two that change places
 
 
 class ExpertSlots:
-    """The experts that this process has. weights: by name, of the layers of this stage. Work is queued by the caller,
-    behind the steps before it; every rank makes the same calls."""
+    """The experts that this process has.
+
+    weights: by name, of the layers of this stage.
+
+    The caller queues work after the steps before it; every rank makes the same calls.
+    """
 
     def __init__(self, layout: ExpertLayout, weights: Mapping[str, Tensor], device: torch.device) -> None:
         self._layout = layout
@@ -28,7 +32,7 @@ class ExpertSlots:
         self._on_way = torch.empty((_MOST_AT_ONCE, layout.bytes), dtype=torch.uint8, device=device)
 
     def host_tables(self, moves: MoveExperts) -> list[Tensor]:
-        """The tables of the layer behind the moves, on the host."""
+        """The tables of the layer after the moves, on the host."""
         tables = [torch.tensor(t, dtype=torch.int32) for t in routing_tables(moves.placement, self._layout.experts)]
         return [t.pin_memory() for t in tables] if self._on_way.is_cuda else tables
 

@@ -95,8 +95,7 @@ class GraphPrograms:
         return index
 
     def host_results(self, program: str) -> dict[str, str | int]:
-        """The results that every run of a program copies to the host, and whether they have a row for each of T, S or
-        R, or so many."""
+        """The results that every run of a program copies to the host, with their number of rows: T, S, R or an int."""
         return self._programs[program].host
 
     def bound(self, name: str, size: Size) -> BoundProgram:
@@ -157,7 +156,11 @@ class GraphPrograms:
 class BoundProgram:
     """A bound program. With ``pool``, a memory pool, what can be is captured as CUDA graphs at a part's first run and
     replayed afterwards: one graph for the whole part when every piece is compiled, one between every two interpreted
-    pieces or messages otherwise. on_host: results as the host sees them on a CPU. ran: the parts that have run."""
+    pieces or messages otherwise.
+
+    on_host: results as the host sees them on a CPU.
+    ran: the parts that have run.
+    """
 
     def __init__(self, bound: Bound, kernels: Kernels, memory: Memory, pool: GraphPool | None, ran: set[str]) -> None:
         self.parts, self._pool, self.results, self.ran = bound.parts, pool, bound.results, ran

@@ -57,7 +57,7 @@ class CpuKernel(NamedTuple):
 
 
 class CpuLaunch:
-    """Kernels called one after another, outside of Python: other threads may run it meanwhile."""
+    """Kernels called one after another without the interpreter, so other Python threads may run."""
 
     def __init__(self, kernels: Sequence[CpuKernel], run: Callable[..., None]) -> None:
         self.kernels = kernels
@@ -87,7 +87,7 @@ class CpuKernels:
         return self._library.omp_get_max_threads() if self._library else 1
 
     def set_threads(self, threads: int) -> None:
-        """Have the calling thread's kernels run on so many."""
+        """Set the number of threads for the calling thread's kernels."""
         if self._library:
             self._library.omp_set_num_threads(threads)
 
@@ -176,8 +176,8 @@ class CudaKernels:
         return _Checked(launch, name, (cells, block, config), self._driver)
 
     def _scratch_memory(self, size: int) -> int | None:
-        """Address of so many bytes, others than the last launch with some has: a kernel may write there while that one
-        still runs. It lets no third one begin before, see `ops/gemm/fused_linear/gluon_product.py`."""
+        """Scratch memory for one launch. Two buffers alternate, because the previous kernel may still be running. A
+        third kernel cannot begin before that one ends, see `ops/gemm/fused_linear/gluon_product.py`."""
         if not size:
             return None
         self._turn = 1 - self._turn

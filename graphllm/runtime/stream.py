@@ -39,8 +39,8 @@ def nothing() -> None:
 
 
 class CpuStream:
-    """One thread, whose kernels share their work with ``threads`` - 1 more. Kernels release the interpreter while they
-    compute, so the host goes on.
+    """A thread that runs kernels; each kernel shares its work with ``threads`` - 1 more. Kernels release the
+    interpreter while they compute, so the host goes on.
 
     It should be the only thread of the process that runs torch operations on several threads, because each such thread
     has OpenMP threads of its own: with more of them than CPUs, none spins for the next parallel region any more, and
@@ -48,7 +48,7 @@ class CpuStream:
     """
 
     def __init__(self, threads: int, set_threads: Callable[[int], None] | None = None) -> None:
-        """set_threads: has the calling thread's kernels run on so many, None for torch's way."""
+        """set_threads: sets the number of threads for the calling thread's kernels; None: torch's function."""
         begin = functools.partial(set_threads or _torch_threads(), threads)
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         thread = threading.Thread(target=_serve, args=(self._queue, begin), name="graphllm-cpu-stream", daemon=True)
@@ -77,8 +77,8 @@ class CpuStream:
 
 
 class _Queued:
-    """Work for the thread. Lighter than a future, and the thread that waits is woken by a lock alone: what a step costs
-    on the host, its kernels wait for where there are as many of their threads as CPUs."""
+    """Work for the thread. It is lighter than a future: a lock wakes the waiting thread. With as many kernel threads as
+    CPUs, kernels wait for the host's share of a step."""
 
     __slots__ = ("_done", "_failure", "_value", "_work")
 
@@ -115,7 +115,7 @@ def _torch_threads() -> Callable[[int], None]:
     import torch  # now: a thread cannot at the interpreter's end
 
     def set_threads(threads: int) -> None:
-        torch.get_num_threads()  # torch sets up its threads now, not behind the next line
+        torch.get_num_threads()  # torch sets up its threads now, not after the next line
         torch.set_num_threads(threads)  # a thread has an OpenMP setting of its own
 
     return set_threads
@@ -136,7 +136,7 @@ def _finish(work: queue.SimpleQueue[_Queued | None], thread: threading.Thread) -
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Keep the calling thread's torch operations to that thread meanwhile."""
+    """Within the context, torch operations of the calling thread use only that thread."""
     import torch
 
     before = torch.get_num_threads()
@@ -157,7 +157,7 @@ class CudaStream:
         self.handle = self._stream.cuda_stream
 
     def submit(self, work: Callable[[], Any]) -> Job:
-        """Run the work, whose launches go to the stream."""
+        """Run the work; its launches go to the stream."""
         with self._torch.cuda.stream(self._stream):
             work()
             event = self._torch.cuda.Event()

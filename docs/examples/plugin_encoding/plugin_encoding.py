@@ -69,7 +69,7 @@ def block_int8_linear(
     return torch.nn.functional.linear(x_TI, weight_OI, bias_O)
 
 
-# --- whose checkpoints are so
+# --- the checkpoints that have it
 
 
 def stored(weights: dict[str, Weight]) -> dict[str, Weight]:

@@ -1,4 +1,4 @@
-"""The codegen backends behind one interface: `build` makes one piece for one bucket, `assemble` writes what they share.
+"""The codegen backends with one interface: `build` makes one piece for one bucket, `assemble` writes what they share.
 
 eager: the piece stays IR, run with the reference ops. cpu: Inductor's C++ and our own kernels, one shared library for
 the whole artifact. cuda: Inductor's Triton and our own kernels as cubins (`compile.codegen.cuda`).
@@ -24,8 +24,12 @@ from graphllm.rewrite import ImplChoice
 
 
 class Backend(Protocol):
-    """prepare: import what building needs. build: compile a piece, given by its canonical JSON, with the ``choices``
-    that were measured. assemble: write the files all pieces share into ``folder``."""
+    """Makes code of pieces.
+
+    prepare: import what building needs.
+    build: compile a piece, given by its canonical JSON, with the ``choices`` that were measured.
+    assemble: write the files all pieces share into ``folder``.
+    """
 
     def prepare(self) -> None: ...
 
@@ -113,7 +117,7 @@ class Cpu:
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
     ) -> Built:
-        """Compilers of the hand-written kernels that a piece calls start at once, beside the next piece."""
+        """Compilers of the hand-written kernels of a piece start at once and run during the next piece."""
         made = generate(piece, bucket, config, choices, self._known)
         kernels = made.bundle.kernels
         if self._objects is not None:

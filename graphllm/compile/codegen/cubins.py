@@ -64,8 +64,11 @@ def kind_of(triton_type: str) -> str | None:
 
 
 def compiled(call: TritonCall, dtypes: Sequence[str], numbers: Sequence[int | None], target: Target) -> Any:
-    """Triton's compiled kernel for a GPU. dtypes: of the call's tensors. numbers: the call's; None for one that differs
-    from launch to launch, of which nothing but that it fits 32 bits is known then."""
+    """Triton's compiled kernel for a GPU.
+
+    dtypes: of the call's tensors.
+    numbers: the call's; None for a number that differs from launch to launch: it is only known to fit 32 bits.
+    """
     addresses = [_ODD if name in call.unaligned else 0 for name in call.tensors]
     pointers = [_Pointer(getattr(torch, dtype), address) for dtype, address in zip(dtypes, addresses, strict=True)]
     known = [_ANY if number is None else number for number in numbers]
@@ -75,7 +78,11 @@ def compiled(call: TritonCall, dtypes: Sequence[str], numbers: Sequence[int | No
 
 
 def compiled_gluon(kernel: GluonKernel, dtypes: Mapping[str, str], constants: str, target: Target) -> Any:
-    """The same of a Gluon kernel. dtypes: of the arguments that are tensors. constants: see `GluonKernel`."""
+    """The same of a Gluon kernel.
+
+    dtypes: of the arguments that are tensors.
+    constants: see `GluonKernel`.
+    """
     options = kernel.options(constants)
     given = {name: _ANY for name in kernel.function.arg_names if name not in options} | {
         name: _Pointer(getattr(torch, dtype), 0) for name, dtype in dtypes.items()
@@ -95,13 +102,15 @@ def _compiled(kernel: Any, given: Mapping[str, Any], target: Target) -> Any:
 
 
 def described(call: Mapping[str, Any], target: Target, turns: Path | None = None) -> dict[str, Any]:
-    """A kernel of a `Bundle` as `graphllm.runtime.kernels.CudaKernels` launches it, its cubin among it. call: the
-    kernel's "call", the "dtypes" of its tensors and its "numbers", see `compiled`. turns: of processes that compile
-    beside this one, see `graphllm.compile.codegen.file_locks`."""
-    told = TritonCall.of(call["call"])
+    """A kernel of a `Bundle` as `graphllm.runtime.kernels.CudaKernels` launches it, with its cubin.
+
+    call: the kernel's "call", the "dtypes" of its tensors and its "numbers", see `compiled`.
+    turns: of processes that compile at the same time, see `graphllm.compile.codegen.file_locks`.
+    """
+    launch = TritonCall.of(call["call"])
     with kernel_turn(turns, repr(call)):
-        binary = compiled(told, call["dtypes"], call["numbers"], target)
-    return _described(binary, changing(told), GRID)
+        binary = compiled(launch, call["dtypes"], call["numbers"], target)
+    return _described(binary, changing(launch), GRID)
 
 
 def described_gluon(call: Mapping[str, Any], target: Target, turns: Path | None = None) -> dict[str, Any]:
@@ -116,7 +125,11 @@ def described_gluon(call: Mapping[str, Any], target: Target, turns: Path | None 
 
 
 def _described(binary: Any, names: Sequence[str], grid: Sequence[str]) -> dict[str, Any]:
-    """names: of what a launch hands over. grid: of the numbers of programs, which come behind."""
+    """The launch data of a compiled kernel.
+
+    names: arguments of a launch.
+    grid: names of the numbers of programs, which follow the arguments.
+    """
     return {
         **launched(binary),
         "names": [*names, *grid],

@@ -30,7 +30,7 @@ class Cuda:
     """Builds on the GPU it compiles for: generated kernels with several configurations are timed there."""
 
     def __init__(self, turns: Path | None = None) -> None:
-        """turns: of processes that use the GPU beside this one, see `graphllm.compile.codegen.file_locks`."""
+        """turns: of processes that use the GPU at the same time, see `graphllm.compile.codegen.file_locks`."""
         self._turns = turns
 
     def prepare(self) -> None:
@@ -58,7 +58,7 @@ class Cuda:
     def _cubins(
         self, generated: Generated, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig
     ) -> dict[str, Any]:
-        """See `inductor.cubins`. A piece of our kernels alone is not run: what it calls may need other processes."""
+        """See `inductor.cubins`. A piece with only our kernels is not run: it may need other processes."""
         from graphllm.compile.codegen import inductor
         from graphllm.compile.codegen.cubins import described, described_gluon
 
@@ -71,7 +71,7 @@ class Cuda:
         module = inductor.load_module(generated.source)
         usual = replace(bucket, hi=max(bucket.lo, min(bucket.hi, _TUNING_SIZE)))
         sizes = usual.limits(min(config.max_num_seqs, _TUNING_SEQUENCES))
-        with turn(self._turns, alone=False), standing_in(config.tensor_parallel_size, config.data_parallel_experts):
+        with turn(self._turns, exclusive=False), standing_in(config.tensor_parallel_size, config.data_parallel_experts):
             examples = [example(s, sizes) for s in input_specs(piece)]
             sizes_given = [sizes[name] for name in generated.hidden]
             return ours | inductor.cubins(module, [*examples, *sizes_given], names)

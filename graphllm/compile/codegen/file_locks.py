@@ -1,6 +1,9 @@
-"""Turns among processes that compile beside each other. On the GPU: one that times kernels has it alone, those that
-only run some share it. At a kernel: one compiles it, and who needs the same one waits and finds it in Triton's cache.
-Turns are kept by locks of files, which end with whoever holds them."""
+"""Turns among processes that compile at the same time.
+
+On the GPU: a process that times kernels has exclusive use, processes that only run kernels share it. At a kernel: one
+process compiles it, and a process that needs the same kernel waits and finds it in Triton's cache. Implemented with
+file locks, which the kernel releases when a process dies.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def turn(folder: Path | None, alone: bool) -> Iterator[None]:
-    """The GPU alone, or with all the others that share it. Who waits to have it alone comes before those that begin
-    to wait later. folder: of the locks; None where no other process compiles."""
+def turn(folder: Path | None, exclusive: bool) -> Iterator[None]:
+    """Use the GPU, exclusively or shared. A process waiting for exclusive use goes before processes that start waiting
+    after it. folder: of the locks; None where no other process compiles."""
     if folder is None:
         yield
         return
-    how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+    how = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     with (folder / "gpu").open("w") as gpu:
         with (folder / "next").open("w") as first:
             fcntl.flock(first, how)
@@ -28,7 +31,11 @@ def turn(folder: Path | None, alone: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernel_turn(folder: Path | None, kernel: str) -> Iterator[None]:
-    """Compile this kernel, or find it compiled. kernel: what it is compiled from. folder: see `turn`."""
+    """Compile this kernel, or find it compiled.
+
+    kernel: what it is compiled from.
+    folder: see `turn`.
+    """
     if folder is None:
         yield
         return

@@ -85,8 +85,8 @@ def hidden_sizes(inputs: Sequence[torch.Tensor], shapes: Shapes) -> list[str]:
 
 
 def generate(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], shapes: Shapes) -> str:
-    """The Python source Inductor makes for the graph, without compiling any kernel in it. What it takes behind the
-    inputs are the `hidden_sizes`."""
+    """The Python source Inductor makes for the graph, without compiling any kernel in it. After the inputs it takes the
+    `hidden_sizes`."""
     fake = shapes.mode
     hidden = [shapes.symbols[name] for name in hidden_sizes(inputs, shapes)]
     with graph.graph.inserting_before(next(n for n in graph.graph.nodes if n.op != "placeholder")):

@@ -14,9 +14,15 @@ from graphllm.rewrite import ImplChoice
 
 
 class Built(NamedTuple):
-    """One piece for one bucket. bundle: the piece file's JSON. sources: C++ text by symbol. blobs: further files by
-    name. chosen: which implementation each op got. text: the lowered graph, for ``--dump``. reports: of the passes that
-    rewrote the piece for the bucket."""
+    """One piece for one bucket.
+
+    bundle: the piece file's JSON.
+    sources: C++ text by symbol.
+    blobs: further files by name.
+    chosen: which implementation each op got.
+    text: the lowered graph, for ``--dump``.
+    reports: of the passes that rewrote the piece for the bucket.
+    """
 
     bundle: dict[str, Any]
     sources: dict[str, str]
@@ -35,8 +41,11 @@ class Build(msgspec.Struct, tag=True):
 
 
 class Tunable(NamedTuple):
-    """A site with more than one candidate. tensors, plain: the arguments that are tensors, and the others. sizes: T and
-    S to run at."""
+    """A site with more than one candidate.
+
+    tensors, plain: the arguments that are tensors, and the others.
+    sizes: T and S to run at.
+    """
 
     op: str
     tensors: dict[str, TensorSpec]
@@ -61,7 +70,11 @@ class Candidate(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """A job that raised. kind: of the error. trace: where."""
+    """A job that raised.
+
+    kind: of the error.
+    trace: where.
+    """
 
     kind: Literal["config", "build", "other"]
     message: str

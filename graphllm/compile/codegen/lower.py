@@ -101,8 +101,10 @@ def lower_piece(
 
 
 def _check_references(graph: torch.fx.Graph, ops: Iterable[str], config: CompileConfig) -> None:
-    """Raise ConfigError where the graph of a lowered piece has products of a library, or, where several programs are
-    generated, sums of floats, whose order the generator chooses for each. ops: that were lowered to their references.
+    """Raise ConfigError where the graph of a lowered piece has products of a library. Where several programs are
+    generated, also refuse sums of floats, since the generator chooses their order for each program.
+
+    ops: ops that were lowered to their references.
     """
     refused = _PRODUCTS + (_SUMS if len(config.buckets) > 1 else ())
     for node in graph.nodes:

@@ -22,7 +22,7 @@ from typing import Self
 from graphllm.host.compiler import OPS, compiler_command, content
 from graphllm.host.machine import compiler_version, detect_target, usable_cores, versions
 
-_KERNELS_A_UNIT = 24  # generated ones: their header takes a compiler as long as so many of them
+_KERNELS_A_UNIT = 24  # generated kernels: their header takes a compiler as long as this many kernels
 
 
 class BuildError(RuntimeError):
@@ -35,7 +35,7 @@ class Objects:
 
     folder: where objects stay for later compiles, named by a digest of everything they depend on; None, or one that
     cannot be written to, keeps none.
-    seconds: of each compiler that has run, by its source; they run beside each other and beside Python.
+    seconds: of each compiler that has run, by its source; they run at the same time, while Python goes on.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -89,8 +89,9 @@ class Objects:
     ) -> None:
         """The library of hand-written ``sources`` and generated ``kernels``. Raises BuildError when a compiler fails.
 
-        header: what stands above generated kernels. command: how to compile a source of them to an object. calls: a
-        source that needs neither.
+        header: what stands above generated kernels.
+        command: how to compile a source of them to an object.
+        calls: a source that needs neither.
         """
         for source in sources:
             self.add(source)

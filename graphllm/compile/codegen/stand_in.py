@@ -28,7 +28,7 @@ class FakeGroup(Alone):
 
 @contextmanager
 def standing_in(ranks: int, cores: int = 1) -> Iterator[None]:
-    """Run what is made for so many ranks, and so many engine cores that share experts, in this process alone."""
+    """Within the context, this single process runs code for ``ranks`` ranks and ``cores`` cores that share experts."""
     sizes = {TENSOR: ranks, EXPERTS: cores}
     before = {name: joined_group(name) for name in sizes}
     for name, size in sizes.items():

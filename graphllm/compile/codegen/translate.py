@@ -37,10 +37,11 @@ class TranslateError(Exception):
 class Bundle:
     """A compiled piece before packaging.
 
-    inputs, outputs: value names. code: instructions in order. kernels: by name, the ABI ("args" as "ptr", "i64", "f64")
-    and where the code is: "cpp" source text, "c" symbol of a `CKernel`, "generated" name of a Triton kernel in
-    the generated module, "call" of a Triton kernel of ours or "gluon" name of a `GluonKernel`, with what they are built
-    from (`graphllm.compile.codegen.cubins`).
+    inputs, outputs: value names.
+    code: instructions in order.
+    kernels: by name, the ABI ("args" as "ptr", "i64", "f64") and where the code is: "cpp" source text, "c" symbol of a
+    `CKernel`, "generated" name of a Triton kernel in the generated module, "call" of a Triton kernel of ours or "gluon"
+    name of a `GluonKernel`, with what they are built from (`graphllm.compile.codegen.cubins`).
     """
 
     inputs: list[str]
@@ -85,7 +86,7 @@ class _Translator:
                 self.statement(inner)
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
             names = [ast.unparse(t) for t in node.targets[0].elts]
-            # Behind the tensors are sizes, whose names `Shapes.names` already knows.
+            # After the tensors come sizes; `Shapes.names` already knows their names.
             self.bundle.inputs, self.sizes = names[: len(self.inputs)], names[len(self.inputs) :]
             self.specs = {n: self.shapes.spec(t) for n, t in zip(self.bundle.inputs, self.inputs, strict=True)}
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -317,7 +318,7 @@ def _is_tensor(argument: Any) -> bool:
 
 
 def _arguments(args: list[Any]) -> list[Any]:
-    """Arguments of an operator as those of a kernel."""
+    """Arguments of an operator in the form of a kernel's arguments."""
     return [[*next(iter(v.items()))] if isinstance(v, dict) else ["i", v] if isinstance(v, int) else v for v in args]
 
 

@@ -1,5 +1,5 @@
-"""What processes do for tuning without touching a GPU: find sites, and compile candidates. Triton is told the target,
-and finds what they leave in its cache where the same kernel is started."""
+"""Work for tuning that needs no GPU: find sites, and compile candidates. Triton gets the target, and finds the kernels
+in its cache when they are launched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prepare() -> None:
     """Do once, before processes are forked, what each of them would: fake tensors import a lot, and Triton has a C
     compiler make the module that loads kernels. CUDA is not begun."""
     Shapes("cpu")
-    with contextlib.suppress(Exception):  # whoever starts a kernel is told
+    with contextlib.suppress(Exception):  # the first launch of a kernel reports it
         nvidia.CudaUtils()
 
 

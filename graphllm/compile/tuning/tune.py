@@ -1,9 +1,9 @@
 """Tuning: at compile time, on the GPU, the implementations of an op are timed at every site where they have launch
-constants to choose among. What was found is kept beside the artifacts, for the next compile on the same machine.
+constants to choose among. The results are kept next to the artifacts, for the next compile on the same machine.
 
-Kernels are compiled by the worker processes, which leave them in Triton's cache and do not run them; meanwhile this
-process times those that are there, with a short kernel after each call, as in a model: kernels that start early save
-time there that others take. Calls of equal arguments are timed once, whatever bucket they are of.
+Worker processes compile kernels into Triton's cache and do not run them. At the same time this process times finished
+candidates. Each timing includes a short following kernel, because some kernels let the next one start early. Calls with
+equal arguments are timed once, in whichever bucket they occur.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Measured(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """Sites whose calls have equal arguments, by key, and why each candidate cannot be compiled, once that is known."""
+    """Sites with equal arguments, by key, and why each candidate cannot be compiled, once that is known."""
 
     site: Tunable
     keys: list[str]
@@ -56,9 +56,11 @@ class _Problem(NamedTuple):
 class Tuner:
     """Finds the fastest implementation and launch constants on this GPU at every site that has some to choose among.
 
-    workers: processes that find sites and compile candidates. progress: is told how many candidates of those known so
-    far are timed. folder: where what was found is kept for later compiles. measured: what was found so far, by
-    `site_key`. seconds: how long candidates were timed.
+    workers: processes that find sites and compile candidates.
+    progress: called with the number of timed candidates and of known ones.
+    folder: keeps the results for later compiles.
+    measured: the results so far, by `site_key`.
+    seconds: time spent on timing candidates.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Tuner:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How much there is to do: sites, those of them that differ in their arguments, and candidates at these."""
+        """How much there is to do: sites, sites with different arguments, and candidates at the latter."""
         problems = self._problems.values()
         return {
             "sites": sum(len(p.keys) for p in problems),
@@ -125,7 +127,7 @@ class Tuner:
         problems = [future.result() for future in problem.problems] or [""] * len(site.candidates)
         usable = [c for c, problem in zip(site.candidates, problems, strict=True) if not problem]
         try:
-            with turn(self._workers.turns if self._workers else None, alone=True):
+            with turn(self._workers.turns if self._workers else None, exclusive=True):
                 begin = time.perf_counter()
                 found, failed = measure(site, usable)
                 self.seconds += time.perf_counter() - begin
@@ -136,9 +138,9 @@ class Tuner:
                 "uses it, or compile with --no-tune"
             ) from full
         if found is None:
-            told = [p for p in (*problems, *failed) if p][-1]
+            reason = [p for p in (*problems, *failed) if p][-1]
             given = site.tensors | site.plain
-            raise BuildError(f"no implementation of {site.op} runs on this GPU with {given}: {told}")
+            raise BuildError(f"no implementation of {site.op} runs on this GPU with {given}: {reason}")
         return found
 
 
@@ -156,7 +158,7 @@ def _as_compiled(problems: Iterable[_Problem]) -> Iterator[_Problem]:
 
 
 def _equal_to(site: Tunable) -> str:
-    """The same text for sites whose calls have equal arguments and the same candidates."""
+    """The same text for sites with equal arguments and the same candidates."""
     tensors = {
         n: [spec.dtype, *([value(d, site.sizes) for d in dims] for dims in (spec.shape, spec.stride))]
         for n, spec in site.tensors.items()
@@ -186,14 +188,14 @@ def tunables(pieces: Sequence[tuple[Mapping[str, Any], Bucket]], config: Compile
 
 
 def fingerprint(config: CompileConfig) -> str:
-    """What choices depend on beside the site: the GPU, the versions, the kernels' sources."""
+    """What choices depend on, apart from the site: the GPU, the versions, the kernels' sources."""
     import triton
 
     sources = hashlib.sha256()
     for file in sorted({f for op in all_ops().values() for f in op.folder.glob("*.py")}):
         sources.update(file.read_bytes())
-    told = [config.target.name, *config.target.arch, torch.__version__, triton.__version__, sources.hexdigest()]
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+    factors = [config.target.name, *config.target.arch, torch.__version__, triton.__version__, sources.hexdigest()]
+    return hashlib.sha256("\n".join(factors).encode()).hexdigest()[:16]
 
 
 def read_measured(file: Path) -> dict[str, Measured]:
@@ -218,11 +220,11 @@ def build_candidate(tunable: Tunable, choice: ImplChoice) -> str:
     try:
         _calls(tunable, choice, [given])[0]()
     except Exception as error:
-        return _told(choice, error)
+        return _explained(choice, error)
     return ""
 
 
-def _told(choice: ImplChoice, error: Exception) -> str:
+def _explained(choice: ImplChoice, error: Exception) -> str:
     return f"{choice}: {type(error).__name__}: {error}"
 
 
@@ -230,24 +232,24 @@ def measure(tunable: Tunable, candidates: Sequence[ImplChoice]) -> tuple[Measure
     """Time the candidates: what was found, if any of them runs, and why the others do not."""
     inputs = inputs_of(tunable, _MOST_COPIES)
     short = _short_kernel(tunable.sizes["T"])
-    alone = microseconds([short] * len(inputs))
+    short_only = microseconds([short] * len(inputs))
     taken, failed = list[tuple[float, ImplChoice]](), []
     for choice in candidates:
         try:
             both = microseconds([c for call in _calls(tunable, choice, inputs) for c in (call, short)])
-            taken.append((2 * both - alone, choice))
+            taken.append((2 * both - short_only, choice))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # such as a kernel that takes more shared memory than there is
-            failed.append(_told(choice, error))
+            failed.append(_explained(choice, error))
     named = {str(choice): round(t, 2) for t, choice in taken}
     best = min(taken, key=lambda one: one[0], default=None)
     return Measured(best[1], named) if best else None, failed
 
 
 def inputs_of(tunable: Tunable, most: int, device: str = "cuda") -> list[dict[str, Any]]:
-    """Arguments for at most so many calls in turn, which differ in their largest tensor, the weights or a cache. They
-    are scratch: what a call writes in place is written there."""
+    """Arguments for at most ``most`` calls in turn. They differ in their largest tensor, the weights or a cache. They
+    are scratch: a call may write into them."""
     made = {n: example(s, tunable.sizes, device) for n, s in tunable.tensors.items()}
     given = all_ops()[tunable.op].with_tuning_inputs(tunable.plain | made)
     largest = max(made, key=lambda n: given[n].nbytes)

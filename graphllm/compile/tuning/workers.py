@@ -1,9 +1,9 @@
-"""Processes that compile beside each other, seen from the one that has started them.
+"""Processes that compile at the same time, as the process that has started them sees them.
 
-They come from one process, `graphllm.compile.worker`, that imports what they need and forks them as soon as it
-has: first those that find what to tune and compile candidates for it, which need Triton, then those that build pieces,
-which need Inductor. So they begin warm, and what was imported is in memory once. It is started as a program: a user's
-script needs no main guard for it. Jobs and answers cross a socket of each as msgpack, each behind its length.
+One process, `graphllm.compile.worker`, imports what they need and forks them. First come the workers that find what to
+tune and compile candidates: they need Triton. Then come the workers that build pieces: they need Inductor. So they
+begin warm, and imported modules are in memory once. The process is started as a program, so a user's script needs no
+main guard for it. Jobs and answers cross a socket of each worker as msgpack, each message after its length.
 
 Imports nothing heavy: they are started before torch is imported here.
 """
@@ -44,8 +44,12 @@ _MOST_WORKERS = 16  # each that builds pieces holds half a gigabyte of the GPU
 
 
 class WorkerOrders(msgspec.Struct):
-    """What the process that forks is told. turns: see `graphllm.compile.codegen.file_locks`. candidates, builders: the
-    sockets of the processes to fork, by what they do."""
+    """Settings of the process that forks.
+
+    config: of the compile.
+    turns: see `graphllm.compile.codegen.file_locks`.
+    candidates, builders: sockets of the workers to fork, by what they do.
+    """
 
     config: CompileConfig
     turns: str
@@ -54,7 +58,7 @@ class WorkerOrders(msgspec.Struct):
 
 
 class Ended(msgspec.Struct):
-    """What it says when one of those that it has forked is gone: which one, and its exit status."""
+    """Its report that a forked worker is gone: number and exit status."""
 
     number: int
     status: int
@@ -81,8 +85,8 @@ def receive(pipe: Pipe, kind: Any) -> Any:
 def open_workers(config: CompileConfig) -> contextlib.AbstractContextManager[Workers | None]:
     """Processes to build in: for a GPU, or as many as ``config.jobs`` says. None where one is enough: eager pieces are
     only written down, and C++ is only generated per piece and compiled in parallel by `Backend.assemble`."""
-    alone = config.backend == "eager" or config.jobs == 1
-    if alone or (config.target.device == "cpu" and not config.jobs):
+    single = config.backend == "eager" or config.jobs == 1
+    if single or (config.target.device == "cpu" and not config.jobs):
         return contextlib.nullcontext()
     return Workers(config, config.jobs or min(_MOST_WORKERS, len(os.sched_getaffinity(0))))
 
@@ -118,7 +122,7 @@ class Workers:
         self._asking = threading.Lock()
         assert self._parent.stdin is not None
         start = WorkerOrders(replace(config, dump=None), str(self.turns), theirs[count:], theirs[:count])
-        with contextlib.suppress(OSError):  # one that is dead is told when it is asked for something
+        with contextlib.suppress(OSError):  # a dead one is noticed when it is asked for something
             send(self._parent.stdin, start)
 
     def __enter__(self) -> Self:
@@ -206,7 +210,7 @@ class Workers:
 
 def _start(sockets: list[int]) -> subprocess.Popen[bytes]:
     """The process that forks a worker for each socket. It finds the modules this process finds, plugins among them, and
-    leads a process group, so that all can be killed at once and Ctrl-C is this process's alone. CUDA is not begun in
+    leads a process group, so that all can be killed at once and only this process gets Ctrl-C. CUDA is not begun in
     it, as that would not survive a fork: torch asks the driver's own tool whether there is a GPU."""
     command = [sys.executable, "-P", "-m", "graphllm.compile.worker"]
     environment = {**os.environ, "PYTHONPATH": import_path(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

@@ -14,7 +14,11 @@ Key = tuple[int, bytes]  # cache group, digest of the tokens up to the block's e
 
 
 class BlockPool:
-    """num_blocks: how many, block 0 among them, which is never given out. caching: whether contents are remembered."""
+    """Blocks of the cache, with reference counts.
+
+    num_blocks: blocks, with block 0, which is never given out.
+    caching: whether contents are remembered.
+    """
 
     def __init__(self, num_blocks: int, caching: bool) -> None:
         self.caching = caching

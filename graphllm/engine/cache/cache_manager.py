@@ -26,9 +26,13 @@ _SHARED = -1  # in `reach`: the slot must get a block of its own before it write
 
 
 class Hit(NamedTuple):
-    """The beginning of a sequence that need not be computed. num_tokens: how many. blocks: of each group, 0 for those
-    behind its window. snapshot: of the recurrent states there, -1 for none. shared: another request writes the last
-    block."""
+    """The cached prefix of a sequence.
+
+    num_tokens: its tokens.
+    blocks: of each group, 0 for blocks that the window has left.
+    snapshot: of the recurrent states at its end, -1 for none.
+    shared: another request writes the last block.
+    """
 
     num_tokens: int
     blocks: list[list[int]]
@@ -45,11 +49,17 @@ class Exported(NamedTuple):
 
 
 class CacheManager:
-    """Of so many slots, each for a sequence of up to max_len tokens, computed in steps of up to step_tokens.
+    """Blocks and snapshots of running sequences, and prefixes that they share.
 
-    block_size: of the smallest group; for a model without groups, tokens between snapshots. snapshot_interval: see
-    `RecurrentStates`. states: of slots. caching: whether anything is shared and
-    remembered. secret: see `PrefixHasher`. capacity: tokens of the longest sequence that fits alone.
+    max_num_seqs: slots.
+    max_len: tokens of a sequence at most.
+    step_tokens: tokens of a step at most.
+    block_size: of the smallest group; for a model without groups, tokens between snapshots.
+    snapshot_interval: see `RecurrentStates`.
+    states: recurrent states of the slots.
+    caching: whether anything is shared and remembered.
+    secret: see `PrefixHasher`.
+    capacity: tokens of the longest sequence that fits into the empty cache.
     """
 
     def __init__(
@@ -86,8 +96,9 @@ class CacheManager:
         # By the group of an export: the pool, its key there, and what its block 0 stands for.
         self._pools = {g.number: (self.pool, g.number, 0) for g in self.groups}
         self._pools.update((-1, (snapshots.pool, 0, 1)) for snapshots in self.states.pools)
-        # By slot: tokens for which there are blocks, -1 where it must first get one of its own; position behind which a
-        # window lets go of a block; tokens whose blocks are findable; tokens at which the next ones become so.
+        # All by slot. reach: tokens that have blocks, -1 where the slot must first get a block of its own. _release_at:
+        # position after which a window frees a block. _stored: tokens in findable blocks. _store_at: tokens at which
+        # the next blocks become findable.
         self.reach = np.full(max_num_seqs, NEVER, dtype=np.int32)
         self._release_at = np.full(max_num_seqs, NEVER, dtype=np.int32)
         self._stored, self._store_at = (np.zeros(max_num_seqs, dtype=np.int32) for _ in range(2))
@@ -133,7 +144,7 @@ class CacheManager:
         return Hit(end, blocks, self.states.found(found[-1], end))
 
     def can_fork(self, leader: int, num_tokens: int) -> bool:
-        """Whether the slot still holds the blocks that the last of so many tokens sees."""
+        """Whether the slot still holds the blocks that the last of ``num_tokens`` tokens sees."""
         forkable = bool(self.groups) and self.states.forkable
         return forkable and all(g.freed[leader] <= g.first_seen(num_tokens - 1) for g in self._windows)
 
@@ -143,7 +154,7 @@ class CacheManager:
         return Hit(num_tokens - 1, blocks, shared=True)
 
     def fits(self, num_tokens: int, hit: Hit) -> bool:
-        """Whether there are blocks for a sequence of so many tokens that begins with a hit."""
+        """Whether there are blocks for a sequence of ``num_tokens`` tokens that begins with a hit."""
         need = len(self.groups) if hit.shared else 0
         for most, blocks in zip(self._most_blocks(num_tokens + 1), hit.blocks, strict=True):
             held = [b for b in blocks if b]
@@ -189,8 +200,8 @@ class CacheManager:
         return True
 
     def extend_all(self, slots: np.ndarray, ends: np.ndarray) -> bool:
-        """Blocks for all of these slots, none of which shares what it writes; False, and nothing done, when there are
-        not enough."""
+        """Allocate blocks for all of these slots; no slot may share the block that it writes. False, and nothing done,
+        when there are not enough."""
         pairs = list(zip(slots.tolist(), ends.tolist(), strict=True))
         if sum(g.missing(slot, end) for slot, end in pairs for g in self.groups) > self.pool.free_blocks:
             return False
@@ -201,8 +212,8 @@ class CacheManager:
         return True
 
     def look_ahead(self, slots: np.ndarray, ends: np.ndarray) -> None:
-        """Blocks for what a draft graph writes behind the last tokens of these slots, which have those of the step; as
-        far as there are enough. Where there are not, drafts see less and are worse."""
+        """Allocate blocks for the draft graph, which writes after the last tokens of these slots. Blocks of the step
+        are allocated before. With too few blocks drafts see less and are worse."""
         ends = np.minimum(ends + self._lookahead, self._max_len)
         late = ends > self.reach[slots]
         if np.count_nonzero(late) and not self.extend_each(slots[late], ends[late]):
@@ -239,7 +250,7 @@ class CacheManager:
         return num_computed_tokens >= self._store_at[slots]
 
     def store(self, state: RequestState, num_computed_tokens: int) -> None:
-        """Make the full blocks of so many known tokens findable. They may be written by the step in flight: whoever
+        """Make the full blocks of the known tokens findable. The step in flight may still write them: a request that
         finds them reads them later."""
         if not self.caching:
             return

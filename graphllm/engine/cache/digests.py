@@ -1,8 +1,8 @@
 """Digests of prompts: what the prefix cache finds contents by.
 
 A chain of SHA-256 over blocks of tokens, so that each digest stands for everything before it. Its beginning depends on
-all that a cached state depends on beside the tokens: the adapter, the request's salt, inputs that all tokens see; an
-encoded input that takes the place of tokens enters with the block that it begins in.
+all else that a cached state depends on: the adapter, the request's salt, inputs that all tokens see. An encoded input
+that replaces tokens enters with the block in which it begins.
 """
 
 from __future__ import annotations
@@ -17,9 +17,14 @@ from graphllm.engine.requests.request_table import RequestState
 
 
 class PrefixHasher:
-    """block_size: tokens between two digests. secret: processes with the same one, and the same ``layout`` of their
-    caches, have the same digests; without one, nobody can know them, so that no prompt can be made to collide. ahead:
-    tokens behind a block that what it holds depends on."""
+    """Makes the digests of a sequence's blocks.
+
+    block_size: tokens between two digests.
+    secret: processes with the same secret and the same ``layout`` have the same digests. Without a secret nobody knows
+    the digests, so that no prompt can be made to collide.
+    layout: of the cache groups.
+    ahead: tokens after a block on which its contents depend, too.
+    """
 
     def __init__(
         self, block_size: int, secret: str | None = None, layout: Sequence[tuple[object, ...]] = (), ahead: int = 0
@@ -42,8 +47,8 @@ class PrefixHasher:
             self.extend(state.request, state.digests, tokens)
 
     def extend(self, request: EngineRequest, chain: list[bytes], tokens: Sequence[int]) -> None:
-        """Append the digests of the full blocks that these tokens make, which follow those of the chain so far; the
-        last ones ahead of a block are no more than known."""
+        """Append the digests of the full blocks that these tokens make. They follow the chain so far; the last
+        ``ahead`` tokens only have to be known."""
         size, before = self.block_size, chain[-1] if chain else self.root(request)
         ids = array("i", tokens).tobytes()
         items: dict[int, list[tuple[int, str]]] = {}

@@ -26,7 +26,11 @@ class _Range:
 
 
 class ItemCache:
-    """rows: how many there are. caching: whether an item's rows are kept when no request holds them any more."""
+    """Places of rows, by the content of items.
+
+    rows: rows of the item states.
+    caching: whether an item's rows are kept when no request holds them any more.
+    """
 
     def __init__(self, rows: int, caching: bool) -> None:
         self.rows, self._caching = rows, caching
@@ -109,25 +113,28 @@ class ItemCache:
 
 
 def check_items(request: EngineRequest, taken: InputSpec | None, longest: int) -> None:
-    """Raise ConfigError for an encoded input that the encoder cannot take. taken: what it reads of an item's data, a
-    row for each token, of which a run has ``longest`` at most; None for a model without an encoder."""
+    """Raise ConfigError for an encoded input that the encoder cannot take.
+
+    taken: the encoder's input for an item's data, with one row for each token; None for a model without an encoder.
+    longest: rows of one run at most.
+    """
     for number, item in enumerate(request.items):
-        told = f"request {request.id}: items[{number}]"
+        name = f"request {request.id}: items[{number}]"
         if taken is None:
-            raise ConfigError(f"{told} is an encoded input: the model has no encoder; leave it out")
+            raise ConfigError(f"{name} is an encoded input: the model has no encoder; leave it out")
         rows, *rest = item.shape or (0,)
         if item.dtype != taken.dtype or tuple(rest) != taken.shape[1:]:
             wanted = ", ".join(map(str, ("rows", *taken.shape[1:])))
-            raise ConfigError(f"{told} is {item.dtype or 'nothing'} {item.shape}; give {taken.dtype} ({wanted})")
+            raise ConfigError(f"{name} is {item.dtype or 'nothing'} {item.shape}; give {taken.dtype} ({wanted})")
         if len(item.data) != math.prod(item.shape) * np.dtype(item.dtype).itemsize:
-            raise ConfigError(f"{told} has {len(item.data)} bytes, which are not {item.dtype} {item.shape}")
+            raise ConfigError(f"{name} has {len(item.data)} bytes, which are not {item.dtype} {item.shape}")
         if not 1 <= item.length <= rows <= longest:
             raise ConfigError(
-                f"{told} has {rows} rows and makes {item.length}: it must make one at least and no more than it has, "
-                f"of which the encoder takes {longest} at a time"
+                f"{name} has {rows} rows and makes {item.length}: it must make one at least and no more than it has, "
+                f"and the encoder takes {longest} at a time"
             )
         if item.position < -1 or item.position + item.length > len(request.prompt):
             raise ConfigError(
-                f"{told} stands in for {item.length} tokens from {item.position} on; the prompt has "
+                f"{name} stands in for {item.length} tokens from {item.position} on; the prompt has "
                 f"{len(request.prompt)}"
             )

@@ -18,8 +18,12 @@ NEVER = 2**31 - 1  # a position that no sequence reaches
 
 
 class FullBlocks:
-    """Blocks of a group that keeps all tokens. number: of the group. table [slots, blocks] int32: each slot's blocks,
-    0 where it has none. held [slots]: how long its list is."""
+    """Blocks of a group that keeps all tokens.
+
+    number: of the group.
+    table [slots, blocks] int32: each slot's blocks, 0 where it has none.
+    held [slots]: how long its list is.
+    """
 
     def __init__(self, number: int, group: CacheGroup, pool: BlockPool, max_num_seqs: int, max_len: int) -> None:
         self.number, self.unit, self._pool = number, group.block_size, pool
@@ -27,7 +31,7 @@ class FullBlocks:
         self.held = np.zeros(max_num_seqs, dtype=np.int32)
 
     def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """How many a sequence of that length holds at most, computed in steps of so many tokens."""
+        """Blocks that a sequence of ``num_tokens`` holds at most. step_tokens: tokens of a step."""
         return -(-num_tokens // self.unit)
 
     def first_seen(self, position: int) -> int:
@@ -35,7 +39,7 @@ class FullBlocks:
         return 0
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
-        """Cached blocks by their digests, 0 for a missing one; nothing behind what cannot be used."""
+        """Cached blocks by their digests, 0 for a missing block; the list ends where nothing later can be used."""
         found = []
         for digest in digests:
             found.append(self._pool.find(self.number, digest))
@@ -44,7 +48,8 @@ class FullBlocks:
         return found
 
     def usable(self, found: Sequence[int], num_tokens: int) -> int:
-        """The longest beginning up to so many tokens, in tokens, whose end sees no missing block."""
+        """The longest prefix of up to ``num_tokens`` tokens, in tokens, such that its last token sees no missing
+        block."""
         blocks = num_tokens // self.unit
         return next((i for i, b in enumerate(found[:blocks]) if not b), min(blocks, len(found))) * self.unit
 
@@ -57,7 +62,7 @@ class FullBlocks:
         self.held[slot] = len(blocks)
 
     def missing(self, slot: int, end: int) -> int:
-        """Blocks to allocate before the slot can hold so many tokens."""
+        """Blocks to allocate before the slot can hold ``end`` tokens."""
         return max(0, -(-end // self.unit) - int(self.held[slot]))
 
     def extend(self, slot: int, end: int) -> None:
@@ -98,8 +103,10 @@ class FullBlocks:
 
 
 class WindowBlocks(FullBlocks):
-    """Blocks of a group whose tokens see the last ``window`` ones, themselves included. freed [slots]: how many blocks
-    at the beginning of the list were given back or never held."""
+    """Blocks of a sliding-window group: a token sees the last ``window`` tokens, itself included.
+
+    freed [slots]: blocks at the beginning of the list that were given back or never held.
+    """
 
     def __init__(self, number: int, group: CacheGroup, pool: BlockPool, max_num_seqs: int, max_len: int) -> None:
         super().__init__(number, group, pool, max_num_seqs, max_len)
@@ -130,11 +137,11 @@ class WindowBlocks(FullBlocks):
         self.freed[slot] = next((i for i, b in enumerate(blocks) if b), len(blocks))
 
     def release_at(self, slot: int) -> int:
-        """When the next token to compute lies behind this position, a block lies behind its window."""
+        """When the next token to compute is after this position, its window has left a block."""
         return (int(self.freed[slot]) + 1) * self.unit + self.window - 2
 
     def release_before(self, slot: int, position: int) -> None:
-        """Let go of blocks that the token at a position, and those behind it, do not see."""
+        """Free blocks that neither the token at a position nor a later one sees."""
         freed, first = int(self.freed[slot]), self.first_seen(position)
         if first > freed:
             gone = self.table[slot, freed:first]
@@ -159,7 +166,7 @@ class Snapshots:
         return [self.pool.find(0, digest) for digest in digests]
 
     def usable(self, found: Sequence[int], num_tokens: int) -> int:
-        """The longest beginning up to so many tokens, in tokens, at whose end there is a snapshot."""
+        """The longest prefix of up to ``num_tokens`` tokens, in tokens, that ends at a snapshot."""
         return next((i for i in range(num_tokens // self.unit, 0, -1) if found[i - 1]), 0) * self.unit
 
     def known(self, digest: bytes) -> bool:

@@ -27,7 +27,7 @@ class SlotStates:
     forkable = True
 
     def found(self, entries: Sequence[int], end: int) -> int:
-        """The snapshot after so many tokens, of what `Snapshots.find` gave; -1 for none."""
+        """The snapshot after ``end`` tokens, from the result of `Snapshots.find`; -1 for none."""
         return -1
 
     def hold(self, snapshot: int) -> None:
@@ -40,8 +40,7 @@ class SlotStates:
         """A sequence begins in a slot, with a snapshot or, with -1, with nothing."""
 
     def beginnings(self) -> tuple[list[int], list[tuple[int, int]]]:
-        """Slots whose states become zero before the next step, and (snapshot, slot) of those that are loaded; told
-        once."""
+        """Slots to zero before the next step, and (snapshot, slot) to load. Each is returned once."""
         return [], []
 
     def may_fork(self, t: RequestTable, slot: int) -> bool:
@@ -49,15 +48,18 @@ class SlotStates:
         return bool(t.num_computed_tokens[slot] >= t.num_prompt_tokens[slot])
 
     def chunk_end(self, start: int, num_tokens: int) -> int:
-        """Where the next chunk of so many known tokens ends at the latest."""
+        """Where the next chunk ends at the latest. num_tokens: known tokens."""
         return num_tokens
 
     def reserve(
         self, requests: Sequence[RequestState], slots: np.ndarray, ends: np.ndarray, known: np.ndarray,
         uncertain: np.ndarray | None, verified: int,
     ) -> list[tuple[int, int]]:  # fmt: skip
-        """(slot, snapshot) to be taken after a step that takes these sequences to these ends. known: their tokens.
-        uncertain: sequences whose end is an upper bound, as that of the first ``verified`` is."""
+        """(slot, snapshot) to save after a step that takes these sequences to these ends.
+
+        known: their known tokens.
+        uncertain: the end is an upper bound; so is the end of the first ``verified`` sequences.
+        """
         return []
 
     def store(
@@ -73,9 +75,9 @@ class SlotStates:
 
 
 class RecurrentStates(SlotStates):
-    """Snapshots of at most so many, at multiples of ``boundary`` tokens.
+    """Recurrent states, with a bounded number of snapshots at multiples of ``boundary`` tokens.
 
-    interval: tokens, besides the end of a prompt, after about which a snapshot is taken; 0: not.
+    interval: a snapshot is taken after about this many tokens, besides at the end of a prompt; 0: only there.
     """
 
     forkable = False
@@ -139,7 +141,7 @@ class RecurrentStates(SlotStates):
         return [(int(slots[i]), snapshot) for i, snapshot in found if snapshot >= 0]
 
     def _reserve(self, state: RequestState, num_tokens: int) -> int:
-        """A snapshot, held, for a sequence's states after so many tokens; -1 when there is one or no room."""
+        """A snapshot, held, for a sequence's states after ``num_tokens``; -1 when one exists or there is no room."""
         number = num_tokens // self._hasher.block_size
         if number <= len(state.digests) and self._snapshots.known(state.digests[number - 1]):
             return -1

@@ -41,7 +41,7 @@ def conversation(given: object) -> list[dict[str, Any]]:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The text of a checked message. Parts are a line each; those of the assistant are pieces of one answer."""
+    """The text of a checked message. Each part is a line; parts of an assistant's message are pieces of one answer."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -49,8 +49,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def shown_tools(tools: Iterable[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Tools as models are told of them, without what says nothing to a model (null, strict); None where there are
-    none."""
+    """Tools as models read them, without fields that mean nothing to a model (null, strict); None without tools."""
     return [_shown(tool) for tool in tools or ()] or None
 
 
@@ -75,8 +74,8 @@ def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = given.pop("function", None)
     if not isinstance(function, Mapping):
         return _without_null(tool)
-    told = {name: value for name, value in function.items() if value is not None and name != "strict"}
-    return {"type": given.pop("type", "function"), "function": told, **given}
+    shown = {name: value for name, value in function.items() if value is not None and name != "strict"}
+    return {"type": given.pop("type", "function"), "function": shown, **given}
 
 
 def _without_null(given: Mapping[str, Any]) -> dict[str, Any]:

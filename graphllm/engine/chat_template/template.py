@@ -35,11 +35,13 @@ class ChatTemplate:
         self._template, self.wants = jinja.compiled(source)
 
     def render(self, variables: Mapping[str, Any], content_format: ContentFormat = "auto") -> str:
-        """The prompt. variables: plain JSON values, with the messages of a conversation among them. content_format:
-        "string" for content as texts and "openai" for content as parts, whatever the template says.
+        """The prompt.
 
-        Where the template refuses system messages behind others, they go first, as one. Raises ConfigError with the
-        template's own message when it refuses.
+        variables: plain JSON values, with the messages of a conversation among them.
+        content_format: "string" for content as texts and "openai" for content as parts, whatever the template says.
+
+        Where the template refuses a system message after others, all system messages go first, as one. Raises
+        ConfigError with the template's own message when it refuses.
         """
         parts = self.wants.parts if content_format == "auto" else content_format == "openai"
         wants, messages = self.wants._replace(parts=parts), variables["messages"]
@@ -84,7 +86,7 @@ def no_text(value: str, where: str) -> ConfigError:
 
 
 def with_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """A conversation whose last message has a mark at its end, for `up_to_the_end`."""
+    """The conversation with a mark at the end of its last message, for `up_to_the_end`."""
     *earlier, last = messages
     content = last["content"]
     if not text_of(last):
@@ -97,13 +99,13 @@ def with_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def up_to_the_end(prompt: str) -> str:
     """What stands before the mark. Raises ConfigError where there is none."""
-    before, found, behind = prompt.rpartition(_END.rstrip())
+    before, found, after = prompt.rpartition(_END.rstrip())
     if not found:
         raise ConfigError(
             "continue_final_message is True: the chat template does not show the last message's text as it is; leave "
             "it out"
         )
-    return before if behind.startswith(" ") else before.rstrip()  # as templates strip what they show
+    return before if after.startswith(" ") else before.rstrip()  # as templates strip what they show
 
 
 def _as_wanted(given: Mapping[str, Any], wants: Wants) -> dict[str, Any]:

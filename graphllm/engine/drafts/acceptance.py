@@ -15,8 +15,8 @@ _PRIOR = (1 / 30, 1 / 480)  # what a draft costs, of a plain step: for any step,
 _LEAST = 0.25  # right drafts of a sequence for which a step verifies: fewer do not pay, whatever was measured
 _PROBE = 16  # of steps that would not pay, one verifies
 _PLAIN = 64  # of steps that pay, two in a row do not verify, so that what such a step takes stays known
-# Of a plain step's time in its mean, where it is shorter and where it is longer: the first ones behind a prompt take
-# long. The same of what one that verifies takes, in plain steps.
+# Weight of a new plain step's time in the mean, where it is shorter and where it is longer: the first steps after a
+# prompt take long. Below, the same for the time of a step that verifies, in plain steps.
 _FALL, _RISE = 0.5, 0.02
 _LESS, _MORE = 0.3, 0.1
 
@@ -24,9 +24,12 @@ _LESS, _MORE = 0.3, 0.1
 class Acceptance:
     """Of the drafts that were verified.
 
-    most: drafts of a sequence in a step. off_above: sequences of a step above which none are verified, None as it pays.
-    drafts, draft_tokens: verified so far; of a sequence in a step, and their tokens. by_position: how many were right
-    at each place. runs: of guesses that the device looks up.
+    most: drafts of a sequence in a step.
+    off_above: steps of more sequences verify nothing; None: as it pays.
+    drafts: verified so far; all drafts of a sequence in a step count as one.
+    draft_tokens: tokens of these drafts.
+    by_position: right tokens at each place.
+    runs: how guesses that the device looks up go on.
     """
 
     def __init__(self, most: int, off_above: int | None = None) -> None:
@@ -46,7 +49,7 @@ class Acceptance:
         self._passed = self._verified = 0
 
     def off(self, sequences: int) -> bool:
-        """Whether a step of so many verifies nothing, whatever drafts there are."""
+        """Whether a step of ``sequences`` verifies nothing, whatever drafts there are."""
         return self._off_above is not None and sequences > self._off_above
 
     def best(
@@ -87,7 +90,7 @@ class Acceptance:
         return self._costs.get((query_len, sequences.bit_length()), usual)
 
     def timed(self, query_len: int, sequences: int, seconds: float) -> None:
-        """A step took so long in which all sequences computed so many tokens."""
+        """Learn the time of a step in which each sequence computed ``query_len`` tokens."""
         about = sequences.bit_length()
         before, self._before = self._before, (query_len, about)
         plain = self._plain.get(about)
@@ -100,7 +103,7 @@ class Acceptance:
             first = 1 / (1 + self._measured[key])
             measured = min(max(seconds / plain, 1.0), query_len)
             self._costs[key] = _moved(cost, measured, max(_LESS, first), max(_MORE, first))
-        elif plain is None or before == (1, about):  # one behind a step that verifies waits longer for the host
+        elif plain is None or before == (1, about):  # a step after a verifying one waits longer for the host
             self._plain[about] = seconds if plain is None else _moved(plain, seconds, _FALL, _RISE)
             self._unknown.discard(about)
 

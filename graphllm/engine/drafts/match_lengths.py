@@ -8,16 +8,19 @@ import numpy as np
 
 _LONGEST = 8  # tokens of a run, of longer ones as well
 _DOUBT, _KEPT = 4, 64  # tokens for which what is believed at first counts, and for which all that was seen does
-ENDED = -1  # in place of the run behind a text's last token: that one counts as wrong, as nothing is gained behind it
-_OFTEN = 16  # steps of which is learned at once
+ENDED = -1  # the run after a text's last token: the guess counts as wrong, since nothing is gained after the end
+_OFTEN = 16  # steps between two updates of what is learned
 
 _Table = list[list[float]]
 
 
 class MatchLengths:
-    """How guesses go on that repeat what was said before. A guess rests on a run: so many of a sequence's last tokens
-    stood there before; 0 where there is no guess. A longer run is likelier to go on. How likely is learned with every
-    token, whether or not a step verified it: nothing need be tried."""
+    """How often a guess from the text is right, by the length of its match.
+
+    A guess rests on a run: the number of a sequence's last tokens that occurred in the text before; 0 without a guess.
+    A longer run is likelier to go on. Its likelihood is learned with every token, verified or not: nothing need be
+    tried.
+    """
 
     def __init__(self) -> None:
         # By length of the run: how often the next token was the guessed one (before any is seen: as for a coin of
@@ -27,8 +30,8 @@ class MatchLengths:
         # Where a run has ended, or there was none: how often the next guess rests on one of each length.
         self._begins, self._begins_seen = (lengths == 0).astype(float), float(_DOUBT)
         self._expected: dict[tuple[int, int], _Table] = {}
-        # Of steps of which is not learned yet, by sequence: before one token more and behind it; before several, how
-        # many of them were right, whether the next one was known to be wrong, and behind them.
+        # Steps that wait for the next update, each by sequence. _stepped: runs before one more token and after it.
+        # _verified: runs before several tokens, how many drafts were right, whether the next was wrong, and runs after.
         self._stepped: list[tuple[np.ndarray, np.ndarray]] = []
         self._verified: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
 
@@ -56,14 +59,18 @@ class MatchLengths:
         return table
 
     def stepped(self, before: np.ndarray, now: np.ndarray) -> None:
-        """A step gave each sequence one token. before, now: its runs before that token and behind it."""
+        """A step gave each sequence one token. before, now: its runs before that token and after it."""
         self._stepped.append((before, now))
         if len(self._stepped) + len(self._verified) >= _OFTEN:
             self._learn()
 
     def verified(self, before: np.ndarray, right: np.ndarray, missed: np.ndarray, now: np.ndarray) -> None:
-        """A step told of each sequence's guess how many tokens were right, and whether the next one was wrong, which
-        is not known where all of them were right. before, now: as above."""
+        """A step has verified each sequence's guess.
+
+        before, now: as in `stepped`.
+        right: tokens of the guess that were right.
+        missed: whether the next token was wrong; unknown where all were right.
+        """
         self._verified.append((before, right, missed, now))
         if len(self._stepped) + len(self._verified) >= _OFTEN:
             self._learn()
@@ -98,7 +105,7 @@ class MatchLengths:
 
 
 def _up_to_longest(counts: np.ndarray) -> np.ndarray:
-    """By length of runs, those of longer ones with the longest."""
+    """By length of runs; longer runs count with the longest."""
     found = np.zeros(_LONGEST + 1)
     part = counts[: _LONGEST + 1]
     found[: len(part)] = part

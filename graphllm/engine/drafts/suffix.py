@@ -1,4 +1,4 @@
-"""Suffix decoding: what most often followed the last tokens, in the request's own text and in those of earlier ones.
+"""Suffix decoding: what most often followed the last tokens, in the request's own text and in earlier requests.
 
 Places are found by the last one, two and four tokens and compared backwards; the drafts are the path that most of the
 places with the longest agreement took. So texts need no tree of their own: memory is a few numbers for each token.
@@ -75,8 +75,8 @@ class _Texts:
 
 
 class SuffixProposer:
-    """Of the request's own text and of the outputs of ended requests, the guess of which more is expected to be right.
-    Source: Oliaro et al. 2024 (SuffixDecoding)."""
+    """Guesses from the request's own text and from the outputs of ended requests; the guess with more expected right
+    tokens wins. Source: Oliaro et al. 2024 (SuffixDecoding)."""
 
     def __init__(self, settings: SpeculationConfig) -> None:
         self._settings, self._earlier = settings, _Texts()

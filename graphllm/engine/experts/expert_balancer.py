@@ -21,7 +21,11 @@ _MOST_BYTES = 64 << 20  # moved before one step: 0.2 to 1 ms between GPUs
 
 
 class ExpertBalancer:
-    """placements: of each layer with experts, as the moves so far leave it. moved: copies of experts made so far."""
+    """Counts the tokens of experts, and decides which experts move.
+
+    placements: of each layer with experts, after the moves so far.
+    moved: copies of experts made so far.
+    """
 
     def __init__(self, layout: ExpertLayout, config: ParallelConfig) -> None:
         self._layout, self._config = layout, config
@@ -76,7 +80,7 @@ class ExpertBalancer:
         if self._config.eplb_log_balancedness and before:
             after = [self._evenness(i, tokens) for i in self.placements if tokens[i].any()]
             _log.info(
-                "experts after %d steps: balancedness %.3f, %.3f behind %d moves (mean of layers; least %.3f, %.3f)",
+                "experts after %d steps: balancedness %.3f, %.3f after %d moves (mean of layers; least %.3f, %.3f)",
                 self._steps, np.mean(before), np.mean(after), self.moved - moved, min(before), min(after),
             )  # fmt: skip
 

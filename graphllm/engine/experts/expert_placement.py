@@ -25,8 +25,7 @@ def balancedness(loads: Sequence[float]) -> float:
 
 
 def balanced(tokens: Sequence[float], placement: Sequence[int], ranks: int, gain: float = 0.0) -> list[int]:
-    """A placement whose busiest rank has fewer tokens than with this one, by the share ``gain`` at least; else this
-    one.
+    """A placement that gives the busiest rank fewer tokens, by the share ``gain`` at least; else this one.
 
     The experts with the most tokens for each copy get the copies that there is room for; then, the busiest first, each
     copy goes to the rank with the least so far, one that has none of the expert if there is one. Ranks and slots are
@@ -97,7 +96,7 @@ def _aligned(bins: Sequence[Sequence[int]], placement: Sequence[int], ranks: int
 
 def moves_between(old: Sequence[int], new: Sequence[int], ranks: int) -> Moves:
     """Copies (from slot, to slot) that turn a placement into another one, in groups of one or two that are made at
-    once, as few groups as slots change at most. Behind every group each expert has a slot.
+    once. There are no more groups than slots that change. After every group each expert has a slot.
 
     An expert comes from a slot of the same rank if there is one. Where the last copy of another expert would be lost,
     the two change places.

@@ -1,8 +1,8 @@
 """Engine cores that have experts together make their steps together, in waves.
 
 Every step of a wave begins with an agreement of all cores: how many tokens they pad theirs to, and whether any has
-work. A core without requests runs the step as well, of padding alone; the wave ends, for all at the same agreement,
-when none has work. Then cores sleep, until a request comes to one of them, which rings the bells of the others.
+work. A core without requests runs the step as well, with padding only. The wave ends, for all at the same agreement,
+when none has work. Then cores sleep until a request comes to one of them; that core rings the bells of the others.
 """
 
 from __future__ import annotations
@@ -31,9 +31,14 @@ class Agreement(NamedTuple):
 
 
 class CoreWaves:
-    """One of ``count`` cores. most: gives all cores the largest of the numbers that they say at each place; raises
-    RuntimeError where one is gone. place: a word that only these cores know. joined: what is left in the end. Every
-    core makes its own at the same time."""
+    """One of ``count`` cores.
+
+    most: gives all cores the largest of their numbers at each place; raises RuntimeError where a core is gone.
+    place: a word that only these cores know.
+    joined: the context to leave at the end.
+
+    Every core makes its own at the same time.
+    """
 
     def __init__(
         self,
@@ -69,7 +74,7 @@ class CoreWaves:
             return
         self.running, self._wave = True, self._wave + 1
         for other in self._others:
-            # A bell whose memory is full holds words of this wave: those of earlier ones were taken out at its steps.
+            # A bell with a full buffer holds words of this wave: words of earlier waves were taken out at its steps.
             with contextlib.suppress(BlockingIOError):
                 try:
                     self._bell.sendto(b"%d" % self._wave, other)
@@ -85,8 +90,13 @@ class CoreWaves:
                     self.running, self._wave = True, wave
 
     def agree(self, tokens: int, mixed: bool, busy: bool) -> Agreement:
-        """With all cores on the next step, of which this core has so many tokens. busy: it has requests. Raises
-        PeerError."""
+        """Agree with all cores on the next step.
+
+        tokens: of this core.
+        busy: it has requests.
+
+        Raises PeerError.
+        """
         with self.watched():
             largest, any_mixed, any_busy = self._most([tokens, mixed, busy])
         self.running = bool(any_busy)
@@ -95,7 +105,7 @@ class CoreWaves:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Raise PeerError for what fails meanwhile because a core is gone."""
+        """Raise PeerError for failures in the block that happen because a core is gone."""
         try:
             yield
         except PeerError:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def imbalance(tokens: Sequence[Sequence[int]]) -> dict[int, float]:
-    """Of each layer with tokens, by its number: those of its busiest expert over the mean of all; 1 is balanced.
+    """By the number of each layer with tokens: tokens of its busiest expert over the mean of all; 1 is balanced.
 
     tokens: of each layer's experts.
     """

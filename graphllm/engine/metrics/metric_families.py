@@ -26,8 +26,11 @@ _PLAIN: tuple[Labels, ...] = ((),)
 
 
 class Finished(NamedTuple):
-    """A request that ran to its end. prompt, cached: tokens, all and from the prefix cache. generated: tokens of each
-    completion."""
+    """A request that ran to its end.
+
+    prompt, cached: tokens, all and from the prefix cache.
+    generated: tokens of each completion.
+    """
 
     times: RequestMetrics
     params: SamplingParams
@@ -37,11 +40,17 @@ class Finished(NamedTuple):
 
 
 class Family(NamedTuple):
-    """A family of series. name: what follows "graphllm_". alias: what follows "vllm:", "" where vLLM has none. start:
-    label values that are shown before anything was counted. bounds: of a histogram.
+    """A family of series.
 
-    core: reads the values from a core's figures. request: what a finished request adds to a histogram, None for
-    nothing. Families with neither are counted as they come, by `graphllm.server.supervision.metrics.Metrics`.
+    name: what follows "graphllm_".
+    alias: what follows "vllm:", "" where vLLM has none.
+    start: label values that are shown before anything was counted.
+    bounds: of a histogram.
+
+    core: reads the values from a core's figures.
+    request: what a finished request adds to a histogram, None for nothing.
+
+    Families with neither are counted as they come, by `graphllm.server.supervision.metrics.Metrics`.
     """
 
     name: str
@@ -106,7 +115,7 @@ OF_CORE = (
         core=lambda s: {(): s.token_vector_bytes},
     ),
     Family(
-        "token_vector_cache_hits", "counter", "Prompts whose vectors for each token were kept and not computed.",
+        "token_vector_cache_hits", "counter", "Prompts that found vectors of all their tokens in the cache.",
         core=lambda s: {(): s.token_vector_hits},
     ),
     Family(

@@ -1,4 +1,4 @@
-"""The figures of several engine cores as those of one."""
+"""The figures of several engine cores together."""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ _NAME = "first"
 
 class Health(NamedTuple):
     """seconds: loading ("starting"), without a heartbeat ("unresponsive"), in one step ("stuck"), since the death
-    ("dead"); 0 when "ready". cause: of the death."""
+    ("dead"); 0 when "ready".
+    cause: of the death.
+    """
 
     state: Literal["starting", "ready", "unresponsive", "stuck", "dead"]
     seconds: float = 0.0
@@ -59,13 +61,19 @@ class CoreClient(CoreLink):
         cpus: Sequence[int] = (),
         gpus: str | None = None,
     ) -> None:
-        """settings: a `CoreConfig`, or what else ``command`` takes. command: starts a program that calls `run_core`.
-        child: one that has been started already, instead. cpus: that it may use, where not all of this process's.
+        """A client of a core; `start` starts its process.
+
+        settings: a `CoreConfig`, or other settings that ``command`` takes.
+        command: starts a program that calls `run_core`.
+        heartbeat: seconds between heartbeats.
+        unresponsive: seconds of silence until the core counts as unresponsive.
+        stuck: seconds of one step without the end of a kernel until the core counts as stuck.
+        grace: seconds that an orderly end may take before it is forced.
+        child: a process that has been started already.
+        cpus: CPUs that it may use; empty: all of this process's.
         gpus: as for `spawn`.
 
-        Seconds: between heartbeats; of silence until the core counts as unresponsive; of one step, without the end of
-        a kernel, until it counts as stuck; that an orderly end may take before it is forced. Those of silence and of a
-        step are time in which the core could run, see `Silence`.
+        Silence and steps are measured in time in which the core could run, see `Silence`.
         """
         super().__init__(_NAME)
         self._settings, self._command = msgspec.to_builtins(settings), list(command)
@@ -143,7 +151,7 @@ class CoreClient(CoreLink):
         return [self.health()]
 
     async def close(self, drain_timeout: float = 0.0) -> None:
-        """End the core; with ``drain_timeout``, give it so many seconds to finish its requests. `updates` ends."""
+        """End the core. drain_timeout: seconds in which it may finish its requests. `updates` ends."""
         child = self._process
         if child is None:
             self.kill()
@@ -159,7 +167,7 @@ class CoreClient(CoreLink):
         self.kill(0)
 
     async def destroy(self) -> None:
-        """End the core at once; others run on in this event loop meanwhile."""
+        """End the core at once. Other tasks of this event loop go on."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             await self._exit(self._process, self._grace)

@@ -31,10 +31,13 @@ class Lost(NamedTuple):
 
 
 class CoreGroup:
-    """What `CoreClient` is, over ``count`` cores, for one event loop. make: a client, not started, for the core of that
-    number. prefix: whether cores keep what prompts begin with.
+    """A `CoreClient` over several cores, for one event loop.
 
-    A core that dies takes its own requests with it, of which `updates` tells as Lost; `restart` brings it back.
+    make: makes a client, not started, for the core of a number.
+    count: cores.
+    prefix: whether cores cache prefixes of prompts.
+
+    A core that dies takes its own requests with it: `updates` gives them as Lost, and `restart` brings the core back.
     """
 
     def __init__(self, make: Callable[[int], Client], count: int, prefix: bool = True) -> None:
@@ -47,8 +50,8 @@ class CoreGroup:
         self.ready: Ready | None = None
 
     async def start(self) -> Ready:
-        """Start all cores beside each other, but for those that are known to be gone. Raises what the first one raises
-        that cannot be started; none is left then."""
+        """Start all cores at the same time, except cores that are known to be gone. When one cannot be started, all end
+        and its exception is raised."""
         there = [engine for engine, health in enumerate(self.healths()) if health.state != "dead"]
         starts = [asyncio.ensure_future(self._clients[engine].start()) for engine in there]
         try:
@@ -64,7 +67,7 @@ class CoreGroup:
         # Any core may get any request, so the smallest one sets the limits.
         info = min((ready.info for ready in found), key=lambda info: info.capacity)
         info = msgspec.structs.replace(info, max_num_seqs=sum(ready.info.max_num_seqs for ready in found))
-        self._router.told(info)
+        self._router.set_sizes(info)
         phases = {name: max(ready.phases.get(name, 0.0) for ready in found) for name in found[0].phases}
         self.ready = Ready(info, phases)
         return self.ready
@@ -84,7 +87,7 @@ class CoreGroup:
                     self._router.ended(request.id)
 
     def abort(self, ids: Iterable[str]) -> None:
-        """Unknown ids, and those of cores that are gone, are ignored."""
+        """End requests. Unknown ids and ids of cores that are gone are ignored."""
         by_engine: dict[int, list[str]] = {}
         for id in ids:
             if (engine := self._router.owner(id)) is not None:
@@ -147,8 +150,8 @@ class CoreGroup:
 
     async def collective_rpc(self, call: Call, timeout: float | None = None) -> list[Any]:
         """Of the ranks of all cores. Raises as one core does."""
-        told = await asyncio.gather(*(client.collective_rpc(call, timeout) for client in self._clients))
-        return [value for values in told for value in values]
+        by_core = await asyncio.gather(*(client.collective_rpc(call, timeout) for client in self._clients))
+        return [value for values in by_core for value in values]
 
     async def restart(self, engine: int) -> None:
         """End a core, whatever it does, and start another one in its place. Raises what its start raises."""
@@ -170,7 +173,7 @@ class CoreGroup:
         self._clients[engine].end(cause)
 
     async def close(self, drain_timeout: float = 0.0) -> None:
-        """End all cores; with ``drain_timeout``, give them so many seconds to finish their requests."""
+        """End all cores. drain_timeout: seconds in which they may finish their requests."""
         self.closed = True
         await asyncio.gather(*(client.close(drain_timeout) for client in self._clients))
         await asyncio.gather(*self._pumps.values())

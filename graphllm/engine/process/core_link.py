@@ -45,8 +45,11 @@ _AGAIN = 2.0  # seconds until a core is greeted again that has not answered: the
 
 
 class CoreLink:
-    """One front of one engine core, in the event loop that calls `connect`. name: no other front of the core has it.
-    loads: be told of the core's load by all fronts."""
+    """One front of one engine core, in the event loop that calls `connect`.
+
+    name: no other front of the core has it.
+    loads: get the core's load from all fronts.
+    """
 
     def __init__(self, name: str, loads: bool = False) -> None:
         self.name, self._loads = name, loads
@@ -132,7 +135,7 @@ class CoreLink:
             raise EngineDeadError(self._cause)
 
     def end(self, cause: DeathCause) -> None:
-        """The core is gone: whoever waits for it is told. Only the first cause counts."""
+        """The core is gone: raise the cause in all that wait for it. Only the first cause counts."""
         if self._cause is not None:
             return
         self._cause = cause

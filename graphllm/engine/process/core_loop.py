@@ -130,9 +130,9 @@ class _Loop:
         if core.wakeup_fd is not None:
             self._poller.register(core.wakeup_fd, zmq.POLLIN)
         self._decode = msgspec.msgpack.Decoder(ToCore).decode
-        self.live: dict[str, bytes] = {}  # unfinished ids, oldest first, and whose they are
+        self.live: dict[str, bytes] = {}  # unfinished ids, oldest first, and their fronts
         self._watching: set[bytes] = set()  # fronts that want to know the load
-        self._told, self._load = 0.0, CoreLoad(0)  # when they were told last, and what
+        self._sent, self._load = 0.0, CoreLoad(0)  # the time of the last report, and the load in it
         self._shutdown: Shutdown | None = None
         self._cold = True  # as far as is known, something is slow the first time
         self._aborted = False  # the update of an abort comes with the next step, even when nothing else is left
@@ -141,7 +141,7 @@ class _Loop:
         progress = self._progress
         while not self._over():
             if not self._busy():
-                self._tell_load()
+                self._send_load()
                 self._warm_up()
                 progress.activity, progress.unfinished = "idle", 0
                 if progress.terminate:  # SIGTERM before the line above; from there on it raises
@@ -155,7 +155,7 @@ class _Loop:
                 self._step()
 
     def _warm_up(self) -> None:
-        """As long as nothing comes. A step is let finish, as those of requests are."""
+        """Warm up as long as nothing comes. Such a step is finished, like steps of requests."""
         while self._cold and not self._progress.terminate and not self._poller.poll(0):
             self._progress.since, self._progress.activity = time.monotonic(), "step"
             self._cold = self._core.warm_up()
@@ -184,13 +184,13 @@ class _Loop:
         for front, share in shares.items():
             if not self._answers.send(front, Updates(share)):
                 self._abort([id for id, owner in self.live.items() if owner == front])
-        if progress.since - self._told > _LOADS:
-            self._tell_load()
+        if progress.since - self._sent > _LOADS:
+            self._send_load()
 
-    def _tell_load(self) -> None:
+    def _send_load(self) -> None:
         load = CoreLoad(len(self.live))
         if self._watching and load != self._load:
-            self._told, self._load = time.monotonic(), load
+            self._sent, self._load = time.monotonic(), load
             self._watching = {front for front in self._watching if self._answers.send(front, load)}
 
     def _abort(self, ids: list[str]) -> None:
@@ -249,9 +249,9 @@ def run_core(
 ) -> None:
     """The child's whole life: read the settings from stdin, load the core, serve it; exits with 1 after a failure.
 
-    load: makes the core from the settings, and tells the name and seconds of each phase. preload: imports what that
-    needs, before there are settings. begin: told the settings as soon as they are there, in a thread, while `preload`
-    may still be running.
+    load: makes the core from the settings, and reports the name and seconds of each phase.
+    preload: imports what ``load`` needs, before the settings come.
+    begin: called in a thread with the settings as soon as they come; `preload` may still be running.
     """
     begun = time.monotonic()
     given: queue.SimpleQueue[Launch | None] = queue.SimpleQueue()

@@ -28,8 +28,9 @@ MAX_WAITING = 8
 class LimitedProcess:
     """Runs ``python -m module``, one question at a time; it starts with the first one and stays. For several threads.
 
-    setup: its first line, which it answers with one of its own once it is ready. what: waits, for people. kept: so
-    many answers are, for those who ask the same again.
+    setup: its first line, which it answers with one of its own once it is ready.
+    what: name of the waiting requests, for people.
+    kept: answers that are kept for equal questions.
     """
 
     def __init__(self, module: str, setup: bytes, what: str, kept: int = 0) -> None:
@@ -49,7 +50,7 @@ class LimitedProcess:
             if self._waiting > MAX_WAITING:
                 raise QueueFullError(f"{MAX_WAITING} {self._what} wait to be checked; try again later")
             with self._turn:
-                if (known := self._answers.get(question)) is not None:  # somebody has asked meanwhile
+                if (known := self._answers.get(question)) is not None:  # asked by another thread before
                     return known
                 answer = self._ask(question)
                 if self._kept:

@@ -1,7 +1,7 @@
 """What the engine core's process and its fronts say to each other: msgspec structs in MessagePack over ZMQ.
 
-A front sends two frames, its name and the message; the core answers to that name. One front, the first, has started the
-process: it alone is told of its heartbeats and its death.
+A front sends two frames, its name and the message; the core answers to that name. The first front has started the
+process, and only this front gets its heartbeats and its death.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ class DeathCause(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: "exception" (in the core), "config" (settings it cannot load), "signal" (it was killed), "exit" (it ended by
     itself), "terminated" (SIGTERM), "protocol" (it said something unreadable), "closed" (its client was closed).
-    message: for people. steps: completed ones. running: ids of unfinished requests, as far as known.
+    message: for people.
+    steps: completed ones.
+    running: ids of unfinished requests, as far as known.
     """
 
     kind: Literal["exception", "config", "signal", "exit", "terminated", "protocol", "closed"]
@@ -125,8 +127,11 @@ class BadMessage(msgspec.Struct, tag=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True):
-    """at: seconds, `time.monotonic`. quiet: seconds in which the core could run since the last step or kernel ended,
-    while there is work; else 0."""
+    """A sign of life.
+
+    at: seconds, `time.monotonic`.
+    quiet: seconds in which the core could run since the last step or kernel ended, while there is work; else 0.
+    """
 
     at: float
     steps: int
@@ -144,8 +149,12 @@ FromCore = Ready | Updates | Rejected | CoreLoad | CoreReply | BadMessage | Hear
 
 
 class Launch(msgspec.Struct):
-    """What the child reads from stdin. folder: of the sockets. front: name of the first one. started: `time.monotonic`
-    of the launch."""
+    """What the child reads from stdin.
+
+    folder: of the sockets.
+    front: name of the first one.
+    started: `time.monotonic` of the launch.
+    """
 
     settings: dict[str, Any]
     folder: str

@@ -9,8 +9,7 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 def gpus_of(rank: int, each: int) -> str:
-    """CUDA_VISIBLE_DEVICES of the engine core of this rank, which has so many of those that this process sees: the
-    first core the first ones, and so on."""
+    """CUDA_VISIBLE_DEVICES for core ``rank``: ``each`` of this process's GPUs, in order."""
     first, said = rank * each, os.environ.get("CUDA_VISIBLE_DEVICES")
     if said is None:
         return ",".join(map(str, range(first, first + each)))

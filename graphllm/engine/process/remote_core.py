@@ -1,4 +1,4 @@
-"""RemoteCore: an engine core whose process another front has started, watches and ends."""
+"""RemoteCore: an engine core in a process that another front starts, watches and ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ class RemoteCore(CoreLink):
     """What `CoreClient` is to the front that has started the core. That one knows how the core does; here it is ready
     until somebody says `end`.
 
-    name: no other front of the core has it. folder: of its sockets, "" for one that is gone. loads: as for `CoreLink`.
+    name: no other front of the core has it.
+    folder: of its sockets, "" for one that is gone.
+    loads: as for `CoreLink`.
     """
 
     def __init__(self, name: str, folder: str, loads: bool = False) -> None:
@@ -45,6 +47,6 @@ class RemoteCore(CoreLink):
         self.kill()
 
     def kill(self, grace: float | None = None) -> None:
-        """As `close`; whoever waits here is told."""
+        """As `close`; all that wait here get the cause."""
         self.end(DeathCause(kind="closed", message="the engine was shut down"))
         self.disconnect()

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from graphllm.engine.requests.request import CoreInfo, EngineRequest
 
-# A core that holds all of a prompt may have so many more sequences than the others, and half of theirs more: then a
-# long prompt is computed once, and a popular beginning still spreads over all cores.
+# A core that holds all of a prompt may have _HELD more sequences than the others, and _HELD_SHARE of their number more.
+# So a long prompt is computed once, and a popular prefix still spreads over all cores.
 _HELD, _HELD_SHARE = 4.0, 0.5
 _ADAPTER = 0.25  # what the tables of an adapter are worth, as a share of a prompt
 _MOST_BLOCKS, _MOST_ADAPTERS = 1 << 16, 32  # remembered of a core
@@ -18,8 +18,12 @@ _MOST_BLOCKS, _MOST_ADAPTERS = 1 << 16, 32  # remembered of a core
 
 @dataclass(slots=True)
 class _Live:
-    """A request. missing: tokens of its prompt that are to be computed. size: of prompt and limit together. begun:
-    there was news of it."""
+    """A request.
+
+    missing: tokens of its prompt that are to be computed.
+    size: tokens of prompt and limit together.
+    begun: an update of it has come.
+    """
 
     missing: int
     size: int
@@ -28,9 +32,15 @@ class _Live:
 
 @dataclass
 class _Known:
-    """What a front knows of a core. live: the front's own requests that it has not finished, by id. missing: tokens of
-    their prompts that are to be computed; tokens: of all prompts and limits. others: sequences of other fronts. blocks:
-    keys of blocks that it has computed, oldest first; adapters: digests of those it has run, likewise."""
+    """What a front knows of a core.
+
+    live: the front's own unfinished requests on it, by id.
+    missing: tokens of their prompts that are to be computed.
+    tokens: of their prompts and limits.
+    others: sequences of other fronts.
+    blocks: keys of blocks that the core has computed, oldest first.
+    adapters: digests of adapters that the core has run, oldest first.
+    """
 
     live: dict[str, _Live] = field(default_factory=dict)
     missing: int = 0
@@ -41,7 +51,8 @@ class _Known:
 
 
 class Router:
-    """For one front, which knows its own requests exactly and is told how many there are of others.
+    """Chooses the core of a request, for one front. The front knows its own requests exactly, and the number of
+    others'.
 
     The core with the least cost is taken: its load, less a bonus for the share of the prompt that it has computed
     lately. Equals take turns.
@@ -53,7 +64,11 @@ class Router:
     """
 
     def __init__(self, count: int, prefix: bool = True) -> None:
-        """count: of cores. prefix: whether they keep what prompts begin with."""
+        """A router without requests.
+
+        count: cores.
+        prefix: whether cores cache prefixes of prompts.
+        """
         self._cores = [_Known() for _ in range(count)]
         self._prefix = prefix
         self._block_size, self._most_blocks = 16, _MOST_BLOCKS
@@ -61,14 +76,14 @@ class Router:
         self._next = 0
         self._owners: dict[str, int] = {}
 
-    def told(self, info: CoreInfo) -> None:
-        """The sizes of each core's cache."""
+    def set_sizes(self, info: CoreInfo) -> None:
+        """Set the sizes of each core's cache and steps."""
         self._block_size, self._most_blocks = info.block_size, min(info.num_blocks, _MOST_BLOCKS)
         self._step_tokens, self._most_tokens = info.max_num_batched_tokens, info.max_model_len
 
     def add(self, requests: Sequence[EngineRequest], alive: Sequence[bool]) -> int | None:
-        """The core that gets these siblings; None where none is alive. They count as its load from now on. One whose
-        sibling has gone before follows it."""
+        """The core that gets these siblings; None where none is alive. They count as its load from now on. A sibling of
+        an earlier request follows it."""
         first = requests[0]
         keys = self._keys(first)
         leader = self._owners.get(first.fork_of)
@@ -129,7 +144,7 @@ class Router:
         return len(known.live) + known.others + more
 
     def reported(self, engine: int, sequences: int) -> None:
-        """A core has so many of all fronts together."""
+        """A core has ``sequences`` of all fronts together."""
         known = self._cores[engine]
         known.others = max(0, sequences - len(known.live))
 
@@ -139,14 +154,14 @@ class Router:
             self._cores[engine].blocks.clear()
 
     def replaced(self, engine: int) -> None:
-        """Another core has taken the place of one, whose requests have ended."""
+        """A new core has replaced one. The requests of the old core have ended."""
         for id in self.of(engine):
             self.ended(id)
         self._cores[engine] = _Known()
 
     def _keys(self, request: EngineRequest) -> list[int]:
-        """One for each full block of the prompt, of it and all before it; as the prefix cache's digests, what they
-        depend on beside tokens enters. These are only guesses, so that Python's own hash is enough."""
+        """A key for each full block of the prompt and all blocks before it. Like the prefix cache's digests, keys also
+        depend on the adapter and the salt. They are only guesses, so Python's own hash is enough."""
         if not self._prefix:
             return []
         size = self._block_size

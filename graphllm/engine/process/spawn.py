@@ -29,9 +29,11 @@ class Child(NamedTuple):
 
 
 def spawn(command: Sequence[str] = COMMAND, gpus: str | None = None, ranks: int = 1) -> Child:
-    """Start a program that calls `graphllm.engine.process.core_loop.run_core`. gpus: the ones that it sees, as in
-    CUDA_VISIBLE_DEVICES; None: those of this process. ranks: of the engine, as far as is known; their processes start
-    at once, too."""
+    """Start a program that calls `graphllm.engine.process.core_loop.run_core`.
+
+    gpus: GPUs that it sees, as in CUDA_VISIBLE_DEVICES; None: this process's.
+    ranks: of the engine, as far as is known; their processes start at once, too.
+    """
     started = time.monotonic()
     command = command if ranks == 1 else (*command, str(ranks))
     env = {**os.environ, "PYTHONPATH": import_path()} | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
@@ -46,8 +48,12 @@ def end(children: list[Child]) -> None:
 
 
 def spawn_cores(count: int, ranks: int, early: list[Child]) -> list[Child]:
-    """A process for each of so many engine cores, each of so many ranks, and for several cores GPUs of their own, one
-    for each rank. early: of `spawn`, from before this was known; taken out where that is what is needed."""
+    """Start a process for each engine core. Several cores get GPUs of their own, one for each rank.
+
+    count: engine cores.
+    ranks: of each core.
+    early: processes that `spawn` started before these numbers were known; a process that fits is taken from the list.
+    """
     if count == ranks == 1 and early:
         return [early.pop()]
     return [spawn(gpus=None if count == 1 else gpus_of(core, ranks), ranks=ranks) for core in range(count)]

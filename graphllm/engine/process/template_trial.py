@@ -1,7 +1,7 @@
 """Chat templates that come with requests: whoever sends one decides what runs, so it runs in a process of its own.
 
-jinja2's sandbox keeps a template from everything but its variables; time and memory, of which a loop of one line can
-take any, are limited there.
+jinja2's sandbox keeps a template from everything but its variables. A loop of one line can take any time and memory, so
+both are limited in that process.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class TemplateTrial:
             raise ConfigError(f"chat_template has {len(template)} characters: give at most {MAX_TEMPLATE}")
         answer = self._process.ask(msgspec.json.encode(Question(template, dict(variables))))
         if isinstance(answer, bytes):
-            told = msgspec.json.decode(answer, type=Rendered)
-            if told.wrong:
-                raise ConfigError(f"chat_template: {told.wrong}")
-            return told.text
+            rendered = msgspec.json.decode(answer, type=Rendered)
+            if rendered.wrong:
+                raise ConfigError(f"chat_template: {rendered.wrong}")
+            return rendered.text
         what = f"{CPU_SECONDS} s" if answer in (-signal.SIGXCPU, -signal.SIGKILL) else f"{MEMORY_MB} MiB"
         raise ConfigError(f"chat_template: takes more than {what}; give a simpler one")

@@ -1,4 +1,4 @@
-"""Beam search over an engine, as data: `BeamSearch` says which prompts need one more token, and is told what came.
+"""Beam search over an engine, as data: `BeamSearch` says which prompts need one more token, and takes the new tokens.
 
 Every step is one request of one token for each live beam; the prefix cache makes it cheap. Whoever drives the engine,
 `LLM` or a server, drives this too:
@@ -21,8 +21,14 @@ from graphllm.engine.requests.text import Tokenizer
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """tokens: prompt and output, the end-of-sequence token too. prompt_tokens: how many of them are the prompt.
-    logprobs: the candidates at each output token. text: of all the tokens. finish_reason: "stop" or "length"."""
+    """One beam.
+
+    tokens: prompt and output, with the end-of-sequence token.
+    prompt_tokens: number of tokens of the prompt.
+    logprobs: the candidates at each output token.
+    text: of all the tokens.
+    finish_reason: "stop" or "length".
+    """
 
     tokens: list[int]
     prompt_tokens: int
@@ -69,7 +75,7 @@ class BeamSearch:
         self._completed: list[BeamSearchSequence] = []
 
     def prompts(self) -> list[list[int]]:
-        """Tokens of the live beams, each of which needs one more; empty when the search is over."""
+        """Tokens of the live beams; each beam needs one more. Empty when the search is over."""
         return [beam.tokens for beam in self._beams] if self._steps > 0 else []
 
     def advance(self, positions: Sequence[Position]) -> None:

@@ -1,6 +1,6 @@
 """From tokens to text: what an output adds to its prompt, as a whole or as its tokens come, and the bytes of one token.
 
-The text of an output is `decode(prompt + output)` behind the text of the prompt. A character that is split over tokens
+The text of an output is `decode(prompt + output)` after the text of the prompt. A character that is split over tokens
 comes with its last token; where the prompt ends within one, it is the output's. What the output leaves unfinished is
 U+FFFD, as the tokenizer decodes it.
 """
@@ -25,14 +25,17 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
-    """The text of one request as its tokens arrive. decode: the text of some tokens. rows: the decoder joins bytes to
-    characters in rows, of which one that is broken breaks all. alone: the text of each token by itself, known so far;
-    it may be shared."""
+    """The text of one request as its tokens arrive.
+
+    decode: the text of some tokens.
+    rows: the decoder joins a row of bytes to characters; one broken character breaks the whole row.
+    single: the known texts of single tokens; it may be shared.
+    """
 
     def __init__(
-        self, decode: Decode, prompt_ids: Sequence[int], rows: bool = False, alone: dict[int, str] | None = None
+        self, decode: Decode, prompt_ids: Sequence[int], rows: bool = False, single: dict[int, str] | None = None
     ) -> None:
-        self._decode, self._rows, self._alone = decode, rows, {} if alone is None else alone
+        self._decode, self._rows, self._single = decode, rows, {} if single is None else single
         # The last tokens; _known is what of their text was given out, and the last _held ones may have more.
         self._ids, self._known = _context(decode, prompt_ids)
         self._held = 0
@@ -56,9 +59,9 @@ class Detokenizer:
             new = text[len(known) :] if text.startswith(known) else self._new(text)
             if self._held == 1:
                 self._ids = [token]
-                if (alone := self._alone.get(token)) is None:
-                    alone = self._alone[token] = self._decode((token,))
-                self._known = (alone,)
+                if (own := self._single.get(token)) is None:
+                    own = self._single[token] = self._decode((token,))
+                self._known = (own,)
             else:
                 del self._ids[: len(self._ids) - self._held]
                 self._known = (self._decode(self._ids),)
@@ -73,14 +76,14 @@ class Detokenizer:
         return new
 
     def _new(self, text: str) -> str:
-        """What ``text``, of all tokens here, has behind what was given out."""
-        new = _behind(self._known, text)
+        """The part of ``text``, of all tokens here, after the text that was given out."""
+        new = _rest_of(self._known, text)
         # Some decoders change text that was given out already when another token follows.
         return self._decode(self._ids[len(self._ids) - self._held :]) if new is None else new
 
 
-def _behind(known: Sequence[str], whole: str) -> str | None:
-    """What ``whole`` has behind the first text that it begins with; None where there is none."""
+def _rest_of(known: Sequence[str], whole: str) -> str | None:
+    """The rest of ``whole`` after the first text that it begins with; None where it begins with none."""
     return next((whole[len(text) :] for text in known if whole.startswith(text)), None)
 
 
@@ -88,7 +91,7 @@ def new_text(decode: Decode, prompt_ids: Sequence[int], ids: Sequence[int], rows
     """What a detokenizer makes of all tokens of an output, at a seventh of the cost."""
     context, known = _context(decode, prompt_ids)
     whole = decode([*context, *ids])
-    new = None if rows and _BROKEN in whole else _behind(known, whole)
+    new = None if rows and _BROKEN in whole else _rest_of(known, whole)
     if new is None:
         detokenizer = Detokenizer(decode, prompt_ids, rows)
         new = detokenizer.step(ids) + detokenizer.rest()
@@ -113,8 +116,13 @@ def _context(decode: Decode, prompt_ids: Sequence[int]) -> tuple[list[int], Sequ
 
 
 def text_offsets(detokenizer: Detokenizer, ids: Sequence[int], text: str | None) -> list[int]:
-    """Of each token of a text, the characters before it. detokenizer: a new one, that gives special tokens. text: None
-    for what the tokens say. A token that stands for nothing in it, such as BOS before it, has the place of the next."""
+    """The offset of each token in a text, in characters.
+
+    detokenizer: a new one, that gives special tokens.
+    text: None for the decoded tokens.
+
+    A token without characters, such as BOS, has the offset of the next.
+    """
     found, at = list[int](), 0
     for token in ids:
         found.append(at)

@@ -1,8 +1,8 @@
 """Logits processors as classes that keep a state for the whole batch, of vLLM's shape.
 
-A class is told what joins, leaves and moves in the batch (`BatchUpdate`) before it edits the logits of a step, so that
-it can hold its own arrays by row. `adapted` makes of it what the engine calls; docs/logits-processors.md has both
-kinds.
+A class gets what joins, leaves and moves in the batch (`BatchUpdate`) before it edits the logits of a step, so that it
+can hold its own arrays by row. `adapted` turns it into a function that the engine calls; docs/logits-processors.md has
+both kinds.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ class MoveDirectionality(enum.Enum):
 
 
 class BatchUpdate(NamedTuple):
-    """How the batch has changed, in this order. removed: rows whose requests left. added: row, parameters, prompt, and
-    the output so far, a list that grows with the request. moved: from, to, and how; a row that is moved to has lost its
-    request, or gets it in exchange."""
+    """How the batch has changed, in this order.
+
+    removed: rows that lost their requests.
+    added: row, parameters, prompt, and the output so far, a list that grows with the request.
+    moved: from, to, and how; the target row has lost its request, or the two rows exchange theirs.
+    """
 
     batch_size: int
     removed: Sequence[int]
@@ -61,7 +64,7 @@ class BatchLimits:
 
 @dataclass(frozen=True)
 class ProcessorConfig:
-    """What a processor is told of the engine."""
+    """What a processor knows about the engine."""
 
     model_config: ModelLimits
     scheduler_config: BatchLimits
@@ -135,7 +138,7 @@ def _bound(function: Callable[..., Any], prompt: list[int], output: list[int]) -
 
 
 def adapted(processor: Any, config: ProcessorConfig, device: torch.device) -> Function:
-    """A function as it is; of a class, one instance that is told of the batch."""
+    """A function as it is; for a class, an instance that gets the changes of the batch."""
     if not isinstance(processor, type):
         return processor
     return _Batch(processor(config, device, False))
@@ -186,7 +189,7 @@ class _Batch:
             order[index : index + 1] = [id]
             added.append((index, row.params, list(row.prompt), self._outputs[id]))
         moved = []
-        for index in sorted(free, reverse=True):  # what is behind the last hole is a request
+        for index in sorted(free, reverse=True):  # rows after the last hole have requests
             last = len(order) - 1
             if index != last:
                 moved.append((last, index, MoveDirectionality.UNIDIRECTIONAL))

@@ -12,9 +12,14 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """What a logits processor is told of one row: the request's id, its tokens so far (drafts before the row included,
-    where they are verified), its ``extra_args`` and all of its parameters. in_prompt: a row inside the prompt, which
-    only reports log-probabilities."""
+    """What a logits processor knows about one row.
+
+    request_id: the request's id.
+    prompt, output: its tokens so far; the output includes drafts before the row, where drafts are verified.
+    extra_args: of the request.
+    params: all of its sampling parameters.
+    in_prompt: the row is inside the prompt and only reports log-probabilities.
+    """
 
     request_id: str
     prompt: Sequence[int]
@@ -29,6 +34,6 @@ LogitsProcessor = Callable[["torch.Tensor", Sequence[Row]], None]
 
 
 def rowwise(processor: object) -> bool:
-    """Whether a logits processor says of itself that what it does to a row follows from the row and what it is told of
-    it. Then it may be asked for rows behind drafts, of which some will not have been."""
+    """Whether a logits processor declares that it edits a row by that row and its `Row`, and by nothing else. Then it
+    may be asked for rows after drafts, and some of these will be rejected."""
     return getattr(processor, "rowwise", False) is True

@@ -1,6 +1,6 @@
 """From the core's updates to what a user sees: text, stop strings, log-probabilities, n completions as one request.
 
-`OutputProcessor` lives beside whoever drives a core: `LLM` in the same process, `AsyncLLM` in the front's.
+`OutputProcessor` belongs to the driver of a core: `LLM` in the same process, `AsyncLLM` in the front's.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ from graphllm.engine.requests.text import Tokenizer
 
 
 class Logprob(NamedTuple):
-    """Natural logarithm of a token's probability. rank: 1 for the likeliest. decoded_token: by itself. token_bytes: all
-    that it stands for, also within a character. offset: of a token that stands there, the characters before it in the
-    text of the prompt, or of the output."""
+    """Natural logarithm of a token's probability.
+
+    rank: 1 for the likeliest.
+    decoded_token: the text of the single token.
+    token_bytes: its bytes, also within a character.
+    offset: characters before it in the text of the prompt or of the output, for a token that stands there.
+    """
 
     logprob: float
     rank: int | None = None
@@ -39,10 +43,14 @@ Position = dict[int, Logprob]  # by token id: the token that stands there first,
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. finish_reason: "stop", "length", "repetition", "abort", "error", or None while it runs.
+    """One completion.
+
+    finish_reason: "stop", "length", "repetition", "abort", "error", or None while it runs.
     stop_reason: the stop string or the id of stop_token_ids that ended it, None for an end-of-sequence token.
-    cumulative_logprob: of all its tokens, where logprobs were asked for. error: what went wrong, for people.
-    mistake: it is the request's own, which asks for what cannot be."""
+    cumulative_logprob: of all its tokens, where logprobs were asked for.
+    error: what went wrong, for people.
+    mistake: the error is the request's own: it asks for something impossible.
+    """
 
     index: int
     text: str
@@ -61,9 +69,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Seconds of `time.monotonic`; 0 for what has not happened yet. first_scheduled_time: when its first step was
-    planned, known from the first token on. draft_tokens, accepted_tokens: of its completions that have ended, drafts
-    that were verified, and those that became part of the output."""
+    """Seconds of `time.monotonic`; 0 for what has not happened yet.
+
+    first_scheduled_time: when its first step was planned, known from the first token on.
+    draft_tokens, accepted_tokens: drafts of its ended completions that were verified, and that became output.
+    """
 
     arrival_time: float
     first_scheduled_time: float = 0.0
@@ -76,8 +86,11 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """News of one request. prompt: its text, None when it came as tokens. prompt_logprobs: None for the first token,
-    then one entry for each. num_cached_tokens: prompt tokens that the prefix cache held.
+    """News of one request.
+
+    prompt: its text, None when it came as tokens.
+    prompt_logprobs: None for the first token, then one entry for each.
+    num_cached_tokens: prompt tokens that the prefix cache held.
 
     outputs: with RequestOutputKind.DELTA the completions that got something, and only that; else all n of them.
     """
@@ -202,8 +215,8 @@ class OutputProcessor:
         )
 
     def _of_prompt(self, parsed: ParsedRequest, ranked: list[PositionLogprobs]) -> list[Position | None]:
-        told, ids = self._tokenizer, parsed.prompt_token_ids
-        offsets = repeat(None) if told is None else told.text_offsets(ids, parsed.prompt)[1:]
+        tokenizer, ids = self._tokenizer, parsed.prompt_token_ids
+        offsets = repeat(None) if tokenizer is None else tokenizer.text_offsets(ids, parsed.prompt)[1:]
         return [None, *map(self._position, ranked, offsets)]
 
     def _position(self, ranked: PositionLogprobs, offset: int | None) -> Position:
@@ -218,19 +231,24 @@ class OutputProcessor:
 
 
 class _Pieces(dict[int, tuple[str | None, bytes | None]]):
-    """The text of each token alone, and its bytes, filled as needed."""
+    """The text of each token by itself, and its bytes, filled as needed."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
     def __missing__(self, token: int) -> tuple[str | None, bytes | None]:
-        told = self._tokenizer
-        self[token] = found = (None, None) if told is None else (told.decode([token], False), told.token_bytes[token])
+        tokenizer = self._tokenizer
+        found = (None, None) if tokenizer is None else (tokenizer.decode([token], False), tokenizer.token_bytes[token])
+        self[token] = found
         return found
 
 
 class _Request:
-    """A user's request. running: completions that are not done. begins: first characters of its stop strings."""
+    """A user's request.
+
+    running: completions that are not done.
+    begins: first characters of its stop strings.
+    """
 
     __slots__ = ("begins", "cached", "kind", "metrics", "parsed", "prompt_logprobs", "running", "stop_ids", "streams")
 
@@ -248,11 +266,13 @@ class _Request:
 class _Stream:
     """One completion as it comes.
 
-    text: decoded so far. hidden: where it has special tokens that are not shown, which stop strings may name. safe:
-    where a stop string that is not complete yet may begin; the text from there on is held back. answer: finds where the
-    answer begins, None behind that. sent, sent_tokens: what deltas gave out. offsets: of the tokens last taken, for
-    their log-probabilities. deferred: nobody looks at the text before the end, so it is decoded then, in one go, at a
-    seventh of the cost.
+    text: decoded so far.
+    hidden: where the text has special tokens that are not shown; stop strings may name them.
+    safe: where an incomplete stop string may begin; the text from here on is held back.
+    answer: finds the beginning of the answer; None after it.
+    sent, sent_tokens: characters and tokens that deltas gave out.
+    offsets: of the last tokens, for their log-probabilities.
+    deferred: the text is decoded at the end, in one go, at a seventh of the cost, since nobody reads it before.
     """
 
     __slots__ = (
@@ -310,9 +330,9 @@ class _Stream:
             count = self._decode(tokens, len(shown), self.detokenizer)
         self.tokens += tokens[:count]
         if self.deferred and self.finish_reason is not None and self.tokenizer is not None:
-            told = self.tokens[: len(self.tokens) - len(tokens) + len(shown)]
+            visible = self.tokens[: len(self.tokens) - len(tokens) + len(shown)]
             prompt = self.request.parsed.prompt_token_ids
-            self.text = self.tokenizer.output_text(prompt, told, p.skip_special_tokens)
+            self.text = self.tokenizer.output_text(prompt, visible, p.skip_special_tokens)
         return count
 
     def _decode(self, tokens: Sequence[int], shown: int, detokenizer: Detokenizer | _Joined) -> int:
@@ -444,8 +464,8 @@ class _Joined:
 
     def _one(self, token: int) -> str:
         text = self._detokenizer.step((token,))
-        alone = self._tokenizer.decode([token], skip_special_tokens=False)
-        special = alone != "" and self._tokenizer.decode([token], skip_special_tokens=True) == ""
+        single = self._tokenizer.decode([token], skip_special_tokens=False)
+        special = single != "" and self._tokenizer.decode([token], skip_special_tokens=True) == ""
         joined = special and self._after_special
         self._after_special = special
-        return alone if joined else text
+        return single if joined else text

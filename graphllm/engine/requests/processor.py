@@ -1,6 +1,6 @@
 """From a prompt and its sampling parameters to engine requests: tokens, limits, and every check the front can make.
 
-What passes here runs; a core checks only what it alone knows, such as a full queue.
+A request that passes here runs. A core checks only what nobody else knows, such as a full queue.
 """
 
 from __future__ import annotations
@@ -57,23 +57,31 @@ class Truncation(NamedTuple):
     side: str = "left"
 
     def cut(self, ids: Sequence[int], room: int, around: tuple[int, int]) -> list[int]:
-        """room: tokens of a prompt at most. around: how many the tokenizer has put before and behind the text."""
+        """The prompt within the limit.
+
+        room: tokens of a prompt at most.
+        around: tokens that the tokenizer has put before and after the text.
+        """
         keep = room if self.tokens == -1 else self.tokens
         if keep > room:
             raise ConfigError(f"truncate_prompt_tokens is {keep}: there is room for {room}; give no more, or -1")
-        before, behind = around if sum(around) < keep else (0, 0)
-        end = len(ids) - behind
+        before, after = around if sum(around) < keep else (0, 0)
+        end = len(ids) - after
         if len(ids) <= keep:
             return list(ids)
-        left = keep - before - behind
+        left = keep - before - after
         middle = ids[end - left : end] if self.side == "left" else ids[before : before + left]
         return [*ids[:before], *middle, *ids[end:]]
 
 
 class ParsedRequest(NamedTuple):
-    """A checked request. requests: one for each completion. prompt: its text, None when it came as tokens. eos_ids:
-    stop ids that end an output without being a stop_reason. thinking: whether the output begins within `<think>` tags,
-    None where it has none; stop strings are about the answer behind them."""
+    """A checked request.
+
+    prompt: its text, None when it came as tokens.
+    requests: one for each completion.
+    eos_ids: stop ids that end an output without being a stop_reason.
+    thinking: whether the output begins within `<think>` tags; None without tags. Stop strings apply to the answer only.
+    """
 
     request_id: str
     prompt: str | None
@@ -85,8 +93,12 @@ class ParsedRequest(NamedTuple):
 
 
 class Processor:
-    """Makes requests for one core. tokenizer: None takes token ids only. grammar: None refuses structured outputs.
-    seed: makes the seeds of requests without one repeatable."""
+    """Makes requests for one core.
+
+    tokenizer: None takes token ids only.
+    grammar: None refuses structured outputs.
+    seed: makes the seeds of requests without one repeatable.
+    """
 
     def __init__(
         self,
@@ -163,7 +175,7 @@ class Processor:
     def make_pooling(
         self, prompt: Prompt, request_id: str, priority: int, cache_salt: str | None, adapter: Adapter | None = None
     ) -> EngineRequest:
-        """Check a request for a vector, whose prompt is as in `make`. Raises ConfigError naming field, value and
+        """Check a request for a vector; the prompt is as in `make`. Raises ConfigError naming field, value and
         remedy."""
         _, ids, salt = self._prompt(prompt, _ONE_TOKEN)
         if len(ids) > self._info.capacity:
@@ -185,7 +197,7 @@ class Processor:
         return encode_at_most(self._tokenizer, text, limit, add_special_tokens)
 
     def _around(self) -> tuple[int, int]:
-        """How many tokens the tokenizer puts before and behind a text."""
+        """How many tokens the tokenizer puts before and after a text."""
         assert self._tokenizer is not None
         plain, whole = (self._tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
         at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
@@ -242,7 +254,7 @@ class Processor:
                 "--kv-cache-memory-bytes"
             )
         if params.min_tokens > limit:
-            raise ConfigError(f"min_tokens is {params.min_tokens}: there is room for {limit} behind this prompt")
+            raise ConfigError(f"min_tokens is {params.min_tokens}: there is room for {limit} after this prompt")
         return limit
 
     def _check_counts(self, params: SamplingParams) -> None:

@@ -27,7 +27,7 @@ STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 
 
 class QueueFullError(ConfigError):
-    """The queue of waiting requests is full; send the request again later. retry_after: in so many seconds."""
+    """The queue of waiting requests is full; send the request again later. retry_after: seconds to wait."""
 
     retry_after = 1
 
@@ -35,9 +35,12 @@ class QueueFullError(ConfigError):
 class Item(msgspec.Struct, frozen=True, kw_only=True):
     """An input that an encoder graph turns into ``length`` rows, such as an image.
 
-    content_hash: hex; equal ones have equal rows, which are kept and shared. position: of the first prompt token that
-    the rows stand in for; -1 where every token sees them (cross-attention). data: the bytes of the encoder's input, an
-    array of that dtype (numpy's name) and shape.
+    content_hash: hex; items with equal hashes have equal rows, which are kept and shared.
+    position: the first prompt token that the rows replace; -1 where every token sees them (cross-attention).
+    length: rows.
+    data: bytes of the encoder's input, an array.
+    dtype: of the data, by numpy's name.
+    shape: of the data.
     """
 
     content_hash: str
@@ -49,8 +52,12 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """How long a sequence may think. tokens: at most. start, end: the tokens of the tags. begun: the prompt ends within
-    the thinking."""
+    """How long a sequence may think.
+
+    tokens: at most.
+    start, end: the tokens of the tags.
+    begun: the prompt ends within the thinking.
+    """
 
     tokens: int
     start: int
@@ -72,8 +79,12 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """A LoRA adapter. name: that users gave it. folder: of its files, in PEFT's format. digest: of all that its results
-    depend on; the prefix cache and the tables of adapters go by it, in every process."""
+    """A LoRA adapter.
+
+    name: the user's name for it.
+    folder: of its files, in PEFT's format.
+    digest: of all that its results depend on; the prefix cache and the tables of adapters use it in every process.
+    """
 
     name: str
     folder: str
@@ -83,12 +94,20 @@ class Adapter(msgspec.Struct, frozen=True):
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate; a user's request with ``n`` completions becomes n of these.
 
-    prompt: token ids, at least one. stop_ids: tokens that end it. limit: output tokens at most; 0 ends it with its
-    prompt computed and no token. seed: of its random draws. priority: lower goes first. cache_salt: only requests with
-    the same salt share blocks of the prefix cache. fork_of: id of the sibling with the same prompt that computes it (""
-    for none). arrival: seconds, `time.monotonic` of the machine.
-    items: encoded inputs. thinking: how long it may think; structured outputs hold from its end on. second: of two
-    texts for a cross-encoder, the place of the first token of the second one; 0 where there is one text.
+    id: unique among the core's requests.
+    prompt: token ids, at least one.
+    params: sampling parameters.
+    stop_ids: tokens that end it.
+    limit: output tokens at most; 0 ends it with its prompt computed and no token.
+    seed: of its random draws.
+    priority: lower goes first.
+    cache_salt: only requests with the same salt share blocks of the prefix cache.
+    fork_of: id of the sibling with the same prompt that computes it ("" for none).
+    arrival: seconds, `time.monotonic` of the machine.
+    adapter: the LoRA adapter, None for none.
+    items: encoded inputs.
+    thinking: how long it may think; structured outputs hold from the end of thinking on.
+    second: for a cross-encoder, the place of the first token of the second text; 0 with one text.
     """
 
     id: str
@@ -110,7 +129,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 class PositionLogprobs(msgspec.Struct, array_like=True):
     """Log-probabilities at one position, of the model's own distribution (before temperature, penalties and masks).
 
-    rank: 1 for the likeliest. top_ids, top_logprobs: the likeliest tokens, best first, as many as were asked for.
+    rank: 1 for the likeliest.
+    top_ids, top_logprobs: the likeliest tokens, best first, in the requested number.
     named: (token, log-probability, rank) of tokens that were asked for by their ids.
     """
 
@@ -125,14 +145,17 @@ class PositionLogprobs(msgspec.Struct, array_like=True):
 class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
     """News of one sequence from one step.
 
-    tokens: the new ones. finish_reason: "stop", "length", "abort" or "error" with its last update. stop_reason: the
-    token of stop_ids that ended it, None for an end-of-sequence token. error: what went wrong, for people. mistake: it
-    is the request's own, which asks for what cannot be. logprobs:
-    one entry for each new token, when asked for. prompt_logprobs: one entry for each prompt token but the first, once.
-    cached: prompt tokens that the prefix cache held. scheduled: seconds of `time.monotonic` at which its first step was
-    planned, with the first update that a step made; 0 in the others. pooled: float32 numbers, of a model that gives a
-    vector, or one for each token of the prompt. draft_tokens, accepted_tokens: of all its drafts that were verified,
-    and of those that became part of its output, with its last update.
+    tokens: the new tokens.
+    finish_reason: "stop", "length", "abort" or "error", with the last update.
+    stop_reason: the token of stop_ids that ended it, None for an end-of-sequence token.
+    error: what went wrong, for people.
+    mistake: the error is the request's own: it asks for something impossible.
+    logprobs: one entry for each new token, when asked for.
+    prompt_logprobs: one entry for each prompt token but the first, once.
+    cached: prompt tokens that the prefix cache held.
+    scheduled: seconds of `time.monotonic` when its first step was planned, with the first update; 0 in the others.
+    pooled: float32 numbers: one vector, or one for each token of the prompt.
+    draft_tokens, accepted_tokens: all its drafts that were verified, and all that became output, with the last update.
     """
 
     id: str
@@ -151,8 +174,12 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
 
 
 class CacheEntry(msgspec.Struct, frozen=True):
-    """One block or snapshot of an exported prefix. group: cache group of the block, -1 for a snapshot of recurrent
-    states. digest: of all that it depends on (`graphllm.engine.cache.digests`). data: as the executor gave it."""
+    """One block or snapshot of an exported prefix.
+
+    group: cache group of the block, -1 for a snapshot of recurrent states.
+    digest: of all that it depends on (`graphllm.engine.cache.digests`).
+    data: as the executor gave it.
+    """
 
     group: int
     digest: bytes
@@ -162,10 +189,13 @@ class CacheEntry(msgspec.Struct, frozen=True):
 class CoreInfo(msgspec.Struct, frozen=True):
     """What the front must know of a core to check requests.
 
-    max_model_len: tokens of prompt and output together. capacity: tokens of the longest sequence that the cache holds.
-    task: "generate", or "pool" for a model that gives vectors. vector_size: numbers of such a vector. vectors: whether
-    a "sequence" gives one, or each "token". adapted: layers that adapters may change, none where there are no tables
-    for any, and max_lora_rank: the rank that these hold.
+    max_model_len: tokens of prompt and output together.
+    capacity: tokens of the longest sequence that the cache holds.
+    task: "generate", or "pool" for a model that gives vectors.
+    vector_size: numbers of a vector.
+    vectors: what has a vector, a "sequence" or each "token".
+    adapted: layers that adapters may change; empty without tables of adapters.
+    max_lora_rank: the rank that the tables hold.
     """
 
     max_model_len: int
@@ -186,8 +216,12 @@ class CoreInfo(msgspec.Struct, frozen=True):
 
 
 class Distribution(msgspec.Struct):
-    """Values, counted. counts[i]: those above bounds[i - 1] and up to bounds[i], the last ones without an upper bound.
-    total: their sum."""
+    """A histogram.
+
+    bounds: upper bounds, increasing.
+    counts[i]: values above bounds[i - 1] and up to bounds[i]; the last count has no upper bound.
+    total: sum of the values.
+    """
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -199,7 +233,7 @@ class Distribution(msgspec.Struct):
         return cls(bounds, [0] * (len(bounds) + 1))
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value that came so many times."""
+        """Count a value that came ``times`` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
@@ -222,8 +256,13 @@ def _step_tokens() -> Distribution:
 
 
 class BucketStats(msgspec.Struct):
-    """Finished steps of one bucket of the artifact. seconds: of each step; where steps overlap, from the end of the one
-    before, so their total is the time in which any step ran. tokens: computed. padding: computed for nothing."""
+    """Finished steps of one bucket of the artifact.
+
+    seconds: of each step. Where steps overlap, a step begins at the end of the step before, so the total is the time in
+    which any step ran.
+    tokens: computed tokens.
+    padding: tokens computed for nothing.
+    """
 
     seconds: Distribution = msgspec.field(default_factory=_step_seconds)
     tokens: int = 0
@@ -233,16 +272,24 @@ class BucketStats(msgspec.Struct):
 class CoreStats(msgspec.Struct):
     """Gauges and counters of a core; counters only grow.
 
-    started: `time.monotonic` of the core's beginning; tells it from one that it replaces. steps: steps launched.
-    kv_usage: share of the blocks that running requests hold. prefix_queries, prefix_hits: prompt tokens looked up and
-    found in the prefix cache. free_blocks: blocks nobody holds (cached ones included). prompt_tokens, cached_tokens: of
-    the prompts that are computed, and how many of those came from the cache. step_tokens: of each finished step.
-    buckets: by the name of the bucket. expert_tokens: of each layer's experts, nothing where they are not counted.
-    expert_moves: copies of experts that were moved between ranks. expert_balancedness: lately, by layer, the mean of
-    the ranks' tokens over the most. drafts, draft_tokens, accepted_tokens: see `Acceptance`, the last one by place.
-    max_adapters: that have tables at a time. adapters_running, adapters_waiting: names of those that requests with and
-    without a slot have. token_vector_bytes, token_vector_hits: of vectors that are kept, and prompts that had theirs
-    from there.
+    started: `time.monotonic` of the core's beginning; it distinguishes a core from its successor.
+    steps: launched steps.
+    kv_usage: share of the blocks that running requests hold.
+    free_blocks: blocks nobody holds (cached ones included).
+    prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix cache.
+    prompt_tokens: tokens of computed prompts.
+    cached_tokens: how many of the prompt tokens came from the cache.
+    step_tokens: tokens of each finished step.
+    buckets: by the name of the bucket.
+    expert_tokens: by layer and expert; empty where they are not counted.
+    expert_moves: copies of experts that were moved between ranks.
+    expert_balancedness: by layer, the recent mean of the ranks' tokens over the most.
+    drafts, draft_tokens: see `Acceptance`.
+    accepted_tokens: see `Acceptance`, by the draft's place.
+    max_adapters: adapters that have tables at a time.
+    adapters_running, adapters_waiting: adapters of requests with and without a slot, by name.
+    token_vector_bytes: bytes of kept vectors.
+    token_vector_hits: prompts that had their vectors from there.
     """
 
     started: float = 0.0
@@ -280,7 +327,7 @@ class CoreStats(msgspec.Struct):
 
 
 class Core(Protocol):
-    """What drives an engine core needs of it: `graphllm.engine.core.EngineCore` is the real one."""
+    """What a driver needs of an engine core; `graphllm.engine.core.EngineCore` is the real one."""
 
     @property
     def info(self) -> CoreInfo: ...
@@ -295,17 +342,17 @@ class Core(Protocol):
     def reset_prefix_cache(self) -> bool: ...
     def collective_rpc(self, call: Call, timeout: float | None = None) -> list[Any]: ...
     def warm_up(self) -> bool:
-        """Get something ready that no request has needed yet, in some tens of milliseconds, for whoever has none to
-        run; whether there is more."""
+        """Prepare something that no request has needed yet, in some tens of milliseconds, while there is no request to
+        run; returns whether there is more."""
 
     def check_health(self) -> None:
-        """Raise when what runs its steps is gone; for whoever has none to run."""
+        """Raise when the process that runs its steps is gone; call it when there is no step to run."""
 
     @property
     def wakeup_fd(self) -> int | None:
         """A file descriptor that can be read when there is something to do without a request, if there ever is."""
 
     def hear(self) -> None:
-        """Look what there is to do; it is ``unfinished`` then."""
+        """Read what there is to do; it counts as ``unfinished`` from then on."""
 
     def close(self) -> None: ...

@@ -1,6 +1,6 @@
 """Text in and out: the tokenizer of a checkpoint folder and its chat template.
 
-Built on the `tokenizers` library alone, imported when first needed; transformers is not imported. Chat templates are
+Built on the `tokenizers` library only, imported when first needed; transformers is not imported. Chat templates are
 read and rendered by `graphllm.engine.chat_template.template`.
 """
 
@@ -64,9 +64,12 @@ class Tokenizer:
 
     @staticmethod
     def from_folder(folder: str | Path, model: Fields | None = None, generation: Fields | None = None) -> Tokenizer:
-        """Read ``tokenizer.json`` and what stands beside it. model, generation: the model's ``config.json`` and
-        ``generation_config.json``, which name special tokens; None for those in the folder. Raises ConfigError when it
-        is missing or damaged."""
+        """Read ``tokenizer.json`` and the other tokenizer files of its folder. Raises ConfigError when a file is
+        missing or damaged.
+
+        model, generation: the model's ``config.json`` and ``generation_config.json``, which name special tokens; None:
+        the files in the folder.
+        """
         import tokenizers
 
         folder = Path(folder)
@@ -136,7 +139,7 @@ class Tokenizer:
         return both.ids, types.index(1) if 1 in types else 0
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of some tokens; for that of an output, which stands behind a prompt, use `output_text`."""
+        """The text of some tokens. For the text of an output, which follows a prompt, use `output_text`."""
         if len(ids) > _LONG:
             return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -192,12 +195,12 @@ class Tokenizer:
             raise ConfigError("messages is []: give at least one message")
         known = with_end(known) if continue_final_message else known
         given = {"messages": known, "tools": tools, "documents": None, **self._special, **variables}
-        told = {name: plain(value, name) for name, value in given.items()}
-        told["add_generation_prompt"] = add_generation_prompt
+        values = {name: plain(value, name) for name, value in given.items()}
+        values["add_generation_prompt"] = add_generation_prompt
         if render is None:
-            text = self._template(for_tools=tools is not None).render(told, content_format)
+            text = self._template(for_tools=tools is not None).render(values, content_format)
         else:
-            text = render(told)
+            text = render(values)
         return up_to_the_end(text) if continue_final_message else text
 
     def with_chat_template(self, text: str) -> Tokenizer:

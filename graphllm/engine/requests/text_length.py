@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 PIECE = 64 << 10  # characters that are tokenized at once to count them: about 20 ms
 _USUAL = 8  # characters of a token; texts that may fit by this are not counted first
 _SEAM = 64  # tokens that a text may have more for being cut at one place, far more than it ever has
-# Where a token can stand for any number of characters: a text may have so many for each token, and always a million.
+# Where a token can stand for any number of characters: characters allowed for each token, and a million in any case.
 _UNBOUNDED, _ALWAYS = 64, 1 << 20
 
 
@@ -48,7 +48,7 @@ def encode_at_most(
             piece = text[begin:end].strip() if bound is None else text[begin:end]
             count += len(tokenizer.encode(piece, add_special_tokens=False)) - (_SEAM if begin else 0)
             if count > limit:
-                raise _too_long(length, f", of which the first {end} are more than {count} tokens", limit)
+                raise _too_long(length, f"; the first {end} are more than {count} tokens", limit)
             begin = end
             yield None
     yield tokenizer.encode(text, add_special_tokens)
@@ -86,7 +86,7 @@ def characters_per_token(backend: tokenizers.Tokenizer) -> int | None:
     if type(model).__name__ != "BPE" or not all_known or not all(map(_keeps, parts)):
         return None
     added = backend.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added):  # with all spaces beside it
+    if any(token.lstrip or token.rstrip for token in added):  # with all adjacent spaces
         return None
     shrink = 1
     for part in _flat(backend.normalizer, "normalizers"):
@@ -99,7 +99,7 @@ def characters_per_token(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _flat(component: Any, inner: str) -> list[dict[str, Any]]:
-    """The settings of a component of a tokenizer, those in a sequence one by one."""
+    """The settings of a component of a tokenizer; a sequence gives the settings of each member."""
 
     def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
         return [s for part in state[inner] for s in flat(part)] if state["type"] == "Sequence" else [state]

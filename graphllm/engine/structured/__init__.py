@@ -1,1 +1,1 @@
-"""Structured output: what the compilers of grammars have in common, and the backends beside llguidance."""
+"""Structured output: what the compilers of grammars have in common, and the backends."""

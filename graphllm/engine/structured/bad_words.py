@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
 
 class TokenTexts:
-    """What tokens say, to search in. texts: the bytes of each; empty for one that is none in a text. special: tokens
-    that are no text, by how they are written."""
+    """Texts of tokens, to search in.
+
+    texts: the bytes of each token; empty for a token that adds no text.
+    special: special tokens, by how they are written.
+    """
 
     def __init__(self, texts: Sequence[bytes], special: dict[str, int] | None = None) -> None:
         self.texts, self.special = texts, special or {}
@@ -27,7 +30,7 @@ class TokenTexts:
 
     @staticmethod
     def of(tokenizer: Tokenizer, vocab: int) -> TokenTexts:
-        """Of the tokens that a model of so many may give."""
+        """Texts of the tokens that a model with a vocabulary of ``vocab`` may give."""
         special = {text: id for text, id in tokenizer.special_tokens.items() if id < vocab}
         hidden, known = {*special.values(), *tokenizer.stop_ids}, min(vocab, tokenizer.vocab_size)
         return TokenTexts([b"" if id in hidden else tokenizer.token_bytes[id] for id in range(known)], special)
@@ -73,7 +76,7 @@ class BadWords:
         self._others: dict[bytes, NDArray[np.int32]] = {}  # by the rest of a word, the tokens that do not complete it
 
     def forbid(self, row: NDArray[np.int32], output: Sequence[int]) -> None:
-        """Take from the bits of a mask the tokens that would complete a word behind that output."""
+        """Clear the bits of tokens that would complete a word after that output."""
         self._take(row, b"")
         text = self._tail(output)
         for begun, rest in self._begun.get(text[-1], ()) if text else ():

@@ -46,7 +46,7 @@ class Matcher(Protocol):
     def allow(self, row: NDArray[np.int32]) -> None:
         """Write what may come next: bit t % 32 of word t // 32 is 1 for an allowed token t, and 0 for all others.
 
-        row: int32 [ceil(V / 32)] of the model's vocabulary V, contiguous. Behind the end only stop tokens are allowed.
+        row: int32 [ceil(V / 32)] of the model's vocabulary V, contiguous. After the end only stop tokens are allowed.
         Raises GrammarError when no token may come next.
         """
 
@@ -71,8 +71,9 @@ class Prepared(NamedTuple):
 class CachingCompiler(ABC, Generic[G]):
     """Compiles what requests ask for with one backend.
 
-    tokenizer_folder: holds ``tokenizer.json``. vocab: the model's vocabulary, which sets the size of the masks; the
-    tokenizer may have fewer tokens. stop_ids: the tokens that end an output.
+    tokenizer_folder: holds ``tokenizer.json``.
+    vocab: the model's vocabulary, which sets the size of the masks; the tokenizer may have fewer tokens.
+    stop_ids: the tokens that end an output.
     """
 
     name: ClassVar[str]
@@ -149,7 +150,7 @@ class CachingCompiler(ABC, Generic[G]):
 
 
 def _on_deep_stack(work: Callable[[], T]) -> T:
-    """What ``work`` returns or raises, in a thread whose stack the library cannot overflow."""
+    """Call ``work`` in a thread with a stack that the library cannot overflow; returns or raises as it does."""
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:

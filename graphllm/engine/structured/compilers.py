@@ -98,7 +98,7 @@ class GrammarCompilers:
             return work(compiler)
         except UnsupportedError as e:
             able = tuple(name for name in _CLASSES if name != compiler.name and _does(compiler_class(name), e))
-            raise ConfigError(e.told(compiler.name, able)) from e
+            raise ConfigError(e.message_for(compiler.name, able)) from e
 
     def _of(self, backend: str, asked: str = "structured_outputs.backend") -> Compiler:
         with self._lock:

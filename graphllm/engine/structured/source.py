@@ -26,16 +26,18 @@ class GrammarError(RuntimeError):
 class UnsupportedError(ConfigError):
     """What one backend cannot do, and another one may.
 
-    field: of the constraint. where: in it, such as "#/properties/a". what: the keyword, or the part of an expression.
+    field: of the constraint.
+    where: place in it, such as "#/properties/a".
+    what: the keyword, or the part of an expression.
     kind: of the values that the keyword is about; "field" where it is the whole constraint, "never" where no backend
     can do it, and empty where llguidance may.
     """
 
     def __init__(self, field: str, what: str, where: str = "", kind: str = "", why: str = "") -> None:
         self.field, self.what, self.where, self.kind, self.why = field, what, where, kind, why
-        super().__init__(self.told("this backend", ()))
+        super().__init__(self.message_for("this backend", ()))
 
-    def told(self, backend: str, able: tuple[str, ...]) -> str:
+    def message_for(self, backend: str, able: tuple[str, ...]) -> str:
         """The message. able: backends that can do it."""
         place = f"{self.where}: " if self.where else ""
         remedy = f"use the backend {' or '.join(able)}, or leave it out" if able else "leave it out"
@@ -44,8 +46,12 @@ class UnsupportedError(ConfigError):
 
 
 class GrammarSource(NamedTuple):
-    """What a request asks for. field: that is given. content: of it, in a form that can be looked up. cheap: it is
-    short, so that nothing but what it says can make it expensive."""
+    """The constraint of a request.
+
+    field: the given field of `StructuredOutputsParams`.
+    content: its value, in a form that can be looked up.
+    cheap: it is short, so only its meaning can make it expensive.
+    """
 
     field: str
     content: Any

@@ -11,15 +11,15 @@ from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 
 
 class PooledVectors:
-    """per_token: every token has one, and those of a prompt may come in parts."""
+    """Vectors of running prompts. per_token: every token has a vector, and a prompt's vectors may come in parts."""
 
     def __init__(self, per_token: bool) -> None:
         self._per_token = per_token
         self._parts: dict[str, list[np.ndarray]] = {}
 
     def give(self, step: SchedulerOutput, pooled: np.ndarray, ending: Collection[EngineCoreOutput]) -> None:
-        """Put a step's vectors, of its rows or of its tokens, into the outputs of the requests that end with it: the
-        last row's of each, or those of all tokens."""
+        """Put a step's vectors into the outputs of the requests that end with it: the vector of the last row, or the
+        vectors of all tokens."""
         if not self._per_token:
             ends = dict(zip((s.request.id for s in step.requests), np.cumsum(step.rows), strict=True))
             for output in ending:

@@ -42,7 +42,8 @@ class PoolingRequest(NamedTuple):
 class Pooling:
     """The requests for vectors of one core's model.
 
-    processor: of the same core. vectors: what the model gives.
+    processor: of the same core.
+    vectors: what the model gives.
     """
 
     def __init__(self, processor: Processor, tokenizer: Tokenizer | None, info: CoreInfo, vectors: Vectors) -> None:
@@ -88,8 +89,13 @@ class Pooling:
         cache_salt: str | None = None,
         adapter: Adapter | None = None,
     ) -> PoolingRequest:
-        """Check a request. prompt: as `instructed` gives it, or two texts. task: None for that of the parameters.
-        Raises ConfigError naming field, value and remedy."""
+        """Check a request.
+
+        prompt: as `instructed` gives it, or two texts.
+        task: None for that of the parameters.
+
+        Raises ConfigError naming field, value and remedy.
+        """
         if not isinstance(params, PoolingParams):
             raise ConfigError(f"pooling_params is {params!r:.80}: give PoolingParams")
         meant = self.task(task if task is not None else params.task)
@@ -136,16 +142,16 @@ class Pooling:
         if (classes := params.returned_token_ids) is not None and (
             embeds or any(type(i) is not int or not 0 <= i < max(size, 1) for i in classes)
         ):
-            told = "gives embeddings; leave it out" if embeds else f"has {size} classes; give some of their numbers"
-            raise ConfigError(f"returned_token_ids is {classes!r:.80}: the model {told}")
+            problem = "gives embeddings; leave it out" if embeds else f"has {size} classes; give some of their numbers"
+            raise ConfigError(f"returned_token_ids is {classes!r:.80}: the model {problem}")
         if (most := params.truncate_prompt_tokens) is not None and (type(most) is not int or most < 1) and most != -1:
             raise ConfigError(
                 f"truncate_prompt_tokens is {most!r:.80}: give at least 1, or -1 for what the model takes"
             )
 
     def instructed(self, prompt: Prompt, name: str | None, params: PoolingParams) -> Prompt:
-        """A prompt as the core is to see it: a text behind the checkpoint's prompt of that name, and cut where the
-        parameters ask for it."""
+        """A prompt as the core shall see it: with the checkpoint's prompt of that name before the text, and truncated
+        where the parameters ask for it."""
         prompts = self.vectors.checkpoint.prompts
         if name is None:
             name = self.vectors.checkpoint.default_prompt_name if self.vectors.kind == "embed" else None
@@ -237,8 +243,12 @@ class Pooling:
 
 
 class Scoring(NamedTuple):
-    """prompts: whose vectors are needed. places: where each of them stands in the request. scores: one number for each
-    pair, of those vectors."""
+    """What a request for scores needs.
+
+    prompts: prompts that need vectors.
+    places: where each prompt stands in the request.
+    scores: makes one number for each pair from the vectors.
+    """
 
     prompts: list[Any]
     places: list[ErrorPlace]

@@ -78,7 +78,7 @@ class ScoringRequestOutput(PoolingRequestOutput):
 
 
 def pooling_output(asked: PoolingRequest, found: np.ndarray, cached: int) -> PoolingRequestOutput:
-    """The output of a request whose vector was found."""
+    """The output of a request for its vector."""
     import torch  # here, because those who only generate need none of it
 
     data = PoolingOutput(torch.from_numpy(np.ascontiguousarray(found)))

@@ -11,14 +11,14 @@ from graphllm.engine.requests.request import EngineRequest
 
 
 class KeptVectors:
-    """The latest used, as far as they fit into so many bytes."""
+    """The most recently used vectors. most: bytes that they may take."""
 
     def __init__(self, most: int) -> None:
         self._most, self.size = most, 0
         self._kept: OrderedDict[bytes, bytes] = OrderedDict()
 
     def find(self, request: EngineRequest) -> bytes | None:
-        """Those of a request like this one."""
+        """The vectors of an equal request."""
         key = _key(request)
         found = self._kept.get(key)
         if found is not None:

@@ -52,7 +52,7 @@ def call_of(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 
 def answer(worker: Worker, call: Call) -> Answered:
-    """Run a function. Whatever goes wrong is told, and raised by nobody here."""
+    """Run a function. A failure is in the answer; nothing is raised here."""
     try:
         value = imported("function", call.function)(worker, *call.args, **call.kwargs)
     except ConfigError as refused:

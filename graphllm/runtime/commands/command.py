@@ -1,6 +1,6 @@
 """Commands: what an engine core has a device do to its states, as data.
 
-A command is a struct whose `run` acts on one rank's executor; `Device` is the part of an executor that it may use.
+A command is a struct; its `run` acts on one rank's executor. `Device` is the part of an executor that it may use.
 `Executor.do` runs it in order with the steps; with several ranks, all of them run it. A command lies in the file of its
 capability, also in a package from outside: on its way to other ranks it is named by module and class. A query is a
 command that answers. Importing this imports no torch.
@@ -37,7 +37,7 @@ class Device(Protocol):
     worker: the rank among all ranks of the engine.
     rank: among the ranks of the tensor-parallel group.
     adapters: the shape of one entry of each state of axis "adapter", by name.
-    divided: by name, the linear layers whose tables of adapters are divided among the ranks.
+    divided: by name, the linear layers that have their tables of adapters divided among the ranks.
     expert_slots: the experts that may move, see `graphllm.runtime.expert_slots`; None where none do.
     encoder: the graph that encodes items; None without one.
     """
@@ -79,7 +79,7 @@ class Answered(msgspec.Struct, tag=True):
 
 
 class Query(Command):
-    """A command whose `run` gives `Answered`, once all steps before have ended."""
+    """A command that answers: `run` gives `Answered`, once all steps before have ended."""
 
     def run(self, device: Device) -> Answered:
         """What this rank has."""
@@ -87,7 +87,11 @@ class Query(Command):
 
 
 class Sent(msgspec.Struct, tag=True, array_like=True):
-    """A command on its way to other ranks. kind: module:class. fields: as msgpack."""
+    """A command on its way to other ranks.
+
+    kind: module:class.
+    fields: as msgpack.
+    """
 
     kind: str
     fields: bytes
@@ -117,7 +121,7 @@ def shares_of(contents: Sequence[bytes], sizes: Sequence[int], rank: int) -> lis
 
 
 def joined(answers: Sequence[Answered]) -> list[bytes]:
-    """Contents that hold the parts of all ranks, of which each answer has one rank's."""
+    """Contents with the parts of all ranks; each answer has one rank's part."""
     return [b"".join(parts) for parts in zip(*(answer.value for answer in answers), strict=True)]
 
 

@@ -105,7 +105,7 @@ class WriteBlocks(Command):
 
 
 class WriteSnapshots(Command):
-    """Put back what `ReadSnapshots` gave. The fields are those of `WriteBlocks`."""
+    """Put back what `ReadSnapshots` gave. The fields are as in `WriteBlocks`."""
 
     snapshots: list[int]
     contents: list[bytes]

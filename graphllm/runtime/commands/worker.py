@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Worker:
-    """The first argument of such a function: the rank that runs it, of ``world_size``. device: "cpu", or "cuda:1".
-    in_order: runs something where kernels are launched from, on a CPU another thread, and waits for it. kept: for
-    functions, which find there what they have put there before."""
+    """The first argument of such a function: the rank that runs it, of ``world_size``.
+
+    device: "cpu", or "cuda:1".
+    in_order: runs something where kernels are launched from, on a CPU another thread, and waits for it.
+    kept: for functions, which find there what they have put there before.
+    """
 
     rank: int
     world_size: int

@@ -1,9 +1,9 @@
 """The cache's memory on a CPU, which the operating system gives at its first use: asked for before kernels use it.
 
 Where memory comes in pages of 2 MB, kernel threads that write to a fresh one at the same time each clear one, and only
-one is kept; on a virtual machine whose memory the host has not given yet, each takes 5 ms. A thread asks for the first
-of it while the process starts, and for more when half of what it has asked for last is reached; a step that is there
-before asks itself. What no sequence has reached takes no memory. No torch in here, which takes a second to import.
+one is kept. On a virtual machine that has not got its memory from the host yet, each page takes 5 ms. A thread asks for
+the first pages while the process starts, and for more when half of the last request is reached; a step that comes first
+asks itself. Memory that no sequence has reached takes no pages. No torch in here, which takes a second to import.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ _FIRST = 32 << 20  # bytes in all, for the first prompts: up to a whole page of 
 
 
 class CacheMemory:
-    """Zeros for equal cache tensors. tensors: of each, [blocks, block_bytes] uint8. first: bytes that a thread
-    asks for at once, and then whole pages before they are reached; 0 where only `reach` asks. Raises ConfigError when
-    there is no room."""
+    """Zeros for equal cache tensors.
+
+    tensors: of each, [blocks, block_bytes] uint8.
+    first: bytes that a thread asks for at once, and then whole pages before they are reached; 0 where only `reach`
+    asks.
+
+    Raises ConfigError when there is no room.
+    """
 
     def __init__(self, tensors: int, blocks: int, block_bytes: int, first: int = _FIRST) -> None:
         try:

@@ -40,7 +40,7 @@ class Memory(Protocol):
         """The same in that shape."""
 
     def strided(self, array: Array, shape: Sequence[int], stride: Sequence[int], offset: int) -> Array:
-        """A view of other geometry, which begins so many numbers behind the array's first."""
+        """A view with another geometry. offset: numbers from the array's first to the view's first."""
 
     def on_host(self, array: Array) -> np.ndarray | None:
         """The array itself, where the host can read it as numbers of numpy's."""
@@ -57,7 +57,7 @@ class _Cpu:
 
 
 class HostMemory:
-    """Of a CPU whose programs are compiled kernels throughout."""
+    """Memory of a CPU, for programs that consist of compiled kernels only."""
 
     device = _Cpu()
 

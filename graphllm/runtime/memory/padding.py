@@ -10,7 +10,7 @@ from graphllm.config import Bucket, ConfigError
 # Sizes that are captured on a GPU, relative to which a batch is padded: at most 25 % waste, few graphs.
 GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, *range(256, 1025, 64))
 MIXED_CAPTURED = 512  # tokens up to which mixed steps are captured too: longer ones hide their launches
-_MIXED_STEP = 64  # tokens to whose multiple longer ones are padded
+_MIXED_STEP = 64  # longer mixed steps are padded to a multiple of this many tokens
 
 
 class Size(NamedTuple):
@@ -33,9 +33,13 @@ def pick(
 ) -> Size:  # fmt: skip
     """The bucket for a batch, and what it is padded to.
 
-    rows: that are sampled from. query_len: tokens of each sequence where all have as many and all are sampled from,
-    else 0. most_rows: sequences of a step, and its rows where none verifies longest_query tokens. exact: on a CPU,
-    where nothing is captured and so nothing need be padded. Raises ConfigError when no bucket takes so many tokens.
+    rows: rows that are sampled from.
+    query_len: tokens of each sequence where all have equally many and all are sampled from, else 0.
+    most_rows: sequences of a step at most, and its rows where none verifies ``longest_query`` tokens.
+    exact: on a CPU, where nothing is captured and so nothing need be padded.
+    longest_query: tokens of a sequence that verifies at most.
+
+    Raises ConfigError when no bucket takes the tokens.
     """
     bucket = _find(buckets, tokens, sequences, query_len)
     if bucket.kind == "decode":

@@ -1,7 +1,7 @@
 """Staging: a step's arrays in one buffer, written on the host, copied to the device at once and read there in place.
 
-What there is, is what the graph's inputs say. Host buffers take turns, so that one step can be written while the copy
-of the one before it is still to come. Large tables of which a batch fills a part are copied only so far.
+The graph's inputs say which arrays exist. Host buffers alternate, so that one step can be written while the copy of the
+step before is still to come. Of a large table, only the part that a batch fills is copied.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ from graphllm.program.specs import InputSpec
 from graphllm.runtime.memory.memory import Array, Memory
 
 _ALIGN = 64
-_SIZES_KEPT = 256  # padded sizes whose views are remembered
+_SIZES_KEPT = 256  # padded sizes with remembered views
 _WHOLE_TABLES = 1 << 17  # bytes of ragged inputs up to which one copy of all is the fastest
 
 
 class StepInput(NamedTuple):
-    """One ragged batch as host arrays, by the names of the graph's inputs: ``sequences`` with ``tokens`` in all, of
-    which ``rows`` are sampled from.
+    """One ragged batch as host arrays.
 
-    query_len: tokens of each sequence, where all have as many and all are sampled from, else 0. An array may be shorter
-    than the padded size, and one that is missing is neutral throughout. `ForwardContext` says what the inputs of models
-    mean, the ops of the sampling programs the others. token_ids: a negative -(slot + 1) takes the token last sampled
-    for that slot, on the device. num_drafts: how many drafts a draft graph makes behind the step for the next one, None
-    for as many as can be verified. pad_to: tokens that it is padded to at least, or sequences where each has one.
-    num_independent: of the steps started most recently, how many give this step nothing but their layers (not their
-    tokens, for example); in a pipeline its layers may run before the rest of these.
+    tokens: of all sequences.
+    sequences: of the batch.
+    rows: tokens that are sampled from.
+    query_len: tokens of each sequence, where all have equally many and all are sampled from, else 0.
+    arrays: by the names of the graph's inputs. An array may be shorter than the padded size; a missing one is neutral.
+    `ForwardContext` explains the inputs of models, and the ops of the sampling programs explain the others. In
+    ``token_ids``, -(slot + 1) stands for the token last sampled for that slot, on the device.
+    num_drafts: drafts that a draft graph makes after the step, None for as many as can be verified.
+    pad_to: least number of tokens to pad to, or of sequences where each has one token.
+    num_independent: of the most recently started steps, how many produce nothing that this step reads, apart from what
+    their layers write. In a pipeline, this step's layers may run before the rest of these steps.
     """
 
     tokens: int
@@ -55,8 +58,11 @@ class _Field(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Where fields lie at some sizes. ragged, late: where inputs of that kind begin. neutral: the bytes before them, of
-    a batch without sequences."""
+    """Where fields lie at some sizes.
+
+    ragged, late: offsets at which inputs of that kind begin.
+    neutral: the bytes before them, of a batch without sequences.
+    """
 
     fields: dict[str, _Field]
     ragged: int
@@ -67,8 +73,9 @@ class _Layout(NamedTuple):
 class Staging:
     """The inputs of one graph.
 
-    specs: in any order. limits: the largest T, S and R. buffers: how many on the host, numbered from 0; there is one
-    on the device, in which whatever runs finds the inputs that were copied there last.
+    specs: in any order.
+    limits: the largest T, S and R.
+    buffers: buffers on the host, numbered from 0. The device has one buffer; it holds the inputs copied last.
     """
 
     def __init__(self, specs: list[InputSpec], limits: Mapping[str, int], memory: Memory, buffers: int = 2) -> None:
@@ -176,14 +183,18 @@ class Staging:
     def _copy(self, buffer: int, start: int, end: int) -> None:
         if self._device_bytes is None:
             self._device[start:end].copy_(self._host[buffer][start:end], non_blocking=True)
-        else:  # torch would let another thread run Python meanwhile, and then wait for it
+        else:  # torch would let another thread run Python, and then wait for it
             self._device_bytes[start:end] = self._host_bytes[buffer][start:end]
 
 
 def ragged(new: Sequence[Sequence[int]], done: Sequence[int], tables: Sequence[np.ndarray] = ()) -> StepInput:
-    """A batch without requests, for encoders, warm-up, tests and benchmarks: sequence s, of which ``done[s]`` tokens
-    are computed, runs the tokens ``new[s]``, and the last of them is sampled from. tables: block tables [S, n] of each
-    cache group."""
+    """A batch without requests, for encoders, warm-up, tests and benchmarks. The last token of each sequence is sampled
+    from.
+
+    new: the tokens that each sequence runs.
+    done: the number of tokens that each sequence has computed.
+    tables: block tables [S, n] of each cache group.
+    """
     counts = np.array([len(n) for n in new], dtype=np.int32)
     ends, starts = np.cumsum(counts, dtype=np.int32), np.array(done, dtype=np.int32)
     T = int(ends[-1])

@@ -43,7 +43,7 @@ class States:
         places = program.states if reads is None else own_states(program, reads)
         used = range(program.blocks.tensors) if reads is None else sorted(own_tensors(places))
         self._pool = self._allocate(len(used), program.blocks.bytes)
-        self._numbers = {tensor: at for at, tensor in enumerate(used)}  # of the pool's tensors, by those of all stages
+        self._numbers = {tensor: at for at, tensor in enumerate(used)}  # places in the pool, by numbers in all stages
         self.tensors = {
             name: self._block_view(p)
             if p.axis == "block"

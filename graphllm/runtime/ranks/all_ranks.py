@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class RanksOfHost(Protocol):
-    """Those of one host: `RankProcesses` on this one, `RemoteRanks` on another. numbers: which ranks they are."""
+    """The ranks of one host: `RankProcesses` on this one, `RemoteRanks` on another. numbers: their numbers."""
 
     numbers: range
 
@@ -35,8 +35,11 @@ class RanksOfHost(Protocol):
 
 
 class AllRanks:
-    """degree: how many ranks there are, with 0. fate: what ends all of them. hosts: see `begin`. undo: what ends with
-    the ranks, after them."""
+    """degree: how many ranks there are, with 0.
+    fate: what ends all of them.
+    hosts: see `begin`.
+    undo: what ends with the ranks, after them.
+    """
 
     def __init__(self, degree: int, fate: SharedFate) -> None:
         self.degree, self.fate = degree, fate
@@ -84,7 +87,7 @@ class AllRanks:
         return self._host_of[rank].word(rank, at)
 
     def stop(self) -> None:
-        """Have the ranks finish what they were told, and end; `close` waits for that."""
+        """The ranks finish their commands and end; `close` waits for that."""
         data = self._encode(Stop())
         for host in self.hosts:
             host.stop(data)

@@ -90,8 +90,7 @@ class Writer:
         return self._ring.of_readers[reader]
 
     def write(self, message: bytes, check: Callable[[], None]) -> None:
-        """Send a message to all. Where a reader has not read enough of those before, wait until it has; check: called
-        meanwhile, and may raise."""
+        """Send a message to all. Wait for room while a reader is slow. check: called while waiting; it may raise."""
         rest = memoryview(len(message).to_bytes(_LENGTH, "little") + message)
         while rest:
             room = CAPACITY - self._written + min(words[0] for words in self._ring.of_readers)
@@ -115,8 +114,12 @@ class Writer:
 
 
 class Reader:
-    """One of the readers. fd: of the writer's memory. number: of this reader. spin: seconds of looking before it
-    sleeps, in which it takes a CPU; it gives the interpreter away meanwhile."""
+    """One of the readers.
+
+    fd: of the writer's memory.
+    number: of this reader.
+    spin: seconds of polling before it sleeps. Polling takes a CPU, but not the interpreter.
+    """
 
     def __init__(self, fd: int, readers: int, number: int, spin: float) -> None:
         self._ring = _Ring(fd, readers)

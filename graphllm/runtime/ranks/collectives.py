@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LibraryGroup:
-    """A group whose collectives are those of torch's library. host: its exchange memory, where that is the host's."""
+    """A group with the collectives of torch.distributed. host: its exchange memory, where the host's memory is used."""
 
     def __init__(self, members: dist.ProcessGroup, host: HostExchange | None = None) -> None:
         self._host, self.exchange = host, None if host is None else host.table
@@ -54,7 +54,7 @@ class LibraryGroup:
 
 
 def send_logits(logits: Tensor) -> None:
-    """Replace every rank's logits by those of rank 0."""
+    """Replace every rank's logits by rank 0's."""
     dist.broadcast(logits, src=0)
 
 
@@ -64,7 +64,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def place_share(out: Tensor, rank: int, share: Tensor) -> None:
-    """Write a rank's share [.., n] where it lies in out [.., m]; what lies behind m is left out."""
+    """Write a rank's share [.., n] to its place in out [.., m]; columns beyond m are left out."""
     begin = rank * share.shape[-1]
     place = out[..., begin : begin + share.shape[-1]]
     place.copy_(share[..., : place.shape[-1]])

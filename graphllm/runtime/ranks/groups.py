@@ -20,8 +20,11 @@ _PATIENCE = datetime.timedelta(minutes=10)  # a rank that waits longer for the o
 
 
 class Meeting(NamedTuple):
-    """Where ranks find each other. url: file:// and a file that does not exist yet, of ranks of one host, or tcp:// and
-    the address of rank 0. listener: on rank 0, the file descriptor of the socket that listens there."""
+    """Where ranks find each other.
+
+    url: file:// and a file that does not exist yet, of ranks of one host, or tcp:// and the address of rank 0.
+    listener: on rank 0, the file descriptor of the socket that listens there.
+    """
 
     url: str
     listener: int | None = None
@@ -47,9 +50,12 @@ class Meeting(NamedTuple):
 def joined(
     rank: int, degree: int, meeting: Meeting, device: torch.device, stages: int = 1, one_host: bool = True
 ) -> Iterator[None]:
-    """Be one rank of a tensor-parallel group, gloo on a CPU and NCCL on GPUs. device: of type cuda without a number it
-    is the GPU of the rank's number, which becomes the current one. stages: of a pipeline; the ranks of each are
-    consecutive, and a tensor-parallel group of their own. one_host: the ranks of each stage are on one host."""
+    """Be one rank of a tensor-parallel group, gloo on a CPU and NCCL on GPUs.
+
+    device: of type cuda without a number it is the GPU of the rank's number, which becomes the current one.
+    stages: of a pipeline; the ranks of each are consecutive, and a tensor-parallel group of their own.
+    one_host: the ranks of each stage are on one host.
+    """
     if device.type == "cuda":
         device = torch.device("cuda", rank if device.index is None else device.index)
         torch.cuda.set_device(device)
@@ -73,8 +79,9 @@ def joined(
 
 
 def abandon() -> threading.Thread:
-    """Give up all groups of this process on a GPU, some of whose ranks are gone. The library's kernels end, which wait
-    for those for ever, and this thread when no captured graph holds any: then the groups are left."""
+    """Give up all groups of this process on a GPU, since some of their ranks are gone. The library's kernels, which
+    wait for these ranks, end. The returned thread ends when no captured graph holds a group: then the groups are
+    left."""
     from torch.distributed.distributed_c10d import _abort_process_group
 
     thread = threading.Thread(target=_abort_process_group, name="graphllm-abandon", daemon=True)
@@ -86,8 +93,8 @@ def abandon() -> threading.Thread:
 def joined_cores(
     rank: int, count: int, meeting: Meeting, device: torch.device
 ) -> Iterator[Callable[[list[int]], list[int]]]:
-    """Be one of the engine cores that share experts, each of one rank. Gives what tells all of them the largest of the
-    numbers that they say at each place, by a group beside that of what their steps exchange; the host waits for it."""
+    """Be one of the engine cores that share experts, each of one rank. Yields a function that gives the largest of all
+    cores' numbers at each place. It uses a group of its own, and the host waits for it."""
     own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
     members = _meet(rank, count, meeting, own)
     set_group(EXPERTS, LibraryGroup(members))
@@ -124,7 +131,7 @@ def _meet(rank: int, count: int, meeting: Meeting, device: torch.device) -> torc
 
 
 def _stage_links(rank: int, stages: int, width: int, device: torch.device) -> StageLinks:
-    """Of a rank to those with its number in the other stages, each of so many ranks."""
+    """Links from a rank to the ranks with its number in the other stages. width: ranks of a stage."""
     to: dict[int, torch.distributed.ProcessGroup] = {}
     origins: dict[int, torch.distributed.ProcessGroup] = {}
     own = rank // width
@@ -147,9 +154,9 @@ def _own_group(rank: int, groups: Sequence[Sequence[int]]) -> torch.distributed.
 
 
 def open_group(members: torch.distributed.ProcessGroup, device: torch.device, one_host: bool = True) -> Group:
-    """The group of some processes of which this is one, each with its device. All of them must call this. On GPUs of
-    one host small collectives go through symmetric memory. The library's communicator is made now: it cannot be while
-    a graph is captured."""
+    """The group of this process and others, each with its device. All of them must call this. On GPUs of one host small
+    collectives go through symmetric memory. The library's communicator is made now, since it cannot be made while a
+    graph is captured."""
     if device.type != "cuda":
         return LibraryGroup(members)
     from graphllm.runtime.ranks.symmetric_memory import SymmetricGroup, is_reachable

@@ -1,9 +1,9 @@
 """MultiprocExecutor: the executor of rank 0, which has the other ranks repeat whatever it does, in the same order.
 
-Rank 0 lives in the engine core's process, so its results come as from an executor alone, and the others' steps cost the
-host one write to memory that they share. Every rank samples for itself: after a sum over the ranks all have bitwise the
-same logits, and the random numbers are of the request's seed, so they choose the same tokens, and none has to be sent.
-That they do is checked: every rank makes a word of each step's tokens, and rank 0 compares some steps later.
+Rank 0 lives in the engine core's process, so its results come as from a single executor, and the others' steps cost the
+host one write to shared memory. Every rank samples for itself. After a sum over the ranks all have bitwise the same
+logits, and random numbers follow from the request's seed. So all choose the same tokens, and no token is sent. This is
+checked: every rank makes a checksum of each step's tokens, and rank 0 compares them some steps later.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from graphllm.runtime.ranks.rank_process import CHECKS, FIRST_CHECK, StepChecks
 from graphllm.runtime.step_handle import StepHandle
 from graphllm.runtime.stream import CpuStream, Job, Stream, nothing
 
-_LATER = 8  # steps after which all ranks have told what they sampled
+_LATER = 8  # steps after which all ranks have reported what they sampled
 _ENDING = 5.0  # seconds that what runs may take to end after a failure
 _AGAIN = 0.01  # seconds until kernels of a GPU, which wait again and again, are let go again
 _PATIENCE = 0.25  # seconds of waiting between two looks at whether all ranks live
 
 
 class MultiprocExecutor(Executor):
-    """As `Executor`, for an artifact of several ranks. ranks: the others, about to allocate as many blocks. joined: the
-    groups that this process has entered, which it leaves in the end."""
+    """As `Executor`, for an artifact of several ranks.
+
+    ranks: the others, about to allocate as many blocks.
+    joined: the groups that this process has entered, which it leaves in the end.
+    """
 
     def __init__(
         self,
@@ -155,7 +158,7 @@ class MultiprocExecutor(Executor):
 
 
 class _WatchedStream:
-    """A stream whose jobs are waited for only while all ranks live."""
+    """A stream that waits for its jobs only while all ranks live."""
 
     def __init__(self, stream: Stream, ranks: AllRanks) -> None:
         self._stream, self._ranks = stream, ranks

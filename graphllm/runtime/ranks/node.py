@@ -1,5 +1,5 @@
-"""A node: a host's ranks, led by a process there for that of rank 0. It connects to it, starts the ranks, passes on
-what they are told and what they say, and ends with either side. It computes nothing and imports no torch."""
+"""A node: a process that leads a host's ranks for rank 0's process. It connects to that process, starts the ranks,
+passes on commands and reports, and ends with either side. It computes nothing and imports no torch."""
 
 from __future__ import annotations
 
@@ -35,9 +35,13 @@ def lead_node(
     prepare: Prepare,
     environment: Mapping[str, str] | None = None,
 ) -> bool:
-    """Be a node of the engine at that address, until it ends; whether there was one. command, environment: of ranks'
-    processes. prepare: says what they load, and raises ConfigError for what this host lacks. Raises RankError when a
-    rank here, or the engine, is gone, OSError where nobody listens."""
+    """Be a node of the engine at that address, until it ends; whether there was one.
+
+    command, environment: of ranks' processes.
+    prepare: says what they load, and raises ConfigError for what this host lacks.
+
+    Raises RankError when a rank here, or the engine, is gone, OSError where nobody listens.
+    """
     connected = socket.create_connection(address, timeout=10)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST)
     connection = Connection(connected)
@@ -61,7 +65,7 @@ class _Node:
         self._fate = SharedFate()
         self._ranks: RankProcesses | None = None
         self._over = threading.Event()
-        self._told: dict[tuple[int, int], int] = {}
+        self._sent: dict[tuple[int, int], int] = {}
         self._telling = threading.Lock()
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -119,8 +123,8 @@ class _Node:
                 for rank in self._ranks.numbers:
                     for at in range(FIRST_CHECK, FIRST_CHECK + CHECKS):
                         value = self._ranks.word(rank, at)
-                        if self._told.get((rank, at), 0) != value:
-                            self._told[rank, at] = value
+                        if self._sent.get((rank, at), 0) != value:
+                            self._sent[rank, at] = value
                             found.append((rank, at, value))
             self._send(Words(found))
 
@@ -138,5 +142,5 @@ class _Node:
     def _send(self, message: msgspec.Struct) -> None:
         try:
             self._connection.send(message)
-        except OSError:  # the engine is gone, which whoever reads is told too
+        except OSError:  # the engine is gone; the reading thread finds out, too
             self._connection.end()

@@ -1,5 +1,5 @@
-"""What the process of rank 0 and those that lead other hosts' ranks say to each other over TCP: msgpack, each message
-behind its length. Behind Begin a node gets nothing but ranks' commands, encoded as they are on one host."""
+"""Messages over TCP between rank 0's process and the processes that lead other hosts' ranks: msgpack, each message
+after its length. After Begin a node gets only ranks' commands, encoded as on one host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from graphllm.runtime.ranks.rank_process import receive
 
 
 class Hello(msgspec.Struct, tag=True):
-    """A node is there. number: which one, None for any. secret: that it belongs to the engine. host: its name."""
+    """A node is there.
+
+    number: which one, None for any.
+    secret: that it belongs to the engine.
+    host: its name.
+    """
 
     number: int | None
     secret: str
@@ -23,8 +28,14 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class Begin(msgspec.Struct, tag=True):
-    """The ranks ``first`` and so many behind it of ``degree`` are the node's. store: host and port where ranks meet.
-    load: what to load. manifest: SHA-256 of the artifact's manifest.json."""
+    """The node's part of the engine.
+
+    first, count: its ranks are first, first + 1, ...
+    degree: ranks in all.
+    store: host and port where ranks meet.
+    load: what to load.
+    manifest: SHA-256 of the artifact's manifest.json.
+    """
 
     node: int
     first: int
@@ -59,7 +70,7 @@ class Words(msgspec.Struct, tag=True):
 
 
 class Gone(msgspec.Struct, tag=True):
-    """One of the node's ranks is gone, and the others with it. config: it could not be loaded as it was told to."""
+    """One of the node's ranks is gone, and the others with it. config: the settings are at fault."""
 
     error: str
     config: bool
@@ -101,12 +112,12 @@ class Connection:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * seconds))
 
     def end_sending(self) -> None:
-        """Nothing comes behind what was sent."""
+        """Say that nothing more will be sent."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def end(self) -> None:
-        """Whoever waits to send or to receive is told that the connection is over."""
+        """End the connection; threads that wait to send or to receive notice."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -1,5 +1,5 @@
-"""What becomes of an engine of several ranks when one of them is gone: they wait for each other in every layer, so none
-can go on alone. The first failure counts, ends all of them, and is what everyone is told who waits for their work."""
+"""What becomes of an engine of several ranks when a rank is gone. Ranks wait for each other in every layer, so none can
+go on without the others. The first failure counts: it ends all ranks, and is raised in all that wait for their work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SharedFate:
     def __init__(self, exits: bool = False) -> None:
         self._exits = exits
         self._failure: RankError | ConfigError | None = None
-        self._failed, self._told = threading.Event(), threading.Event()
+        self._failed, self._reported = threading.Event(), threading.Event()
         self._first = threading.Lock()
         self._ends: list[Callable[[], None]] = []
 
@@ -43,7 +43,7 @@ class SharedFate:
         self._ends.append(end)
 
     def fail(self, failure: RankError | ConfigError) -> None:
-        """A rank is gone, or could not be loaded as it was told to."""
+        """A rank is gone, or its settings could not be loaded."""
         with self._first:
             if self._failed.is_set():
                 return
@@ -56,20 +56,20 @@ class SharedFate:
 
     def _exit_unheard(self) -> None:
         silence = Silence(lambda: threads_of(os.getpid()), _TICK)
-        while not self._told.wait(_TICK):
+        while not self._reported.wait(_TICK):
             if silence.look() > _HUNG:
                 _log.error("%s; the engine core hangs and ends", self._failure)
                 os._exit(1)
 
     def settle(self) -> None:
         """The ranks are ended: nobody waits for their work."""
-        self._told.set()
+        self._reported.set()
 
     def check(self) -> None:
         """Raise RankError when a rank is gone, ConfigError where it could not be loaded."""
         if self._failed.is_set():
             assert self._failure is not None
-            self._told.set()
+            self._reported.set()
             raise type(self._failure)(str(self._failure))
 
     def check_soon(self) -> None:

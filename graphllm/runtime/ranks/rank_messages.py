@@ -125,7 +125,7 @@ class Serving(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The rank ends. config: it could not be loaded as it was told to."""
+    """The rank ends. config: the settings are at fault."""
 
     error: str
     config: bool

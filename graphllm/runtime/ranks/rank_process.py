@@ -39,15 +39,21 @@ if TYPE_CHECKING:
     from graphllm.runtime.step_handle import StepHandle
 
 LIFE = 1  # the word of a rank that it counts up while it lives, once it serves
-CHECKS = 64  # words behind it: of the last steps, by number, what they sampled
+CHECKS = 64  # words after it: checksums of what the last steps sampled, by number
 FIRST_CHECK = 64
 _BEAT = 0.25  # seconds
 
 
 class Settings(msgspec.Struct):
-    """What a rank is told at its start. reader: its number among the ``readers`` of its host's memory of commands.
-    folder: of this engine's ranks on this host, for as long as they live. meeting: where all ranks meet. load: how to
-    load. started: `time.monotonic`."""
+    """What a rank gets at its start.
+
+    rank, degree: its number, and ranks in all.
+    reader, readers: its number among the readers of its host's memory of commands, and their count.
+    folder: of this engine's ranks on this host, for as long as they live.
+    meeting: where all ranks meet.
+    load: how to load.
+    started: `time.monotonic`.
+    """
 
     rank: int
     degree: int
@@ -79,7 +85,7 @@ Load = Callable[[Settings], Share]
 
 
 def send(fd: int, message: bytes) -> None:
-    """Write a message to a pipe, behind its length."""
+    """Write a message to a pipe, after its length."""
     rest = memoryview(struct.pack("<Q", len(message)) + message)
     while rest:
         rest = rest[os.write(fd, rest) :]
@@ -102,7 +108,11 @@ def _exactly(fd: int, count: int) -> bytes | None:
 
 
 def run_rank(load: Load, preload: Callable[[], None]) -> None:
-    """The process's whole life. load: reads this rank's weights. preload: imports what that needs."""
+    """The process's whole life.
+
+    load: reads this rank's weights.
+    preload: imports what that needs.
+    """
     ring = int(sys.argv[1])
     reports = os.dup(1)
     os.dup2(2, 1)  # what is printed must not mix with reports
@@ -160,8 +170,10 @@ def _live(
 
 
 class StepChecks:
-    """Numbers steps, and makes a word of what each sampled, once its result is there: `retire` when there are
-    ``in_flight``, before another one starts, whose result takes the place of the oldest."""
+    """Numbers steps, and makes a checksum of the tokens that each sampled, once its result is there.
+
+    Call `retire` when ``in_flight`` steps are open, before another starts: its result takes the place of the oldest.
+    """
 
     def __init__(self, in_flight: int) -> None:
         self._steps: deque[StepHandle] = deque()

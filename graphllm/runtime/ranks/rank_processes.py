@@ -1,5 +1,5 @@
-"""The processes of ranks on this host, as the process that leads them sees them: their start, what they are told, life,
-death and end. On rank 0's host it leads ranks 1, 2 ..., on another one `graphllm.runtime.ranks.node` leads that node's.
+"""The processes of ranks on this host, as the leading process sees them: start, commands, life, death and end. On rank
+0's host it leads ranks 1, 2 ...; on another host `graphllm.runtime.ranks.node` leads that host's ranks.
 
 A thread watches them. One that ends, or gives no sign of life though it could (`silence`), ends all of them
 (`rank_failure`).
@@ -36,7 +36,7 @@ Hear = Callable[[int, Report], None]  # what is done with a report of a rank
 
 
 class _Life:
-    """How long a rank has been quiet: without a sign of life, and with commands of which it takes none."""
+    """How long a rank has been quiet: without a sign of life, and with commands that it does not read."""
 
     def __init__(self, pid: int) -> None:
         self.beat, self.read = 0, 0
@@ -44,8 +44,12 @@ class _Life:
 
 
 class WaitingRanks:
-    """So many processes of ranks, which import what they need while they wait to be told what to load. command: of a
-    program that calls `rank_process.run_rank`. environment: variables besides those of this process."""
+    """Processes of ranks that import what they need while they wait for their orders.
+
+    command: of a program that calls `rank_process.run_rank`.
+    count: processes.
+    environment: variables on top of this process's.
+    """
 
     def __init__(self, command: Sequence[str], count: int, environment: Mapping[str, str] | None = None) -> None:
         self.count, self.started = count, time.monotonic()
@@ -71,9 +75,14 @@ class WaitingRanks:
 
 
 class Orders(msgspec.Struct):
-    """What the ranks of a host are told at their start: they are ``first`` and those behind it, of ``degree`` in all.
-    folder: of theirs alone, on their host. meeting: where all ranks meet, see `graphllm.runtime.ranks.groups`. load:
-    what to load."""
+    """What the ranks of a host get at their start.
+
+    first: the number of the first rank of the host; the others follow.
+    degree: ranks in all.
+    folder: a folder of their own on their host.
+    meeting: where all ranks meet, see `graphllm.runtime.ranks.groups`.
+    load: what to load.
+    """
 
     first: int
     degree: int
@@ -124,7 +133,7 @@ class RankProcesses:
         return self._writer.words(rank - self.numbers.start)[at]
 
     def stop(self, command: bytes) -> None:
-        """Send the command to stop. Have the ranks finish what they were told, and end; `close` waits for that."""
+        """Send the command to stop. The ranks finish their commands and end; `close` waits for that."""
         self._closing.set()
         self.write(command)
         self._stopping = True

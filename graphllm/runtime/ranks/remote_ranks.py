@@ -1,5 +1,5 @@
-"""Ranks on other hosts, as rank 0's process sees them: nodes that come to an address, whose own processes lead them
-(`graphllm.runtime.ranks.node`)."""
+"""Ranks on other hosts, as rank 0's process sees them: nodes that connect to an address. A process on each node leads
+its ranks (`graphllm.runtime.ranks.node`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from graphllm.runtime.ranks.rank_messages import Report
 from graphllm.runtime.ranks.rank_processes import Hear
 
 _SILENCE = 5.0  # seconds without a sign of life until a node counts as dead that has given them in time
-_OFTEN, _MOST = 5, 60.0  # of one that has not, so many times its longest pause of late; and at most so many seconds
+_OFTEN, _MOST = 5, 60.0  # of a node that was late: times its longest recent pause, and at most this many seconds
 _GREETING = 10.0  # seconds that whoever connects may take to say who it is
 _PATIENCE = 600.0  # seconds for all nodes to come
 _REMINDER = 20.0  # seconds between two lines of the log while some are waited for
@@ -41,8 +41,12 @@ _log = logging.getLogger(__name__)
 
 
 class RemoteRanks:
-    """Those of one node. begin: what it is told. artifact: the files of the artifact, for a node without. explain: why
-    a node whose connection ends may be gone, where somebody else knows."""
+    """The ranks of one node.
+
+    begin: its first message.
+    artifact: the files of the artifact, for a node without it.
+    explain: why a node may be gone when its connection ends, where somebody else knows.
+    """
 
     def __init__(
         self,
@@ -87,7 +91,7 @@ class RemoteRanks:
         return self._words.get((rank, at), 0)
 
     def stop(self, command: bytes) -> None:
-        """Send the command to stop; the node ends behind it."""
+        """Send the command to stop; the node ends after it."""
         self._closing.set()
         self.write(command)
 
@@ -132,8 +136,8 @@ class RemoteRanks:
                 case Lacking():
                     self._connection.send(Artifact(self._artifact()))
                 case Gone(error, config):
-                    told = f"{self._name}: {error}"
-                    self._fate.fail(ConfigError(told) if config else RankError(told))
+                    message = f"{self._name}: {error}"
+                    self._fate.fail(ConfigError(message) if config else RankError(message))
                     return
         if self._closing.is_set() or self._fate.failed:
             return
@@ -151,7 +155,7 @@ class Patience:
         self.seconds, self._longest = _SILENCE, 0.0
 
     def heard(self, pause: float) -> bool:
-        """There was one, after so many seconds of waiting. Whether that changes the patience."""
+        """A sign of life came after ``pause`` seconds. Returns whether that changes the patience."""
         self._longest = max(pause, self._longest - pause / _OFTEN)  # forgotten after as long as the patience was
         seconds = min(_MOST, max(_SILENCE, float(math.ceil(_OFTEN * self._longest))))
         changed, self.seconds = seconds != self.seconds, seconds
@@ -174,7 +178,13 @@ class NodesDoor(NamedTuple):
 
 
 def listen(host: str, port: int, name: str = "master_port") -> socket.socket:
-    """A socket for others to connect to. port: 0 for any. name: the setting that says it. Raises ConfigError."""
+    """A socket for others to connect to.
+
+    port: 0 for any.
+    name: the setting that says it.
+
+    Raises ConfigError.
+    """
     try:
         return socket.create_server((host, port))
     except (OSError, OverflowError) as refused:

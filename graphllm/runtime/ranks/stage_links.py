@@ -25,9 +25,14 @@ def link_directions(stages: int) -> list[tuple[int, int]]:
 
 
 class StageLinks:
-    """The links of one stage. to, origins: the groups for what it sends and gets, by the other stage; both processes of
-    a group are in no other with the same direction. device: of this process. All stages must make theirs at the same
-    time."""
+    """The links of one stage.
+
+    to, origins: the groups for what it sends and gets, by the other stage; both processes of a group are in no other
+    with the same direction.
+    device: of this process.
+
+    All stages must make theirs at the same time.
+    """
 
     def __init__(
         self,
@@ -98,8 +103,8 @@ class StageLinks:
 
 
 class _Outgoing:
-    """One link's sender. peer: the receiver's number in the group. On a GPU messages go on a stream beside the current
-    one, in which they wait for their receiver."""
+    """One link's sender. peer: the receiver's number in the group. On a GPU messages have a stream of their own, in
+    which they wait for their receiver."""
 
     def __init__(self, members: dist.ProcessGroup, peer: int, device: torch.device) -> None:
         self._members, self._peer = members, peer
@@ -107,7 +112,7 @@ class _Outgoing:
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()  # a message must stay until it is taken
 
     def make_room(self) -> None:
-        """Have the current stream wait until all messages but the last ones are taken, whose memory is another."""
+        """Have the current stream wait until all messages are taken, except the last ones, which have other memory."""
         while len(self._sent) >= COPIES:
             self._take_back()
 

@@ -6,10 +6,10 @@ Two-shot: everyone adds up a part, then reads the others' sums. NVLink multicast
 ranks have read what it needs, so the next one may write the buffer. What they are slower for goes through NCCL.
 What kernels exchange themselves (`graphllm.ir.exchange`) has memory of its own.
 
-torch keeps a group by its name for as long as the process lives, and counts through all groups of a process what their
-ranks tell each other when they share memory. So a process that opens a second engine, whose other ranks are new
-processes, would wait for what they never say: each but its first group gets a name of its own here, and a store that
-counts from 0.
+torch keeps a group by its name for as long as the process lives, and numbers the messages about shared memory through
+all groups of a process. The other ranks of a second engine are new processes that count from 0, so this process would
+wait for messages that never come. So each group after the first one gets a name of its own, and a store that counts
+from 0.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ _BACKENDS = {"cuda": dist.ProcessGroup.BackendType.NCCL, "cpu": dist.ProcessGrou
 
 
 class CountedFromZero(dist.Store):
-    """A store whose keys, KIND/NUMBER/.., are those of another one with other numbers: 0 for the first one that is used
-    here, 1 for the next."""
+    """Wraps a store and renumbers the NUMBER in KIND/NUMBER/... keys, starting from 0 in the order of first use."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
@@ -108,7 +107,7 @@ class SymmetricGroup(LibraryGroup):
         self._given.fill_(255)
         self._zeros = torch.zeros(_AT_ONCE, dtype=torch.uint8, pin_memory=True)
         self._ones = torch.ones(self._shared.signal_pad_size // 4, dtype=torch.int32, pin_memory=True)
-        self._beside = torch.cuda.Stream(device)
+        self._copy_stream = torch.cuda.Stream(device)
         torch.cuda.synchronize()
         places = [others.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in range(self.size)]
         self.exchange = exchange_table(self.rank, places, device)
@@ -152,10 +151,10 @@ class SymmetricGroup(LibraryGroup):
         self._shared.barrier(channel=0)
 
     def let_go(self) -> None:
-        """By the engines that copy, which need none of the multiprocessors that waiting kernels may all have. torch's
-        kernels wait for words of this rank to be 1, and for those of the others to be 0."""
+        """Release waiting kernels. Copy engines do it, since waiting kernels may have all multiprocessors. torch's
+        kernels wait for words of this rank to be 1, and for words of the others to be 0."""
         free = self._zeros[: self._ones.nbytes].view(torch.int32)
-        with torch.cuda.stream(self._beside):
+        with torch.cuda.stream(self._copy_stream):
             for part in self._given.split(_AT_ONCE):
                 part.copy_(self._zeros, non_blocking=True)
             for rank in range(self.size):

@@ -19,7 +19,7 @@ def request(id: str, prompt: list[int], limit: int = 8, **changes: object) -> En
 def router(count: int = 2, prefix: bool = True, step: int = 2048) -> Router:
     """step: tokens of one."""
     made = Router(count, prefix)
-    made.told(info(100, block_size=4, num_blocks=64, max_model_len=8192, max_num_batched_tokens=step))
+    made.set_sizes(info(100, block_size=4, num_blocks=64, max_model_len=8192, max_num_batched_tokens=step))
     return made
 
 

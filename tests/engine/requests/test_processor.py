@@ -142,7 +142,7 @@ def test_structured_outputs(tokenizer: Tokenizer) -> None:
         ("a", {"logit_bias": {10**6: 1.0}}, "logit_bias has token id 1000000: give"),
         ("a", {"allowed_token_ids": [1, 10**6]}, "allowed_token_ids has token id 1000000: give"),
         ("a", {"stop_token_ids": [10**6]}, "stop_token_ids has token id 1000000: give"),
-        ([1] * 60, {"min_tokens": 5}, "min_tokens is 5: there is room for 4 behind this prompt"),
+        ([1] * 60, {"min_tokens": 5}, "min_tokens is 5: there is room for 4 after this prompt"),
     ],
 )  # fmt: skip
 def test_mistakes(processor: Processor, prompt: Any, fields: dict[str, Any], message: str) -> None:

@@ -141,7 +141,7 @@ def test_where_there_is_no_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(ids) <= 2
     monkeypatch.setattr(text_length, "PIECE", 1000)
     assert steps(tokenizer, text, 2) == ids
-    with pytest.raises(ConfigError, match=r"prompt has 20000 characters, of which the first \d+ are more than \d+ tok"):
+    with pytest.raises(ConfigError, match=r"prompt has 20000 characters; the first \d+ are more than \d+ tok"):
         steps(tokenizer, "a " * 10_000, 50)
     with pytest.raises(ConfigError, match="prompt has 2000000 characters: there is room for 50 tokens"):
         steps(tokenizer, "a " * 1_000_000, 50)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _WHITESPACE = r"[ ]?|\n[ \t]{0,64}"
 _MAX_TEXT = 200_000  # characters of a regex, a grammar, or all choices
 _MAX_REPEATS = 5000  # of a regex or a grammar; time and memory to compile them grow with the square
-# Expressions over what a request sends must not backtrack far: nothing else runs in Python meanwhile.
+# Expressions over what a request sends must not backtrack far: no other Python code runs during a match.
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
 _LARK_ATTRIBUTE = re.compile(
     r"^[ \t]*[?!]?[\w-]+\s*\[(?:[^\[\]:\"]|\"[^\"\n]*\")*\b(temperature|max_tokens|stop)\b", re.MULTILINE
@@ -45,8 +45,10 @@ _ESCAPES = 'nrbtf\\"'
 class LlguidanceVocabulary:
     """What tokens are and how masks are laid out.
 
-    size: tokens of the model. tokens: those of them that the tokenizer has. never: tokens that the library takes for an
-    end of output and that are none. stops, nevers: where their bits are, as word and bit.
+    size: tokens of the model.
+    tokens: tokens that the tokenizer has, too.
+    never: tokens that the library wrongly takes for an end of output.
+    stops, nevers: where the bits of stop tokens and of ``never`` are, as word and bit.
     """
 
     tokenizer: llguidance.LLTokenizer
@@ -101,7 +103,7 @@ class LlguidanceMatcher:
     def allow(self, row: NDArray[np.int32]) -> None:
         """Write what may come next: bit t % 32 of word t // 32 is 1 for an allowed token t, and 0 for all others.
 
-        row: int32 [ceil(V / 32)] of the model's vocabulary V, contiguous. Behind the end only stop tokens are allowed.
+        row: int32 [ceil(V / 32)] of the model's vocabulary V, contiguous. After the end only stop tokens are allowed.
         Raises GrammarError when no token may come next.
         """
         v = self._vocabulary

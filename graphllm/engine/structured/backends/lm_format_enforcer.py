@@ -73,9 +73,11 @@ class LMFormatEnforcerCompiler(TextCompiler):
 class _Automaton(NamedTuple):
     """What the states of a grammar share.
 
-    keys: of characters, in moves. moves: of states from which characters that are tokens lead to an end, to such
-    states; so nobody gets where nothing may follow. ends: where the text may end. texts: of tokens. masks: of the
-    states that some request has been in.
+    keys: of characters, in moves.
+    moves: between states that can reach an end by characters that are tokens, so that every state has a continuation.
+    ends: where the text may end.
+    texts: of tokens.
+    masks: of the states that some request has been in.
     """
 
     keys: dict[str, int]
@@ -134,11 +136,11 @@ def _automaton(parser: RegexParser, tree: TokenizerPrefixTree, texts: dict[int, 
     named = {char: key for key, chars in fsm.alphabet.by_transition.items() for char in chars if isinstance(char, str)}
     others = next((key for key, chars in fsm.alphabet.by_transition.items() if not named.keys() >= {*chars}), -1)
     keys = {char: named.get(char, others) for char in parser.config.alphabet}
-    alone = {keys[char] for char, node in tree.root.children.items() if node.tokens}
+    single = {keys[char] for char, node in tree.root.children.items() if node.tokens}
     before: dict[int, list[int]] = {}
     for state, moves in fsm.map.items():
         for key, after in moves.items():
-            if key in alone:
+            if key in single:
                 before.setdefault(after, []).append(state)
     live, pending = set(fsm.finals), list(fsm.finals)
     while pending:

@@ -25,7 +25,7 @@ class State(Protocol):
         """Undo the last ``tokens`` that it took, at most `MOST_BACK`."""
 
     def write(self, row: NDArray[np.int32]) -> None:
-        """Set the bits of the text tokens that may come next, and clear those of other text tokens."""
+        """Set the bits of the text tokens that may come next, and clear the bits of other text tokens."""
 
     def complete(self) -> bool:
         """Whether the text may end here."""

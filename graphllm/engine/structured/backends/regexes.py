@@ -37,8 +37,8 @@ def plain_regex(pattern: str, field: str, where: str = "") -> str:
 
 
 def plain_string_pattern(pattern: str, field: str, where: str) -> str:
-    """Of JSON strings without their quotes whose content matches a schema's pattern, all of them written without an
-    escape. Raises ConfigError, UnsupportedError."""
+    """A pattern of JSON strings, without quotes and escapes, that match a schema's pattern. Raises ConfigError,
+    UnsupportedError."""
     if not (pattern.startswith("^") and re.search(r"(?<!\\)(\\\\)*\$$", pattern)):
         raise UnsupportedError(field, "pattern", where, "string", f"{pattern!r:.60} is not from ^ to $")
     return _Reader(pattern, field, where, quoted=True).read()
@@ -54,8 +54,8 @@ def _escaped(char: str) -> str:
 
 
 def _class(ranges: Iterable[tuple[str, str]], negated: bool = False) -> str:
-    """In the order that XGrammar reads right: it takes a first \\^ for a negation, and hexadecimal digits behind \\x00
-    and its range for more of them."""
+    """A character class in an order that XGrammar reads correctly: it takes a first \\^ for a negation, and hexadecimal
+    digits after \\x00 and its range for more digits."""
     ranges = sorted(set(ranges), reverse=True)
     low, high = ranges[0]
     if low == "^" and not negated:

@@ -41,7 +41,13 @@ REGEX_SHAPES: Mapping[str, frozenset[str]] = {
 
 
 def schema_regex(reduced: Mapping[str, Any], spaces: bool) -> str:
-    """reduced: by `reduced_schema` for REGEX_SHAPES. spaces: whether there may be any. Raises ConfigError."""
+    """The expression of all documents of a schema.
+
+    reduced: by `reduced_schema` for REGEX_SHAPES.
+    spaces: whether documents may have spaces.
+
+    Raises ConfigError.
+    """
     regex = _Writer(reduced.get("$defs", {}), spaces).value(reduced, "#")
     if len(regex) > _LONGEST:
         raise UnsupportedError("json", "a schema of this size", why=f"{len(regex)} characters as an expression")
@@ -93,7 +99,7 @@ class _Writer:
         if "pattern" not in node:
             return f'"{_CHAR}{times(low, high)}"'
         if low or high is not None:
-            raise UnsupportedError("json", "pattern", where, "length", "beside minLength or maxLength")
+            raise UnsupportedError("json", "pattern", where, "length", "together with minLength or maxLength")
         return f'"(?:{plain_string_pattern(node["pattern"], "json", where)})"'
 
     def _array(self, node: Mapping[str, Any], where: str) -> str:

@@ -51,7 +51,7 @@ def reduced_schema(schema: Any, closed: bool, shapes: Mapping[str, frozenset[str
 class _Reducer:
     def __init__(self, root: Mapping[str, Any], shapes: Mapping[str, frozenset[str]]) -> None:
         self._definitions, self._shapes = root.get("$defs", {}), shapes
-        self._open: list[str] = []  # definitions whose inside is being looked at
+        self._open: list[str] = []  # definitions that are being read
         self._done: dict[str, Any] = {}
 
     def run(self, plain: Any) -> Any:
@@ -120,7 +120,7 @@ class _Reducer:
         if "const" in node and "enum" in node:
             rest["enum"] = node["enum"]
         if rest:
-            raise UnsupportedError(_FIELD, next(iter(rest)), where, "", "beside values that are listed")
+            raise UnsupportedError(_FIELD, next(iter(rest)), where, "", "together with listed values")
         values = [value for value in values if not types or any(_is(value, t) for t in types)]
         if not values:
             raise UnsupportedError(_FIELD, "enum", where, "", "no value is of the type")
@@ -133,11 +133,11 @@ class _Reducer:
             inside = {**kind, **option} if isinstance(option, dict) else option
             alike = isinstance(inside, dict) and "$ref" not in inside and _types(inside) <= _types(node)
             if kind and not alike:
-                raise UnsupportedError(_FIELD, "type", f"{where}/anyOf/{i}", "", "beside anyOf")
+                raise UnsupportedError(_FIELD, "type", f"{where}/anyOf/{i}", "", "together with anyOf")
             options.append(self._reduce(inside, f"{where}/anyOf/{i}"))
         stray = next((name for name in node if name not in ("anyOf", "type")), None)
         if stray is not None:
-            raise UnsupportedError(_FIELD, stray, where, "", "beside anyOf")
+            raise UnsupportedError(_FIELD, stray, where, "", "together with anyOf")
         return self._shape("anyOf", {"anyOf": options}, where)
 
     def _typed(self, kind: str, node: Mapping[str, Any], where: str) -> Any:
@@ -155,7 +155,7 @@ class _Reducer:
         others = node.get("additionalProperties", True)
         if node.get("properties"):
             if node.pop("additionalProperties", False) is not False:
-                raise UnsupportedError(_FIELD, "additionalProperties", where, "object", "beside properties")
+                raise UnsupportedError(_FIELD, "additionalProperties", where, "object", "together with properties")
             unnamed = set(node.get("required", ())) - set(node["properties"])
             inside = {n: v for n, v in node["properties"].items() if v is not False}
             if unnamed or set(node.get("required", ())) - set(inside):
@@ -174,7 +174,7 @@ class _Reducer:
         node = dict(node)
         if "prefixItems" in node:
             if node.pop("items", False) is not False:
-                raise UnsupportedError(_FIELD, "items", where, "array", "beside prefixItems")
+                raise UnsupportedError(_FIELD, "items", where, "array", "together with prefixItems")
             parts = enumerate(node["prefixItems"])
             node["prefixItems"] = [self._reduce(item, f"{where}/prefixItems/{i}") for i, item in parts]
         elif node.get("items", True) is False:

@@ -1,6 +1,6 @@
 """Structured output by XGrammar: pushdown automata, with the masks of most tokens made ahead of time.
 
-Beside the smaller backends it knows recursion, bounds of numbers, and grammars in GBNF.
+Unlike the smaller backends it knows recursion, bounds of numbers, and grammars in GBNF.
 """
 
 from __future__ import annotations

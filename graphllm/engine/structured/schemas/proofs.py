@@ -98,7 +98,7 @@ def _references(node: Any) -> Iterator[str]:
 
 
 def _finite(node: Any, known: set[str]) -> bool:
-    """Whether some document can end, given that those of the ``known`` definitions can. May say yes wrongly."""
+    """Whether a document of the schema can end, if documents of the ``known`` definitions can. May say yes wrongly."""
     if isinstance(node, bool):
         return True
     if "$ref" in node and node["$ref"].rsplit("/", 1)[1] not in known:

@@ -137,7 +137,7 @@ class _Rewriter:
         if not isinstance(node, dict):
             raise refuse(path, "", f"{_short(node)} is no schema", "give an object, true or false")
         plain: dict[str, Any] = {}
-        extra: list[Any] = []  # what must hold beside it and has no keyword of its own free
+        extra: list[Any] = []  # further conditions for keywords that are already taken
         for keyword, value in node.items():
             if keyword in _ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance"):
                 continue
