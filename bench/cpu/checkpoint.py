@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.real_size import SHAPES
+from bench.models import SHAPES
 
 _DEVIATION = 0.02
 _MERGED = ("\u0120w",)

@@ -11,8 +11,8 @@ from typing import Any
 
 from bench.cpu.cases import CASES
 from bench.cpu.lock import Lock
-from bench.cpu.process import Process, ProcessFailedError
 from bench.cpu.report import MACHINE, Measured, Turn
+from bench.process import Process, ProcessFailedError
 
 
 def take_round(

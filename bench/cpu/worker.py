@@ -15,7 +15,7 @@ from typing import Literal
 
 from bench.cpu.cases import CASES, FIRST, FIRST_PROMPT, PEAK, Case
 from bench.cpu.peer import Runner, Workload, find_peers
-from bench.cpu.process import Commands
+from bench.process import Commands
 
 _WARM = 4  # tokens generated before the clock runs
 
