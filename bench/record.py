@@ -48,7 +48,9 @@ def machine(device: str) -> dict[str, Any]:
 def folder_of(machine: dict[str, Any]) -> str:
     """The folder of a machine's results, such as "h200", "h200-x2", "xeon-amx"."""
     words = re.findall(r"[a-z0-9]+", str(machine["name"]).lower())
-    kept = [word for word in words if not re.fullmatch(_NOISE, word)] or [UNKNOWN]
+    kept = [word for word in words if not re.fullmatch(_NOISE, word)]
+    if not kept:
+        return "-".join([UNKNOWN, *([f"{cores}cpus"] if (cores := machine.get("cores", UNKNOWN)) != UNKNOWN else [])])
     gpus = machine.get("gpus")
     more = ([f"x{gpus}"] if gpus > 1 else []) if gpus else [machine["features"]] if machine.get("features") else []
     return "-".join([*kept, *more])

@@ -8,7 +8,7 @@ from typing import Any
 from bench.record import RESULTS
 
 PAGE = RESULTS / "README.md"
-_ROWS, _FIGURES = 24, 8  # of a case with more rows, only their number is shown; figures of a row
+_ROWS, _FIGURES = 48, 8  # of a case with more rows, only their number is shown; figures of a row
 _HEAD = """# Results
 
 `python -m bench report` writes this page from the files in this folder; do not edit it. `python -m bench` lists the

@@ -38,7 +38,7 @@ CASES = [
     ("deterministic", {"shape": "qwen2.5-0.5b", "target": "cpu", "threads": 0, "rounds": 15, "context": 256,
                        "decode": (1, 8, 64), "prefill": (1024,), "mixed": (16,)}),
     ("deterministic_gpu", {"shape": "llama3.1-8b", "target": "cuda", "threads": 0, "rounds": 15, "context": 256,
-                           "decode": (1, 16, 32, 64, 128, 256), "prefill": (512, 2048, 8192), "mixed": (16,)}),
+                           "decode": (1, 16, 32, 64, 128, 256), "prefill": (512, 2048, 8192), "mixed": (64,)}),
 ]  # fmt: skip
 HELP = {
     "threads": "threads of a CPU's kernels; 0: as many as CPUs",

@@ -26,6 +26,7 @@ CASES = [
     ("pooling_bert", {"shape": "bert-base", "dtype": "float32", "target": "cpu", "texts": 256, "rounds": 3}),
     ("pooling_bert_bf16", {"shape": "bert-base", "dtype": "bfloat16", "target": "cpu", "texts": 256, "rounds": 3}),
     ("pooling_bert_gpu", {"shape": "bert-base", "dtype": "bfloat16", "target": "cuda", "texts": 256, "rounds": 3}),
+    ("pooling_xlmr_gpu", {"shape": "xlm-r-large", "dtype": "bfloat16", "target": "cuda", "texts": 256, "rounds": 3}),
 ]
 HELP = {"shape": "minilm, bert-base or xlm-r-large", "dtype": "float32 or bfloat16", "texts": "texts of the many"}
 WORDS = 30_000

@@ -45,6 +45,9 @@ CASES = [
                              "no_experts": False}),
     ("gpu_table_tp2", {"shapes": ("llama3.1-8b", "llama3-70b"), "runs": 2, "startup": False, "tensor_parallel_size": 2,
                        "compile": "--max-model-len 8320", "rows": "", "trace": "", "no_experts": False}),
+    ("gpu_table_tp4", {"shapes": ("llama3.1-8b", "llama3-70b"), "runs": 2, "startup": False, "tensor_parallel_size": 4,
+                       "compile": "--max-model-len 8320", "trace": "", "no_experts": False,
+                       "rows": "decode 1,decode 32,decode 64,decode 128,decode 256,TTFT 8192"}),
 ]  # fmt: skip
 HELP = {
     "shapes": "shapes of models",
