@@ -8,6 +8,7 @@ from typing import Any
 from bench.record import RESULTS
 
 PAGE = RESULTS / "README.md"
+_DETAILS = ("traced", "kernels of a step", "each turn", "tried", "padding by bucket")  # rows that only the files have
 _ROWS, _FIGURES = 48, 8  # of a case with more rows, only their number is shown; figures of a row
 _HEAD = """# Results
 
@@ -40,7 +41,8 @@ def machine_name(machine: dict[str, Any]) -> str:
 def lines_of(folder: str, record: dict[str, Any]) -> list[str]:
     """The table's lines of a case."""
     link = f"[{record['case']}]({folder}/{record['case']}.json), {record['date']}"
-    shown = {name: figures for name, row in record["rows"].items() if (figures := figures_of(row))}
+    rows = {name: figures_of(row) for name, row in record["rows"].items() if not any(word in name for word in _DETAILS)}
+    shown = {name: figures for name, figures in rows.items() if figures}
     if len(shown) > _ROWS:
         return [f"| {link} | {len(record['rows'])} rows | |"]
     lines = [f"| {{}} | {_cell(name)} | {_cell(figures)} |" for name, figures in shown.items()]
