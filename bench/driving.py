@@ -118,8 +118,8 @@ class Stepper:
 
 
 def profiled(core: Any, steps: int) -> dict[str, Any]:
-    """Of so many steps: the share of time in which no kernel runs, what the host does beside waiting, in ms, and the
-    kernels of a step, each with its launches and ms; all with what the profiler adds."""
+    """Figures of some steps, with the time that the profiler adds: the share of time in which no kernel runs, ms of the
+    host without its waiting, and the kernels of a step, each with its launches and ms."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -1,8 +1,8 @@
 """What all cases share: settings, rows, processes of their own, turns, and the proof that the work is real.
 
 A case is a file of bench/cases with a literal ``CASES``, a list of (name, settings), and ``run(case)``. ``run`` returns
-the figures, or yields them part by part, as nested mappings; `rows_of` makes rows of them. It imports no heavy library,
-because processes whose start or memory is measured import it.
+the figures, or yields them part by part, as nested mappings; `rows_of` makes rows of them. This file imports no
+heavy library, because cases measure the start and the memory of processes that import it.
 """
 
 from __future__ import annotations

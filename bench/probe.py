@@ -60,7 +60,7 @@ def turns(calls: Sequence[Callable[[int], object]], count: int, rounds: int) -> 
 
 
 def reader(library: ctypes.CDLL, pool: torch.Tensor, nbytes: int) -> Callable[[int], object]:
-    """A call for `turns` that reads so many bytes."""
+    """A call for `turns` that reads ``nbytes``."""
     nbytes, base = nbytes // 64 * 64, pool.data_ptr()
     return lambda i: library.probe_read(base + i % (POOL // nbytes) * nbytes, nbytes)
 

@@ -22,8 +22,8 @@ _MARK = "GRAPHLLM_BENCH_PROCESS"  # in the environment of a process and of all t
 
 
 class Commands:
-    """The process's own end. Iterate over the commands, until there will be no more. Its stdout is the answers' alone:
-    what libraries print there goes to stderr."""
+    """The process's own end. Iterate over the commands, until there will be no more. Only answers go to its
+    stdout: whatever libraries print there goes to stderr."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
@@ -44,7 +44,7 @@ class ProcessFailedError(RuntimeError):
 class Process:
     """The other end. Leaving ``with`` kills it and all that it started, in sessions of their own too.
 
-    limit: seconds that an answer may take; env: beside this process's own.
+    limit: seconds that an answer may take; env: in addition to this process's own.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Other systems for the case `pooling` on a CPU, with the checkpoint of `write` in their own formats: ONNX Runtime,
-whose graph torch exports and its own tool for transformers fuses, and llama.cpp, whose file the package gguf writes.
+"""Other systems for the case `pooling` on a CPU, with the checkpoint of `write` in their own formats: ONNX Runtime
+(torch exports its graph, and its own tool for transformers fuses it) and llama.cpp (the package gguf writes its file).
 Both get token ids of transformers' tokenizer, and many texts in batches of like length."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def thread_count() -> int:
 
 
 def in_batches(rows: Sequence[Sequence[int]], tokens: int, most: int, run: Callable[[list[Sequence[int]]], Any]) -> Any:
-    """[rows, D]: what ``run`` makes of batches of rows, short ones first, so many tokens and rows each at most."""
+    """[rows, D]: what ``run`` makes of batches, short rows first, of at most ``tokens`` tokens and ``most`` rows."""
     import numpy as np
 
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
@@ -56,11 +56,11 @@ class _Tokenized:
 
 
 class OnnxRuntime(_Tokenized):
-    """With all of its graph's optimisations, behind those of its tool for BERT."""
+    """With all of its graph's optimisations, after the fusions of its tool for BERT."""
 
     def __init__(self, folder: Path, dtype: str, device: str) -> None:
         if device != "cpu" or dtype != "float32":
-            raise ImportError("here it is for a CPU, whose kernels of its compute in float32")
+            raise ImportError("here it is for a CPU, where its kernels compute in float32")
         import onnxruntime
 
         super().__init__(folder)

@@ -99,7 +99,7 @@ def _architecture(config: dict[str, Any]) -> Any:
 
 
 def _stacks(names: Sequence[str]) -> dict[str, list[str]]:
-    """The checkpoint's tensors, those of a layer's experts that belong together under one name, in their order."""
+    """The checkpoint's tensors. Tensors of a layer's experts that belong together have one name."""
     found: dict[str, dict[int, str]] = {}
     for name in names:
         expert = _EXPERT.search(name)

@@ -31,7 +31,7 @@ class Parameters(NamedTuple):
     chosen: float = 1.0
 
     def read(self, sequences: int) -> float:
-        """How many a step reads in which each of so many sequences has a token and chooses experts at random."""
+        """How many a step reads in which each of ``sequences`` has a token and chooses experts at random."""
         return self.all - self.experts * (1 - self.chosen) ** sequences
 
 
@@ -46,15 +46,18 @@ def count_parameters(config: dict[str, Any]) -> Parameters:
 
 @dataclasses.dataclass
 class Turn:
-    """Every loaded system ran every case once. index: within the round. figures: by case, then by system in the order
-    in which they ran: tokens a second, for MACHINE the speed of memory in GB/s. beside: what that was right before and
-    right after each system, together."""
+    """Every loaded system ran every case once.
+
+    index: within the round
+    figures: by case, then by system in the order in which they ran: tokens a second, for MACHINE GB/s of memory
+    around: by case and system, GB/s of memory right before and right after it, together
+    """
 
     bits: int
     round: int
     index: int
     figures: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
-    beside: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    around: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -81,8 +84,8 @@ class Measured:
         """How much of the speed at which memory was read just before and after it decoding one prompt used, by
         turn."""
         case, size = CASES[0].name, self.size(self.bits[name], 1)
-        turns = (t for t in self.turns if name in t.beside.get(case, {}))
-        return [t.figures[case][name] * size / t.beside[case][name] for t in turns]
+        turns = (t for t in self.turns if name in t.around.get(case, {}))
+        return [t.figures[case][name] * size / t.around[case][name] for t in turns]
 
     def medians(self) -> dict[str, dict[str, float]]:
         """By system and column, of those that have figures of all cases."""
@@ -104,7 +107,7 @@ class Measured:
         return [speed for case in CASES for (speed,) in self.together(case.name, MACHINE)]
 
     def floors(self) -> dict[int, dict[str, float]]:
-        """The best that weights of so many bits allow here, by bits and column: decoding reads every weight once a
+        """The best that weights of 16, 8 and 4 bits allow here, by bits and column: decoding reads every weight once a
         step, a prompt's products run as from the first-level cache, a start imports torch."""
         machine, read = self.start(MACHINE), statistics.median(self.reads())
         found = {}
@@ -117,7 +120,7 @@ class Measured:
         return found
 
     def size(self, bits: int, sequences: int) -> float:
-        """GB of the weights that a step of so many sequences reads, without the scales of quantized ones."""
+        """GB of the weights that a step of ``sequences`` reads, without the scales of quantized ones."""
         return self.parameters.read(sequences) * bits / 8 / 1e9
 
 

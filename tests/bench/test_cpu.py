@@ -67,8 +67,8 @@ def measured(
     for i, read in enumerate(reads):
         for bits in report.BITS:
             now = {n: v[i] for n, (b, v) in figures.items() if b == bits and i < len(v)}
-            beside = {c.name: dict.fromkeys(now, read / 2) for c in CASES}
-            made.turns.append(Turn(bits, i, 0, {c.name: {MACHINE: read, **now} for c in CASES}, beside))
+            around = {c.name: dict.fromkeys(now, read / 2) for c in CASES}
+            made.turns.append(Turn(bits, i, 0, {c.name: {MACHINE: read, **now} for c in CASES}, around))
     return made
 
 
@@ -90,7 +90,7 @@ def test_medians_and_floors() -> None:
 
 
 def test_systems_are_compared_within_a_turn() -> None:
-    # The medians are 3 and 2.5: beside each other they would say 1.2.
+    # The medians are 3 and 2.5: their ratio would say 1.2.
     made = measured({"graphllm bf16": (16, [3.0, 1.0, 8.0]), "other": (16, [2.5, 2.0, 10.0])})
     assert made.ratios(CASES[1].name, "graphllm bf16", "other") == pytest.approx([1.2, 0.5, 0.8])
     rows = report.rows(made)
@@ -264,11 +264,11 @@ def test_systems_take_turns_side_by_side(tmp_path: Path) -> None:
     names = ["a", "b", "c", MACHINE]
     take_round(16, {n: partial(start, n, log) for n in names}, 7, 3, Lock(tmp_path / "lock"), made)
     noted = [line.split(",") for line in log.read_text().splitlines()]
-    alone, noted = noted[:4], noted[4:]
-    assert sorted(tuple(what) for _, *what in alone) == sorted((name, "start") for name in names)
+    single, noted = noted[:4], noted[4:]
+    assert sorted(tuple(what) for _, *what in single) == sorted((name, "start") for name in names)
     assert [what for _, _, what, *_ in noted] == ["start"] * 4 + ["run"] * 7 * len(CASES) * 3 + ["end"] * 4
     assert len({pid for pid, *_ in noted}) == 4  # each stays loaded
-    assert not {pid for pid, *_ in noted} & {pid for pid, *_ in alone}
+    assert not {pid for pid, *_ in noted} & {pid for pid, *_ in single}
     groups = [noted[i : i + 7] for i in range(4, len(noted) - 4, 7)]
     assert [{tuple(rest) for _, _, _, *rest in g} for g in groups] == [
         {(c.name.split(",")[0], f"7 {turn}")} for turn in range(3) for c in CASES

@@ -37,12 +37,12 @@ def test_gpus_as_measured(shape: str, ranks: int, count: int, error: float) -> N
     rows = simulation.rows_of(f"{shape} tp{ranks}", measured)
     assert len(rows) == count
     for row, ms in rows.items():
-        told = 1e3 * simulation.seconds(model, rates, sums, simulation.row_step(model, row))
-        assert told == pytest.approx(ms, rel=error), row
+        found = 1e3 * simulation.seconds(model, rates, sums, simulation.row_step(model, row))
+        assert found == pytest.approx(ms, rel=error), row
 
 
 def test_what_ranks_share() -> None:
-    """Half of the weights but the norms on each of two; a sum behind every o and down projection, and the embedding."""
+    """Half of the weights but the norms on each of two; a sum after every o and down projection, and the embedding."""
     from bench.cases.host import simulate_ranks as simulation
 
     one, two = (simulation.Model("llama3.1-8b", ranks) for ranks in (1, 2))

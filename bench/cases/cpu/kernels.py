@@ -73,11 +73,11 @@ def bench_linear(pool: torch.Tensor) -> Iterator[dict[str, Any]]:
                     lambda i, x=x, w=weights: torch.nn.functional.linear(x, w[i % len(w)]),
                     lambda i, x=x, w=packed: torch.ops.mkldnn._linear_pointwise(x, w[i % len(w)], None, "none", [], ""),
                 ]
-            mine, plain, products, *beside = turns(calls, max(1, (8 << 20) // (N * K)), 60)
+            mine, plain, products, *others_s = turns(calls, max(1, (8 << 20) // (N * K)), 60)
             computed = products[1] * 2 * M * N * K / library.probe_products(PRODUCTS)
             share = max(plain[1], computed) / mine[1]
             names = ("graphllm_linear", "plain read", "aten", "oneDNN, packed weights")
-            found = {n: rate(N * K * 2, *pair) for n, pair in zip(names, (mine, plain, *beside), strict=False)}
+            found = {n: rate(N * K * 2, *pair) for n, pair in zip(names, (mine, plain, *others_s), strict=False)}
             yield {f"linear {N} x {K}, {M} rows": {"share": round(share, 3), **gigabytes(found)}}
             del packed
 

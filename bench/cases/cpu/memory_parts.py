@@ -1,4 +1,4 @@
-"""What the resident memory of a process that serves one GGUF file on a CPU is made of, beside llama.cpp's.
+"""What the resident memory of a process that serves one GGUF file on a CPU is made of, and llama.cpp's.
 
     python -m bench memory_parts ARTIFACT FILE.gguf [--sequences 8] [--length 1152] [--llama]
 
@@ -66,7 +66,7 @@ def ours(artifact_path: str, file_path: str, sequences: int, length: int) -> dic
         now = status("VmRSS") - less
         parts[name], last = round(now - last, 1), now
 
-    import numpy as np  # noqa: F401 - to be counted alone
+    import numpy as np  # noqa: F401 - to be counted by itself
 
     part("numpy")
     from graphllm.config import EngineArgs

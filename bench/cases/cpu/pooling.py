@@ -3,7 +3,7 @@ llama.cpp, where these are installed.
 
 One text of 32 words, and many of 4 to 200, in turns of all systems, each in a process of its own; the checkpoint is as
 sentence-transformers saves one, with a vocabulary of whole words. A further system is a class with ``vectors`` in
-SYSTEMS. Threads are those of OMP_NUM_THREADS, for all.
+SYSTEMS. OMP_NUM_THREADS says the threads of all.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def system_of(name: str) -> Any:
 
 
 def work(commands: Commands, name: str, folder: str, dtype: str, device: str) -> None:
-    """A system in a process of its own. It answers each command, how many texts of which seed how often, with the
+    """A system in a process of its own. It answers each command (how many texts, seed, how often) with the
     seconds of each time; the vectors of the last go to the file that the command names."""
     import numpy as np
 
@@ -162,7 +162,7 @@ class Worker:
 
 def compare(folder: Path, dtype: str, device: str, texts: int, rounds: int) -> dict[str, Any]:
     """Medians by system: milliseconds of one text, texts a second of many, seconds from a process's start to its first
-    vector; in how many turns it was behind ours; and how close its vectors are to ours."""
+    vector; in how many turns it was slower than ours; and how close its vectors are to ours."""
     import numpy as np
 
     found: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""Quantized weights beside 16 bits: task accuracy of the embedded model, error of logits, loading and speed of a shape.
+"""Quantized weights and 16 bits: task accuracy of the embedded model, error of logits, loading and speed of a shape.
 
     python -m bench quantized [--parts accuracy,logits,speed]
 
 accuracy: held-out questions answered greedily by the compiled embedded model. logits: the shape of
-Qwen2.5-0.5B with random weights, the error against float32, also of quantized weights alone, with nothing else rounded.
+Qwen2.5-0.5B with random weights, the error against float32, also of quantized weights with nothing else rounded.
 speed: the same shape, formats by turns in one run, two
 threads, and how it compares with reading the weights once a step at the speed that memory is read.
 """
@@ -148,7 +148,7 @@ def speed(folder: Path, places: dict[str, Path]) -> dict[str, Any]:
     """Seconds of loading and tokens a second, formats in turn; and the share of the floor that batch 1 reaches."""
     bandwidth = read_ceiling(huge(POOL))
     plans = {fmt: WeightPlan.from_json((places[fmt] / "weights.json").read_text()) for fmt in FORMATS}
-    # A step reads all weights but the embedding, of which it reads a row, unless the head is the same memory.
+    # A step reads all weights but the embedding (only a row of it), unless the head is the same memory.
     streamed = {
         fmt: plan.total_bytes - (0 if fmt == "bfloat16" else plan["embed.tokens"].nbytes) for fmt, plan in plans.items()
     }

@@ -2,12 +2,12 @@
 
     python -m bench speculation [--methods "suffix;eagle3, tree"] [--count 6]
 
-By kind of task, questions that the model has not seen, greedy; each method's answers are checked against those of no
-drafts. "copying" repeats what stands in the prompt, also in another order or with other signs, "copy" the very words,
+By kind of task, questions that the model has not seen, greedy; each method's answers are checked against answers
+without drafts. "copying" repeats text of the prompt, also in another order or with other signs, "copy" the very words,
 "long copy" at least 24 characters of it. "again" is asked a second time in one chat, so its answers stand there, and so
-do the longer ones of "passages": that is what ngram and suffix guess. Speed-ups are against no drafts, "decoding" those
-of the time behind an answer's first token, the others of all of it, the prompt included. All artifacts are compiled
-first, --jobs at once.
+do the longer ones of "passages": that is what ngram and suffix guess. Speed-ups are against no drafts: "decoding" of the
+time after an answer's first token, the other of all of it, the prompt included. All artifacts are compiled first, --jobs
+at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TWICE, LONG = ("again", "passages"), {"long copy": 24}  # kinds that are asked t
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]"
 METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,
-    "ngram": {"method": "ngram", "num_speculative_tokens": 5},  # behind five tokens that stood there before
+    "ngram": {"method": "ngram", "num_speculative_tokens": 5},  # after five tokens that stood there before
     "ngram, 1 to 5": {
         "method": "ngram",
         "num_speculative_tokens": 5,
@@ -108,7 +108,7 @@ def questions(count: int, kinds: list[str], by_task: bool) -> dict[str, list[Any
 
 
 def answers(llm: Any, asked: list[Any]) -> tuple[list[list[int]], float, float]:
-    """What an LLM says, one question after the other: tokens, seconds, and those behind each first token."""
+    """What an LLM says, one question after the other: tokens, seconds, and seconds after each first token."""
     from graphllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)

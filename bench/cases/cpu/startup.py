@@ -1,4 +1,4 @@
-"""Start to first token of a fresh process from its artifact, beside its floor: import torch, read weights, prefill.
+"""Start to first token of a fresh process from its artifact, and its floor: import torch, read weights, prefill.
 
     python -m bench startup CHECKPOINT ARTIFACT [ARTIFACT ...] [--runs N]
 
@@ -75,10 +75,10 @@ def start(command: list[str]) -> Start:
         status = process.wait()
         whole = time.perf_counter() - begin
         errors.seek(0)
-        told = errors.read()
+        printed = errors.read()
     if status:
-        raise RuntimeError(told)
-    phases = {name.strip(): float(seconds) for name, seconds in PHASE.findall(told.partition("start-up, s:")[2])}
+        raise RuntimeError(printed)
+    phases = {name.strip(): float(seconds) for name, seconds in PHASE.findall(printed.partition("start-up, s:")[2])}
     return Start(first, whole, phases)
 
 

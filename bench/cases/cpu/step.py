@@ -3,7 +3,7 @@
     python -m bench cpu_step ARTIFACT [--steps 15] [--context 128] [--kinds decode-1,decode-8,prefill-1024]
 
 ARTIFACT is a compiled folder (`graphllm compile DIR --load-format dummy -o ARTIFACT`); weights are random. The step as
-it runs, a step whose calls are timed one by one, and a plain read of 256 MB take turns; the sum of the calls is less
+it runs, a step with each call timed, and a plain read of 256 MB take turns; the sum of the calls is less
 than the step by what the host does outside of kernels. Medians, and the best.
 """
 

@@ -75,7 +75,7 @@ class Rank:
         return round(mean.item() / self.ranks, 2)
 
     def error(self, run: Callable[[], Any], x: Tensor, found: Tensor, residual: Tensor | None = None) -> float:
-        """Of three calls in a graph whose input changes."""
+        """Of three calls in a graph with an input that changes."""
         import torch
         import torch.distributed as dist
 

@@ -33,7 +33,7 @@ SHAPES = {  # layers, hidden, inner, query heads, heads of keys and values, head
 LONGEST = 8320  # tokens that a row of the block table has room for
 EPS = 1e-6
 # A linear layer, its weights, and what joins it. One row is normalized by the product that reads it.
-ALONE = (("o", "residual"), ("gate_up", "norm gate"), ("down", "residual"), ("qkv", "norm"))
+APART = (("o", "residual"), ("gate_up", "norm gate"), ("down", "residual"), ("qkv", "norm"))
 TOGETHER = (("o", "residual norm"), ("gate_up", "gate"), ("down", "residual norm"), ("qkv", ""))
 Config = Mapping[str, Any]
 
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What attention takes beside queries, keys and values, and the weights."""
+    """What attention takes in addition to queries, keys and values, and the weights."""
 
     attention: dict[str, Any]
     weights: dict[str, Tensor]
@@ -60,7 +60,7 @@ class Model(NamedTuple):
     heads: tuple[int, int, int]  # of queries, of keys and values, their size
 
     def run(self, forms: tuple[tuple[str, str], ...], choices: Mapping[str, Choice]) -> Tensor:
-        """The residual stream behind all layers."""
+        """The residual stream after all layers."""
         weights, T = self.layers[0].weights, len(self.lengths)
         x = weights["o"].new_ones(T, weights["o"].shape[0])
         qkv = x.new_ones(T, weights["qkv"].shape[0])
@@ -192,7 +192,7 @@ def measure(shape: str, sequences: int, contexts: list[int]) -> dict[str, Any]:
     layers, first = model.layers, model.layers[0]
     found: dict[str, Any] = {}
     results: list[Tensor] = []
-    for form, forms in (("norms alone", ALONE), *((("norms joined", TOGETHER),) if sequences > 1 else ())):
+    for form, forms in (("norms apart", APART), *((("norms joined", TOGETHER),) if sequences > 1 else ())):
         model.lengths.fill_(contexts[0])
         x = first.weights["o"].new_ones(sequences, first.weights["o"].shape[0])
         tried: dict[str, list[Choice]] = {}

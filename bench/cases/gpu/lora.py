@@ -66,7 +66,7 @@ def with_adapters(core: Any, asked: list[list[int]], adapters: list[Adapter], li
 
 
 def step_ms(core: Any, size: int, vocab: int, adapters: list[Adapter]) -> float:
-    """The median step of so many that decode."""
+    """The median step of ``size`` requests that decode."""
     if not adapters:
         return drive(core, prompts(size, vocab), [128] * size, {"temperature": 0.0})["median step ms"]
     with_adapters(core, prompts(size, vocab), adapters, 128)

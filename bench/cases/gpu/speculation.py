@@ -3,7 +3,7 @@
     python -m bench speculation_gpu [--kinds verify,ngram,plain,eagle,eagle3] [--drafts 4]
 
 verify: a step of drafts + 1 tokens for each of 1 and 32 sequences against a plain decode step. ngram: the same with
-prompt lookup on the device after it, whose time is the difference. eagle, eagle3: tokens a second of one sequence with
+prompt lookup on the device after it; its time is the difference. eagle, eagle3: tokens a second of one sequence with
 a head of that form, against none; each draft is accepted with probability 0.8 whatever it is, which only a benchmark
 may ask for (`rejection_sample_method` synthetic); and the share of time in which the GPU runs no kernel. Each kind is
 compiled and run in a process of its own, about a minute on an H200; --shape tiny tries it out anywhere.
@@ -36,7 +36,7 @@ def head_config(method: str, shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def steps(executor: Any, sequences: int, tokens: int, count: int) -> float:
-    """Milliseconds of a step of so many sequences with so many tokens each, all of which are sampled from."""
+    """Milliseconds of a step of ``sequences`` with ``tokens`` tokens each; all are sampled from."""
     import numpy as np
     import torch
 
@@ -124,7 +124,7 @@ def measure(llm: Any, case: str, drafts: int, tiny: bool) -> dict[str, Any]:
 
 
 def _executor(llm: Any) -> Any:
-    """The executor of an LLM whose engine runs in this process."""
+    """The executor of an LLM with its engine in this process."""
     return llm._core.executor
 
 

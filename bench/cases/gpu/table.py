@@ -83,7 +83,7 @@ ALL_REDUCE, BETWEEN = ((0, 8 << 10, 64 << 10, 256 << 10, 1 << 20), (6.2e-6, 6.2e
 SAMPLED = ("gpt-oss-20b-mxfp4",)  # at temperature 1: greedy, random weights send all tokens to few experts
 # Bytes of a weight of a layer that is encoded, by quant_method, with its scales; of GPT-OSS only experts are.
 ENCODED = {"fbgemm_fp8": 1.0, "awq": 0.5 + 4 / 128, "mxfp4": 0.5 + 1 / 32}
-TRACED = {"qwen3-0.6b": "1,64,256"}  # batches whose steps are traced: where they are short
+TRACED = {"qwen3-0.6b": "1,64,256"}  # batches with traced steps: where steps are short
 UP = ("mixed", "prefill 32x1024")  # rows where more is better
 
 
@@ -222,12 +222,12 @@ def distinct_experts(artifact: str, folder: str, sizes: list[int]) -> dict[str, 
 
 
 def padding(core: Any) -> dict[str, tuple[int, int]]:
-    """By bucket: rows computed, and those of them that were padding."""
+    """By bucket: rows computed, and how many of them were padding."""
     return {name: (b.tokens + b.padding, b.padding) for name, b in core.stats().buckets.items()}
 
 
 def traced(artifact: str, folder: str, size: int, greedy: bool) -> dict[str, Any]:
-    """`profiled` of decode steps of so many requests."""
+    """`profiled` of decode steps of ``size`` requests."""
     core = load(Path(artifact), Path(folder))
     rng, vocab = np.random.default_rng(0), json.loads(Path(folder, "config.json").read_text())["vocab_size"]
     prompts = [rng.integers(0, vocab, 128).tolist() for _ in range(size)]

@@ -34,7 +34,7 @@ IN, OUT, REQUESTS, SHARED = 128, 64, 64, 1024
 
 
 class StubExecutor:
-    """An executor whose tokens are random numbers, at once."""
+    """An executor that gives random tokens at once."""
 
     def __init__(self, slots: int, blocks: int) -> None:
         import torch

@@ -57,7 +57,7 @@ def make_tokenizer(folder: Path, vocab: int) -> None:
         vocab_size=vocab,
         special_tokens=["<|end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        max_token_length=128,  # as those of today's models; llguidance has a limit
+        max_token_length=128,  # as today's models have; llguidance has a limit
     )
     backend.train_from_iterator(corpus(), trainer)
     backend.save(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Memory while the weights of a large model are loaded: its peak beside the model's own bytes and the largest tensor.
+"""Memory while the weights of a large model are loaded: its peak, the model's own bytes and the largest tensor.
 
 The shape is Llama-3 70B's, 80 layers unless fewer are asked for. Its checkpoint in bf16 is of files with holes, so it
 takes no disk; a fresh process loads them as an engine does. Of a GPU's memory the peak is PyTorch's own count.

@@ -24,7 +24,7 @@ PAGE, VOCAB, MAX_LEN, WARM = 16, 32000, 4096, 50
 
 
 class Load:
-    """Keeps so many requests running. Each has a random prompt of 100 to 500 tokens and, with ``turnover``, an output
+    """Keeps ``running`` requests. Each has a random prompt of 100 to 500 tokens and, with ``turnover``, an output
     of 20 to 200, otherwise one that outlasts the measurement."""
 
     def __init__(self, running: int, turnover: bool) -> None:
@@ -59,7 +59,7 @@ class Load:
 
 
 def measure(running: int, turnover: bool, steps: int) -> dict[str, Any]:
-    """Medians and 99th percentiles over so many steps."""
+    """Medians and 99th percentiles over ``steps`` steps."""
     load = Load(running, turnover)
     while load.scheduler.running < running:
         load.step()

@@ -57,7 +57,7 @@ VOCABULARY = 128_256  # of the gathers that `all_reduce` measures
 BANDWIDTH, ARITHMETIC = 4.27e12, 788e12  # of an H200, as measured
 BETWEEN = 390e9  # bytes a second from one H200 to another, as measured
 MEMORY = 141e9
-FEW_ROWS = 16  # of a step whose products take in what lies between them
+FEW_ROWS = 16  # of a step in which products take in the ops between them
 TOLD = 8 << 10  # bytes that ranks tell each other of their shares of the logits, at most, with up to 256 rows
 NIC, NIC_BEGIN = 45e9, 10e-6  # 400 Gbit/s a GPU, as reached, and what a message takes to begin: assumed
 PRODUCTS = ("linear", "fused_linear", "linear_add_norm", "fused_moe", "quant_linear", "scaled_linear", "quant_moe")
@@ -75,7 +75,7 @@ ALL_SHAPES: dict[str, dict[str, Any]] = {**SHAPES, **MOE}
 
 class Kernel(NamedTuple):
     """One op of a step. kind: "product", "attention", "all_reduce", "all_gather", "tell" for what ranks sampling
-    from shares exchange, or "beside" for what lies between products. bytes, flops: by its cost formula; of collectives
+    from shares exchange, or "between" for ops between products. bytes, flops: by its cost formula; of collectives
     bytes is one rank's part."""
 
     kind: str
@@ -104,7 +104,7 @@ class Rates(NamedTuple):
 
 
 class Model:
-    """A shape as compiled for one of so many ranks on H200s. gathers: all logits, instead of sampling from shares."""
+    """A shape as compiled for one of ``ranks`` H200s. gathers: all logits, instead of sampling from shares."""
 
     def __init__(self, shape: str, ranks: int, gathers: bool = False) -> None:
         described = ALL_SHAPES[shape]
@@ -116,7 +116,7 @@ class Model:
         self.linked, self.shapes, self.weights = _linked(described, config, gathers)
 
     def step(self, queries: int, sequences: int, length: int) -> Step:
-        """Of a step of so many sequences, each with ``queries`` new tokens and ``length`` in all."""
+        """Of a step of ``sequences``, each with ``queries`` new tokens and ``length`` in all."""
         sizes = {"T": queries * sequences, "S": sequences, "R": sequences}
         starts = torch.arange(sequences + 1) * queries
         lengths = torch.full((sequences,), length)
@@ -166,14 +166,14 @@ def _kernels(
             yield Kernel("attention", cost.bytes, cost.flops)
         elif op.name == "sample_shares":
             cost = op.cost(**bound)
-            yield Kernel("beside", cost.bytes, cost.flops, sizes["T"] > FEW_ROWS)
+            yield Kernel("between", cost.bytes, cost.flops, sizes["T"] > FEW_ROWS)
             yield Kernel("tell", TOLD, 0)
         elif op.collective:
             yield Kernel(op.name, bound["x"].numel() * bound["x"].element_size(), 0)
         else:
             cost = op.cost(**bound)
             product = op.name in PRODUCTS
-            yield Kernel("product" if product else "beside", cost.bytes, cost.flops, product or sizes["T"] > FEW_ROWS)
+            yield Kernel("product" if product else "between", cost.bytes, cost.flops, product or sizes["T"] > FEW_ROWS)
 
 
 class Sums:
@@ -277,8 +277,8 @@ BATCHES = (1, 64, 256)
 
 
 def predicted(layout: Layout, rates: Rates, sums: Sums) -> dict[str, Any]:
-    """Of one layout: ms a step, and tokens a second, with stages also those of a batch in each, which the engine does
-    not have yet. Stages follow each other, so a step takes the kernels and sums of all."""
+    """Of one layout: ms a step, and tokens a second, with stages also with a batch in each stage, which the engine
+    does not have yet. Stages follow each other, so a step takes the kernels and sums of all."""
     model = Model(layout.shape, layout.ranks)
     found: dict[str, Any] = {"GPUs": layout.ranks * layout.stages, "weights GB a GPU":
                              round(model.weights / layout.stages / 1e9, 1)}  # fmt: skip

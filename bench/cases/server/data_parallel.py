@@ -36,7 +36,7 @@ SPANS = {"cuda": (100, 1025), "cpu": (16, 129)}
 
 
 def measure(case: str, artifact: str, folder: str, device: str, requests: int, runs: int) -> dict[str, Any]:
-    """One case, in this process and those of its cores. case: "in process", or cores x threads of each, 0 for all."""
+    """One split, in this process and its cores'. case: "in process", or cores x threads of each, 0 for all."""
     from graphllm.config import EngineArgs
     from graphllm.loading.artifact.model import resolve_model
     from graphllm.loading.core.load import load_core

@@ -96,7 +96,7 @@ def core() -> None:
 
 
 def server(fronts: int) -> None:
-    """The program of a server whose engine is the stub."""
+    """The program of a server that has the stub as its engine."""
     from graphllm.config import CoreConfig, EngineArgs
     from graphllm.config.requests.sampling_params import SamplingParams
     from graphllm.config.setting import assemble
@@ -197,7 +197,7 @@ def _cpu(pid: int) -> dict[str, float]:
 
 
 def measure(fronts: int, streams: int, tokens: int, clients: int) -> dict[str, Any]:
-    """The median round of a server with so many fronts."""
+    """The median round of a server with ``fronts`` fronts."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen([*PROGRAM, "server", str(fronts)], stderr=log, stdout=log, env=worker_environment())
         try:

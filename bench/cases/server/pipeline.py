@@ -43,7 +43,13 @@ CPU_SHAPE: dict[str, Any] = {
 
 
 class Cases(NamedTuple):
-    """counts: of requests that answer at once, ``answer`` tokens each. prompts: so many of ``length`` tokens."""
+    """What is measured.
+
+    counts: requests that answer at once
+    answer: tokens of an answer
+    prompts: how many prompts
+    length: tokens of a prompt
+    """
 
     counts: list[int]
     answer: int
@@ -63,7 +69,7 @@ def cases_of(target: str, counts: list[int]) -> Cases:
 
 
 def one_step_in_flight(llm: LLM) -> Callable[[], None]:
-    """Have the engine run one step behind the other, as without stages; what gives the others back."""
+    """Have the engine run one step after the other, as without stages; returns a call that undoes it."""
     core: Any = llm.llm_engine.core
     scheduler, depth = core.scheduler, core._depth
     limits = scheduler._limits
@@ -97,7 +103,7 @@ def rates(llm: LLM, cases: Cases, vocab: int) -> dict[str, float]:
 
 
 def profile(llm: LLM, requests: int, vocab: int) -> None:
-    """Print what this process's GPU did in answers to so many requests, by kernel."""
+    """Print what this process's GPU did in answers to ``requests`` requests, by kernel."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 

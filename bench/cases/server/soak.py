@@ -1,4 +1,4 @@
-"""A server under rough treatment: streams of which many are dropped, connections that come and go, its own overhead.
+"""A server under rough treatment: many dropped streams, connections that come and go, its own overhead.
 
 Starts `graphllm serve` with the embedded model on a free loopback port. serve_streams: concurrent streams, a third of
 which are dropped at random moments; every other one must end well, at about the same resident memory, and nothing may
@@ -121,11 +121,11 @@ def settle(server: ServerProcess, problems: list[str]) -> dict[str, Any]:
         time.sleep(0.05)
     seconds = time.perf_counter() - begun
     if len(left) != 3 or any(left.values()):
-        problems.append(f"left behind: {left}")
+        problems.append(f"not released: {left}")
     after = uvloop.run(one(server, 8))
     if after.error is not None or after.output_tokens != 8:
         problems.append(f"the server does not answer afterwards: {after.error}")
-    return {"left behind": left, "seconds until nothing was left": round(seconds, 3)}
+    return {"not released": left, "seconds until nothing was left": round(seconds, 3)}
 
 
 async def one(server: ServerProcess, tokens: int) -> Timeline:
@@ -188,7 +188,7 @@ def streams(server: ServerProcess, args: Case) -> dict[str, Any]:
 
 
 async def watch(server: ServerProcess, memory: list[dict[str, int]]) -> None:
-    """Resident bytes of the front and of all processes behind it."""
+    """Resident bytes of the front and of all processes that it started."""
     while True:
         front, *rest = server.processes()
         memory.append({"front": front.rss, "engine": sum(p.rss for p in rest)})
