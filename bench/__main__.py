@@ -93,7 +93,7 @@ def run(name: str, words: list[str]) -> dict[str, Any]:
     usual = dict(module.CASES)[name]
     own = all(value == usual[setting] or isinstance(usual[setting], (type, list)) for setting, value in args.items())
     case = Case(name, args)
-    device = "cuda" if entry.module.startswith("bench.cases.gpu") else case.device
+    device = "cuda" if entry.module.startswith("bench.cases.gpu") and "target" not in args else case.device
     command = shlex.join(["python", "-m", "bench", name, *words])
     rows: Rows = {}
     found: dict[str, Any] = {}

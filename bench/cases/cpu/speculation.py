@@ -5,9 +5,9 @@
 By kind of task, questions that the model has not seen, greedy; each method's answers are checked against answers
 without drafts. "copying" repeats text of the prompt, also in another order or with other signs, "copy" the very words,
 "long copy" at least 24 characters of it. "again" is asked a second time in one chat, so its answers stand there, and so
-do the longer ones of "passages": that is what ngram and suffix guess. Speed-ups are against no drafts: "decoding" of the
-time after an answer's first token, the other of all of it, the prompt included. All artifacts are compiled first, --jobs
-at once.
+do the longer ones of "passages": that is what ngram and suffix guess. Speed-ups are against no drafts: "decoding" of
+the time after an answer's first token, the other of all of it, the prompt included. All artifacts are compiled first,
+--jobs at once.
 """
 
 from __future__ import annotations
