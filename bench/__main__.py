@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import record, report
-from bench.harness import Case, Rows, rows_of
+from bench.harness import VOID, Case, Rows, rows_of
 
 CASES_FOLDER = Path(__file__).with_name("cases")
 
@@ -115,7 +115,10 @@ def main() -> None:
     if words[:1] == ["report"]:
         report.PAGE.write_text(report.page())
     elif words[:1] and words[0] in cases:
-        print(record.to_text(run(words[0], words[1:])))
+        found = run(words[0], words[1:])
+        print(record.to_text(found))
+        if void := [name for name in found["rows"] if name.split(", ")[-1] == VOID]:
+            sys.exit(f"the work is not real: {found['rows'][void[0]]['why']}")
     else:
         print(listing(cases))
         sys.exit(0 if not words or words[0] in ("-h", "--help") else f"{words[0]}: no such case")

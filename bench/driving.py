@@ -6,7 +6,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,9 @@ def run(core: Any, prompts: list[list[int]], limits: list[int], sampling: dict[s
             "median step ms": 1e3 * float(np.median(steps)), "tokens/s": sum(limits) / seconds}  # fmt: skip
 
 
-def outputs(core: Any, prompts: list[list[int]], limit: int) -> list[list[int]]:
-    """What the core answers to the prompts, greedily. No clock runs."""
-    add(core, prompts, [limit] * len(prompts), {"temperature": 0.0})
+def outputs(core: Any, prompts: list[list[int]], limit: int, sampling: dict[str, Any]) -> list[list[int]]:
+    """What the core answers to the prompts. No clock runs."""
+    add(core, prompts, [limit] * len(prompts), sampling)
     found: dict[str, list[int]] = {}
     while core.unfinished:
         for output in core.step():
@@ -117,24 +117,39 @@ class Stepper:
         return batch * DECODE / (time.perf_counter() - start)
 
 
-def profiled(core: Any, steps: int) -> dict[str, Any]:
-    """Figures of some steps, with the time that the profiler adds: the share of time in which no kernel runs, ms of the
-    host without its waiting, and the kernels of a step, each with its launches and ms."""
+def traced_events(call: Callable[[], Any]) -> list[dict[str, Any]]:
+    """The profiler's events of a call on the GPU: kernels, copies and the host's waits."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            begin = time.perf_counter()
-            for _ in range(steps):
-                core.step()
-            wall = time.perf_counter() - begin
+            call()
             torch.cuda.synchronize()
         profiler.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    spans = sorted(
-        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-    )
+        events: list[dict[str, Any]] = json.loads(Path(file.name).read_text())["traceEvents"]
+    return events
+
+
+def is_work(event: dict[str, Any]) -> bool:
+    """Whether the GPU works in it."""
+    return event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def profiled(core: Any, steps: int) -> dict[str, Any]:
+    """Figures of some steps, with the time that the profiler adds: the share of time in which no kernel runs, ms of the
+    host without its waiting, and the kernels of a step, each with its launches and ms."""
+    wall = 0.0
+
+    def run_steps() -> None:
+        nonlocal wall
+        begin = time.perf_counter()
+        for _ in range(steps):
+            core.step()
+        wall = time.perf_counter() - begin
+
+    events = traced_events(run_steps)
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if is_work(e))
     whole = max(end for _, end in spans) - spans[0][0]
     waits = sum(e["dur"] for e in events if e.get("name") == "cudaEventSynchronize")
     kernels: dict[str, list[float]] = {}

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 CPUS = len(os.sched_getaffinity(0))
 GRAPHLLM = (sys.executable, "-m", "graphllm.cli")
 Rows = dict[str, dict[str, Any]]
+VOID = "void"  # the last word of a row that says why the other rows do not count
 
 
 class Case(argparse.Namespace):
@@ -114,6 +115,16 @@ def check_tokens(outputs: Iterable[Sequence[int]]) -> None:
     texts = [tuple(tokens) for tokens in outputs]
     if len(texts) > 1 and len(set(texts)) == 1:
         raise AssertionError(f"the work is not real: all {len(texts)} sequences have the same tokens, {texts[0][:8]}")
+
+
+def void_unless(check: Callable[..., None], *given: Any) -> dict[str, dict[str, str]]:
+    """Figures that say why a check fails, none where it holds. A run with such figures is written, and ends with status
+    1."""
+    try:
+        check(*given)
+    except AssertionError as failed:
+        return {VOID: {"why": str(failed)}}
+    return {}
 
 
 def check_experts(distinct: Mapping[str, Sequence[int]], chosen: int) -> None:

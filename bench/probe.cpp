@@ -1,4 +1,4 @@
-// What bench/cpu_kernels.py measures the machine with: how fast memory is read, how fast bfloat16 products are, what an
+// What bench/probe.py measures the machine with: how fast memory is read, how fast bfloat16 products are, what an
 // empty parallel region costs.
 #include <omp.h>
 

@@ -15,7 +15,7 @@ import pytest
 
 from bench import harness, record
 from bench.__main__ import find_cases, listing, parser_of
-from bench.harness import Case, check_experts, check_tokens, in_process, in_turn, rows_of
+from bench.harness import VOID, Case, check_experts, check_tokens, in_process, in_turn, rows_of, void_unless
 from tests.waiting import PATIENCE
 
 CASES = find_cases()
@@ -105,6 +105,8 @@ def test_work_that_is_not_real_is_refused() -> None:
     check_tokens([[1, 1]])
     with pytest.raises(AssertionError, match="all 3 sequences have the same tokens"):
         check_tokens([[0, 0], [0, 0], [0, 0]])
+    assert void_unless(check_tokens, [[1], [2]]) == {}
+    assert "same tokens" in void_unless(check_tokens, [[1], [1]])[VOID]["why"]
     check_experts({"1": [8, 8], "128": [8, 100]}, 8)
     with pytest.raises(AssertionError, match="128 tokens read 8 experts"):
         check_experts({"1": [8, 8], "128": [8, 8]}, 8)

@@ -7,7 +7,6 @@ vLLM 0.26 on that GPU: 249,575 tokens/s of prompts of 128, 336,961 of 512.
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.driving import is_work, traced_events
 from bench.harness import Case
 from bench.models import SHAPES, write_config
 
@@ -74,14 +74,7 @@ def run(args: Case) -> Iterator[dict[str, Any]]:
 
 def traced(call: Any) -> dict[str, Any]:
     """The share of time in which the GPU works, and the ms of each kernel."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        call()
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        profiler.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    kernels = [e for e in traced_events(call) if is_work(e)]
     spent: dict[str, float] = {}
     for e in kernels:
         name = e["name"][:70]
