@@ -121,15 +121,14 @@ def memory(index: int) -> dict[str, Any]:
     import torch
 
     from graphllm.loading.memory import gpu_bytes
-    from graphllm.program import artifact as files
+    from graphllm.program.artifact import Artifact
 
     shape, options = MEMORY[index]
     folder, artifact = prepared(shape)
     torch.zeros(1, device="cuda")
     before, _ = torch.cuda.mem_get_info()
     core = load(artifact, folder, **options)
-    table = files.verify(artifact)["memory"]
-    planned = gpu_bytes(table, core.info.num_blocks)
+    planned = gpu_bytes(Artifact.open(artifact).memory, core.info.num_blocks)
     started = before - torch.cuda.mem_get_info()[0]
     rng = np.random.default_rng(0)
     for count in (1, 3, 9, 17, 40, 100, 300, 700):

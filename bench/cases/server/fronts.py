@@ -45,7 +45,7 @@ class StubCore:
 
         self.info = CoreInfo(_CONTEXT, vocab, 4096, 1 << 16, 16, 1 << 16, _CONTEXT, 20, 1024, "stub")
         self._token, self._live, self._aborted, self._steps = token, {}, [], 0  # type: ignore[var-annotated]
-        self.kernels_done = 0
+        self.kernels_done, self.wakeup_fd = 0, None
 
     @property
     def unfinished(self) -> int:
@@ -78,6 +78,18 @@ class StubCore:
     def reset_prefix_cache(self) -> bool:
         return True
 
+    def collective_rpc(self, call: Any, timeout: float | None = None) -> list[Any]:
+        return []
+
+    def warm_up(self) -> bool:
+        return False
+
+    def check_health(self) -> None:
+        pass
+
+    def hear(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -104,7 +116,7 @@ def server(fronts: int) -> None:
     from graphllm.engine.process.spawn import spawn
     from graphllm.engine.requests.text import Tokenizer
     from graphllm.loading.artifact.model import ResolvedModel
-    from graphllm.server.process.launch import serve
+    from graphllm.server.process.launch import Opening, serve
     from graphllm.server.process.options import ServerOptions
     from graphllm.server.supervision.engine_view import SupervisorOptions
     from graphllm.server.supervision.logs import LogOptions, start_log
@@ -117,7 +129,7 @@ def server(fronts: int) -> None:
     options = ServerOptions(port=0, names=("stub",), fronts=fronts, log=log)
     opened = ResolvedModel(config, tokenizer, SamplingParams(max_tokens=None), [], "stub")
     child = spawn((*PROGRAM, "core"))
-    sys.exit(serve(lambda: opened, options, SupervisorOptions(), child))
+    sys.exit(serve([Opening(("stub",), lambda: opened, SupervisorOptions(), [child])], options))
 
 
 def load(port: int, streams: int, tokens: int) -> None:
