@@ -15,8 +15,8 @@ _HEAD = """# Results
 `python -m bench report` writes this page from the files in this folder; do not edit it. `python -m bench` lists the
 cases, and [notes](../notes) say what was tried and why. A file holds the newest run of its case on its machine, with
 versions and command; older runs are in git's history. Compare figures of one run only: shared machines change their
-speed. To time a change, run `python -m bench paired OTHER` with another checkout. Single runs, kernels and other details
-are in the files.
+speed. To time a change, run `python -m bench paired OTHER` with another checkout. Single runs, kernels and other
+details are in the files.
 """
 
 
