@@ -7,8 +7,8 @@ A kernel takes the time that its bytes and its operations take, together: betwee
 reaches neither, sqrt(read^2 + computed^2), and a moment to begin. In steps of few rows what lies between products is
 part of them, as the pass fuse_linear makes it, and begins nothing. Four numbers are fitted to one GPU (the rows of
 results/h200/gpu_table.json): the shares of bandwidth and arithmetic that are reached, that moment, and attention's rate
-in prompts. Nothing is fitted to two and four GPUs. Their rows (gpu_table.json of results/h200-x2 and h200-x4) show how
-good this is.
+in prompts. Nothing is fitted to two and four GPUs. Their rows (gpu_table_tp2 of results/h200-x2, gpu_table_tp4 of
+h200-x4) show how good this is.
 
 Sums over two and four H200s are measured (all_reduce.json of results/h200-x2 and h200-x4). Sums of four that take two
 trips are measured on H100s, with as fast links (results/h100-x4). They are taken with the norm that follows them in one
@@ -307,7 +307,7 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
     points = [(model, row_step(model, row), 1e-3 * ms) for model, _, rows in cases for row, ms in rows.items()]
     rates = fitted(points, sums)
     for name, ranks in itertools.product(("llama3.1-8b", "llama3-70b"), (2, 4)):
-        several = read(f"h200-x{ranks}", "gpu_table")
+        several = read(f"h200-x{ranks}", f"gpu_table_tp{ranks}")
         cases.append((Model(name, ranks, gathers=True), f"{name} tp{ranks}", rows_of(f"{name} tp{ranks}", several)))
     reached = {
         "bandwidth": round(rates.bandwidth, 3),
