@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.cpu.gguf_checkpoint import add_sizes, finish
+
 TOKENS = 2048  # of a batch with its padding, about
 
 
@@ -173,11 +175,7 @@ def write_gguf(folder: Path, file: Path, dtype: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     arch = gguf.MODEL_ARCH.BERT
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
+    add_sizes(writer, config)
     writer.add_layer_norm_eps(config["layer_norm_eps"])
     writer.add_causal_attention(False)
     writer.add_pooling_type(gguf.PoolingType.MEAN)
@@ -198,7 +196,4 @@ def write_gguf(folder: Path, file: Path, dtype: str) -> None:
         else:
             raw = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
             writer.add_tensor(called, raw, raw_shape=raw.shape, raw_dtype=gguf.GGMLQuantizationType.BF16)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
