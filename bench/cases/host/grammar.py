@@ -75,7 +75,7 @@ def corpus() -> Iterator[str]:
 
 
 def written_schemas() -> dict[str, Any]:
-    file = ROOT / "tests" / "engine" / "schemas.py"
+    file = ROOT / "tests" / "engine" / "structured" / "schemas.py"
     return {name: schema for name, (schema, _) in runpy.run_path(str(file))["WRITTEN"].items()}
 
 
