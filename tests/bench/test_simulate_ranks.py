@@ -28,7 +28,7 @@ def loaded() -> None:
 def test_gpus_as_measured(shape: str, ranks: int, count: int, error: float) -> None:
     from bench.cases.host import simulate_ranks as simulation
 
-    stored = read("unknown", "simulate_ranks")["rates"]
+    stored = read("epyc-avx512", "simulate_ranks")["rates"]
     rates = simulation.Rates(
         stored["bandwidth"], stored["arithmetic"], 1e-6 * stored["begin us"], 1e12 * stored["attention TFLOP/s"]
     )
