@@ -1,1 +1,1 @@
-"""Benchmarks. Each module is a command: `python -m bench NAME`, or `python bench/NAME.py`; none is installed."""
+"""Benchmarks: one harness, many cases. `python -m bench` lists the cases; nothing of it is installed."""

@@ -1,1 +1,1 @@
-"""graphllm on a CPU beside the systems that one would take instead."""
+"""graphllm and the systems that one would take instead, on a CPU."""

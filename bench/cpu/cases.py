@@ -12,8 +12,8 @@ FIRST_PROMPT = 16  # tokens of the first prompt of all
 
 
 class Case(NamedTuple):
-    """So many prompts of so many tokens at once, and how many tokens are generated for each. One token measures the
-    prompts alone."""
+    """Prompts of ``tokens`` tokens at once, and how many tokens are generated for each. One token measures only the
+    prompts."""
 
     name: str
     prompts: int

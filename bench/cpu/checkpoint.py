@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.real_size import SHAPES
+from bench.models import SHAPES
 
 _DEVIATION = 0.02
 _MERGED = ("\u0120w",)
@@ -20,7 +20,7 @@ def config_of(shape: str, layers: int | None = None) -> dict[str, Any]:
 
 
 def tensors_of(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a Qwen2 or Qwen3-MoE checkpoint with tied embeddings, whose heads together are
+    """Name and shape of every tensor of a Qwen2 or Qwen3-MoE checkpoint with tied embeddings; its heads together are
     as wide as the model."""
     hidden, heads, experts = config["hidden_size"], config["num_attention_heads"], config.get("num_experts", 0)
     inner = config["moe_intermediate_size" if experts else "intermediate_size"]

@@ -58,11 +58,7 @@ def write_gguf(checkpoint: Path, file: Path, config: dict[str, Any], words: Sequ
 
     part = file.with_suffix(".part")
     writer = gguf.GGUFWriter(part, gguf.MODEL_ARCH_NAMES[_architecture(config)])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
+    add_sizes(writer, config)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
@@ -85,11 +81,25 @@ def write_gguf(checkpoint: Path, file: Path, config: dict[str, Any], words: Sequ
             data = tensor.view(torch.uint8).numpy() if as_is else tensor.float().numpy()
             kind = gguf.GGMLQuantizationType.BF16 if as_is else None
             writer.add_tensor(gguf_name(name, config), data, raw_dtype=kind)
+    finish(writer)
+    part.rename(file)
+
+
+def add_sizes(writer: Any, config: dict[str, Any]) -> None:
+    """Fields that every model's file has."""
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+
+
+def finish(writer: Any) -> None:
+    """Write and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    part.rename(file)
 
 
 def _architecture(config: dict[str, Any]) -> Any:
@@ -99,7 +109,7 @@ def _architecture(config: dict[str, Any]) -> Any:
 
 
 def _stacks(names: Sequence[str]) -> dict[str, list[str]]:
-    """The checkpoint's tensors, those of a layer's experts that belong together under one name, in their order."""
+    """The checkpoint's tensors. Tensors of a layer's experts that belong together have one name."""
     found: dict[str, dict[int, str]] = {}
     for name in names:
         expert = _EXPERT.search(name)

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from bench.cpu.process import Commands
+from bench.process import Commands
 
 READ, PRODUCTS, IMPORT = "memory read, GB/s", "products of the first-level cache, TFLOP/s", "import torch, s"
 _TIMES = 12
@@ -34,7 +34,7 @@ def main() -> None:
 
 def reader() -> Callable[[], float]:
     """What gives GB/s of some sweeps over more memory than any cache holds, in all."""
-    from bench.cpu_kernels import POOL, huge, probe
+    from bench.probe import POOL, huge, probe
 
     library, pool = probe(), huge(POOL)
     return lambda: _TIMES * POOL / sum(_seconds(lambda: library.probe_read(pool.data_ptr(), POOL))) / 1e9
@@ -42,7 +42,7 @@ def reader() -> Callable[[], float]:
 
 def product_speed() -> float:
     """TFLOP/s of a loop of bfloat16 products, the best of some."""
-    from bench.cpu_kernels import probe
+    from bench.probe import probe
 
     library = probe()
     operations = library.probe_products(_ROUNDS)

@@ -1,4 +1,4 @@
-"""What a system under measurement is: a file in bench/cpu/peers whose `PEERS` say how to make, load and run it."""
+"""What a system under measurement is: a file in bench/cpu/peers. Its `PEERS` say how to make, load and run it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Runner(ABC):
 
 
 class Peer(ABC):
-    """A system in one setting. name: in tables. bits: of a weight. packages: distributions whose versions matter.
+    """A system in one setting. name: in tables. bits: of a weight. packages: distributions with versions that matter.
     modules: what must be importable."""
 
     name: str
@@ -88,7 +88,7 @@ class Steps:
 
 
 def find_peers() -> dict[str, Peer]:
-    """All peers by name: those of every file in bench/cpu/peers, graphllm's first."""
+    """All peers by name, from every file in bench/cpu/peers, graphllm's first."""
     package = importlib.import_module("bench.cpu.peers")
     names = sorted((m.name for m in pkgutil.iter_modules(package.__path__)), key=lambda n: (n != "ours", n))
     found = [peer for name in names for peer in importlib.import_module(f"bench.cpu.peers.{name}").PEERS]

@@ -1,26 +1,24 @@
-"""Medians, floors, tables and the plot of what was measured."""
+"""Medians, floors and rows of what was measured."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bench.cpu.cases import CASES, FIRST, PEAK
+from bench.cpu.cases import CASES, FIRST, PEAK, Case
 from bench.cpu.checkpoint import tensors_of
 from bench.cpu.machine import IMPORT, PRODUCTS, READ
+from bench.harness import Rows
 
 COLUMNS = (*(case.name for case in CASES), FIRST, PEAK)
 MACHINE = "machine"  # its own probe, among the systems that take turns
 OURS = "graphllm"
 WAYS = {"executor": ", executor", "LLM": "", "HTTP server": ", HTTP server"}
 BITS = (16, 8, 4)
-_SHARE = "batch 1: share of the memory speed beside it"
-_FAR = 2.0  # a floor that is so many times the best system's figure would squeeze the bars
+_SHARE = "batch 1: share of the memory speed around it"
 
 
 class Parameters(NamedTuple):
@@ -33,7 +31,7 @@ class Parameters(NamedTuple):
     chosen: float = 1.0
 
     def read(self, sequences: int) -> float:
-        """How many a step reads in which each of so many sequences has a token and chooses experts at random."""
+        """How many a step reads in which each of ``sequences`` has a token and chooses experts at random."""
         return self.all - self.experts * (1 - self.chosen) ** sequences
 
 
@@ -48,15 +46,18 @@ def count_parameters(config: dict[str, Any]) -> Parameters:
 
 @dataclasses.dataclass
 class Turn:
-    """Every loaded system ran every case once. index: within the round. figures: by case, then by system in the order
-    in which they ran: tokens a second, for MACHINE the speed of memory in GB/s. beside: what that was right before and
-    right after each system, together."""
+    """Every loaded system ran every case once.
+
+    index: within the round
+    figures: by case, then by system in the order in which they ran: tokens a second, for MACHINE GB/s of memory
+    around: by case and system, GB/s of memory right before and right after it, together
+    """
 
     bits: int
     round: int
     index: int
     figures: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
-    beside: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    around: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -64,7 +65,6 @@ class Measured:
     """Everything of one run. bits: by system. starts: what was measured once a round, by system or MACHINE. missing:
     why a system has no figures, or no more of them."""
 
-    about: dict[str, Any]
     parameters: Parameters
     bits: dict[str, int] = dataclasses.field(default_factory=dict)
     starts: dict[str, list[dict[str, float]]] = dataclasses.field(default_factory=dict)
@@ -84,8 +84,8 @@ class Measured:
         """How much of the speed at which memory was read just before and after it decoding one prompt used, by
         turn."""
         case, size = CASES[0].name, self.size(self.bits[name], 1)
-        turns = (t for t in self.turns if name in t.beside.get(case, {}))
-        return [t.figures[case][name] * size / t.beside[case][name] for t in turns]
+        turns = (t for t in self.turns if name in t.around.get(case, {}))
+        return [t.figures[case][name] * size / t.around[case][name] for t in turns]
 
     def medians(self) -> dict[str, dict[str, float]]:
         """By system and column, of those that have figures of all cases."""
@@ -107,7 +107,7 @@ class Measured:
         return [speed for case in CASES for (speed,) in self.together(case.name, MACHINE)]
 
     def floors(self) -> dict[int, dict[str, float]]:
-        """The best that weights of so many bits allow here, by bits and column: decoding reads every weight once a
+        """The best that weights of 16, 8 and 4 bits allow here, by bits and column: decoding reads every weight once a
         step, a prompt's products run as from the first-level cache, a start imports torch."""
         machine, read = self.start(MACHINE), statistics.median(self.reads())
         found = {}
@@ -120,177 +120,68 @@ class Measured:
         return found
 
     def size(self, bits: int, sequences: int) -> float:
-        """GB of the weights that a step of so many sequences reads, without the scales of quantized ones."""
+        """GB of the weights that a step of ``sequences`` reads, without the scales of quantized ones."""
         return self.parameters.read(sequences) * bits / 8 / 1e9
 
 
-def write(folder: Path, name: str, measured: Measured) -> None:
-    """``name``.json, .md and .svg in ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(to_plain(measured), indent=1))
-    (folder / f"{name}.md").write_text(to_markdown(measured, name))
-    plot(measured, folder / f"{name}.svg")
-
-
-def to_plain(measured: Measured) -> dict[str, Any]:
-    """For the JSON file: medians first, then all rounds and turns."""
-    found = measured.medians()
-    rounds = {name: [_rounded(r) for r in starts] for name, starts in measured.starts.items()}
-    systems = {
-        name: {"bits": bits, "median": _rounded(found.get(name, {})), "rounds": rounds.get(name, [])}
-        for name, bits in measured.bits.items()
-    }
-    machine = {READ: statistics.median(measured.reads()), **measured.start(MACHINE)}
-    turns = [
-        vars(t) | {part: {c: _rounded(f) for c, f in getattr(t, part).items()} for part in ("figures", "beside")}
-        for t in measured.turns
-    ]
-    return {
-        **measured.about, "parameters": measured.parameters._asdict(),
-        "machine can": {"median": _rounded(machine), "rounds": rounds[MACHINE]},
-        "floors": {f"{bits} bits": _rounded(floor) for bits, floor in measured.floors().items()},
-        "systems": systems, "turns": turns, "not available": measured.missing,
-    }  # fmt: skip
-
-
-def to_markdown(measured: Measured, name: str) -> str:
-    """The tables."""
-    found, floors, about, reads = measured.medians(), measured.floors(), measured.about, measured.reads()
-    lines = [
-        f"# {about['shape']}, random weights: graphllm beside other systems on a CPU", "",
-        f"{about['machine']}, {about['threads']} threads, {about['date']}: `{about['command']}`. Systems of the same "
-        "bits are loaded side by side and take turns. Medians: of the rounds for start and memory, else of all turns "
-        f"({about['turns']} a round, {_rounds(measured)}). 128 tokens in, 64 out. Memory is read at "
-        f"{statistics.median(reads):.1f} GB/s ({min(reads):.1f} to {max(reads):.1f} in the turns), "
-        f"bf16 products of the first-level cache run at {measured.start(MACHINE)[PRODUCTS]:.2f} TFLOP/s. "
-        f"Everything is in `{name}.json`.", "",
-        f"![plot]({name}.svg)", "",
-    ]  # fmt: skip
+def rows(measured: Measured) -> Rows:
+    """All tables: what the machine can do, floors and medians, ratios within a turn, what gets from the kernels to the
+    user, then the single turns."""
+    found, floors, reads = measured.medians(), measured.floors(), measured.reads()
+    spread = {"least read": min(reads), "most read": max(reads)}
+    made: Rows = {MACHINE: _rounded({READ: statistics.median(reads), **measured.start(MACHINE), **spread})}
     for bits in BITS:
-        rows = {n: m for n, m in found.items() if measured.bits[n] == bits and ", " not in n}
-        if rows:
-            lines += [f"## {bits}-bit weights", "", *table({"floor": floors[bits], **rows}, COLUMNS), ""]
-            lines += beside(measured, bits, list(rows))
-    lines += reach(measured)
-    if measured.missing:
-        lines += ["## Not available", "", *(f"- {n}: {reason}" for n, reason in measured.missing.items()), ""]
-    versions = ", ".join(f"{package} {v}" for package, v in about["versions"].items())
-    lines += [
-        "## How it was measured", "",
-        f"Versions: {versions}; {about['system']}.", "",
-        "In a round, the systems of 16 bits are started and ended one after the other, in random order, in fresh "
-        "processes, with their files in the page cache: that is their start. Then all are loaded and take turns: for "
-        "each case, every system runs it once while the others wait, with the same prompts, in an order that is drawn "
-        "each time, the first time after a short run to warm up; "
-        "before and after each, memory is read plainly, 12 times 1.2 GB, in all as a decode counts all its time. Then "
-        "they end, and those of 8 and of 4 bits follow. A shared machine's memory changes its speed within seconds, so "
-        "what compares is figures of one turn, as the second table of each kind does. Systems of different bits share "
-        "no turns.", "",
-        "The floor reads the weights once a step, of experts as many as are chosen at random, without the scales of "
-        "quantized ones; a prompt's products at the speed of a loop of them from the first-level cache, without "
-        "attention and the first and last layer; a start that only imports torch. Decode counts from when every prompt "
-        "has its first token. Start is from the process's start to the first token of a prompt of 16. OpenVINO's and "
-        "llama.cpp's files are made from the same "
-        "numbers; each system's own defaults otherwise.", "",
-    ]  # fmt: skip
-    return "\n".join(lines)
+        names = [name for name in found if measured.bits[name] == bits]
+        if names:
+            made[f"{bits} bits, floor"] = _rounded(floors[bits])
+        for name in names:
+            share = statistics.median(measured.shares(name))
+            made[f"{bits} bits, {name}"] = _rounded({**found[name], _SHARE: share})
+        made |= compared(measured, names)
+    made |= reach(measured)
+    for name in (MACHINE, *measured.bits):
+        turns = {c.name: [figure for (figure,) in measured.together(c.name, name)] for c in CASES}
+        starts = {column: [r[column] for r in measured.starts.get(name, []) if column in r] for column in (FIRST, PEAK)}
+        lists = {column: [round(v, 4) for v in values] for column, values in (turns | starts).items() if values}
+        made[f"each turn, {name}"] = lists
+    return made | ({"not available": dict(measured.missing)} if measured.missing else {})
 
 
-def beside(measured: Measured, bits: int, names: Sequence[str]) -> list[str]:
-    """graphllm over each other system, turn by turn, and how much of the read speed around it decoding used. Systems of
-    the same file, which their names end with, are compared with each other."""
+def compared(measured: Measured, names: Sequence[str]) -> Rows:
+    """graphllm over each other system of the same bits, turn by turn: medians, and the turns in which it was ahead.
+    Systems of the same file, which their names end with, are compared with each other."""
     ours = [n for n in names if n.startswith(OURS)]
-    if not ours:
-        return []
-    rows: dict[str, dict[str, float | str]] = {}
-    for name in names:
+    made: Rows = {}
+    for name in names if ours else ():
+        if name in ours:
+            continue
         own = next((n for n in ours if n == f"{OURS} {name.split()[-1]}"), ours[0])
-        rows[name] = {_SHARE: statistics.median(measured.shares(name))}
-        for case in CASES if name not in ours else ():
+        row = made.setdefault(f"{own} over {name}", {})
+        for case in CASES:
             ratios = measured.ratios(case.name, own, name)
             ahead = f"ahead in {sum(r > 1 for r in ratios)} of {len(ratios)}"
-            rows[name][case.name] = f"{_number(statistics.median(ratios))}, {ahead}"
-    title = (
-        f"{' or '.join(ours)} over each other system, turn by turn: the median, and the turns in which it was ahead."
-    )
-    return [title, "", *table(rows, [*(c.name for c in CASES), _SHARE]), ""]
+            row[short(case)] = f"{statistics.median(ratios):.2f}, {ahead}"
+    return made
 
 
-def reach(measured: Measured) -> list[str]:
-    """How much of the kernels' speed gets through the engine and through the server."""
+def reach(measured: Measured) -> Rows:
+    """How much of the kernels' speed gets through the engine and through the server: medians of the turns' shares."""
     found = measured.medians()
-    lines: list[str] = []
+    made: Rows = {}
     for kind in ("bf16", "int8", "int4"):
         names = {way: f"{OURS} {kind}{suffix}" for way, suffix in WAYS.items()}
-        if not all(n in found for n in names.values()):
-            continue
-        rows: dict[str, dict[str, float]] = {}
-        for way, n in names.items():
-            rows[f"{kind}, {way}"] = found[n]
-            if way != "executor":
-                shares = {c.name: measured.ratios(c.name, n, names["executor"]) for c in CASES}
-                rows[f"{kind}, {way}: share"] = {c: statistics.median(ratios) for c, ratios in shares.items()}
-        lines += [*table(rows, [*(c.name for c in CASES), FIRST]), ""]
-    return ["## From the kernels to the user", "", "Shares are medians of the turns' own.", "", *lines] if lines else []
+        if all(n in found for n in names.values()):
+            for way in ("LLM", "HTTP server"):
+                shares = {short(c): measured.ratios(c.name, names[way], names["executor"]) for c in CASES}
+                medians = {c: statistics.median(ratios) for c, ratios in shares.items()}
+                made[f"{kind}, {way}, share of the executor's speed"] = _rounded(medians)
+    return made
 
 
-def table(rows: Mapping[str, Mapping[str, float | str]], columns: Iterable[str]) -> list[str]:
-    """Markdown; an empty cell where there is no figure."""
-    columns = list(columns)
-    lines = ["| | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 1)]
-    for name, figures in rows.items():
-        cells = (_number(figures[c]) if c in figures else "" for c in columns)
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return lines
+def short(case: Case) -> str:
+    """Its name without the unit."""
+    return case.name.rpartition(",")[0]
 
 
-def plot(measured: Measured, file: Path) -> None:
-    """A panel of bars for each column, the systems in the order of their figures, the floors as lines."""
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "graphllm", "svg.fonttype": "none"})  # reproducible, and small
-    from matplotlib import pyplot
-
-    found, floors = measured.medians(), measured.floors()
-    names = [n for n in found if ", " not in n]
-    columns = [*(c.name for c in CASES), FIRST]
-    figure, panels = pyplot.subplots(1, len(columns), figsize=(4.6 * len(columns), 0.6 + 0.34 * max(len(names), 4)))
-    shades = {16: "#4472a8", 8: "#5b9c64", 4: "#b8863b"}
-    for panel, column in zip(panels, columns, strict=True):
-        order = sorted(names, key=lambda n: found[n][column], reverse=column == FIRST)
-        colors = [shades[measured.bits[n]] for n in order]
-        bars = panel.barh(order, [found[n][column] for n in order], color=colors)
-        panel.bar_label(bars, [_number(found[n][column]) for n in order], padding=3, fontsize=8)
-        most = _FAR * max(found[n][column] for n in names)
-        for floor, bits in {floors[b][column]: b for b in reversed(BITS)}.items():  # equal ones in the first's color
-            if floor <= most:
-                panel.axvline(floor, color=shades[bits], linestyle=":", linewidth=1)
-        for label in panel.get_yticklabels():
-            label.set_fontweight("bold" if label.get_text().startswith(OURS) else "normal")
-        panel.set_title(column, fontsize=10)
-        panel.tick_params(labelsize=8)
-        panel.margins(x=0.15)
-        panel.spines[["top", "right"]].set_visible(False)
-    title = "Blue 16, green 8, brown 4 bits a weight; dotted: what the machine's memory and products allow"
-    figure.suptitle(title, fontsize=9)
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
-    pyplot.close(figure)
-
-
-def _number(value: float | str) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
-
-
-def _rounded(figures: dict[str, float]) -> dict[str, float]:
+def _rounded(figures: Mapping[str, float]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in figures.items()}
-
-
-def _rounds(measured: Measured) -> str:
-    count = len({turn.round for turn in measured.turns})
-    return "1 round" if count == 1 else f"{count} rounds"

@@ -11,14 +11,14 @@ from typing import Any
 
 from bench.cpu.cases import CASES
 from bench.cpu.lock import Lock
-from bench.cpu.process import Process, ProcessFailedError
 from bench.cpu.report import MACHINE, Measured, Turn
+from bench.process import Process, ProcessFailedError
 
 
 def take_round(
     bits: int, systems: Mapping[str, Callable[[], Process]], number: int, turns: int, lock: Lock, measured: Measured
 ) -> None:
-    """One round of the systems of so many bits, added to ``measured``.
+    """One round of the systems of ``bits`` bits, added to ``measured``.
 
     systems: what starts each, by name; MACHINE's is the probe. number: of the round. A system that fails is out, and
     ``measured.missing`` says why. Raises ProcessFailedError when the probe fails.
@@ -48,9 +48,9 @@ def take_round(
         loaded[name] = stack.enter_context(systems[name]())
         return answer(name, Process.started)
 
-    for name in shuffled(systems):  # alone: beside others, memory that the host must find first makes it slower
-        with contextlib.ExitStack() as alone:
-            if figures := start(name, alone):
+    for name in shuffled(systems):  # one by one: next to others, memory that the host must find first makes it slower
+        with contextlib.ExitStack() as single:
+            if figures := start(name, single):
                 measured.starts.setdefault(name, []).append(figures)
         loaded.pop(name, None)
     with contextlib.ExitStack() as stack:
@@ -62,13 +62,13 @@ def take_round(
             for case in CASES:
                 lock.step()
                 command = {"case": case.name, "seed": f"{number} {index}"}
-                figures, beside = turn.figures.setdefault(case.name, {}), turn.beside.setdefault(case.name, {})
+                figures, around = turn.figures.setdefault(case.name, {}), turn.around.setdefault(case.name, {})
                 reads = [answer(MACHINE, Process.ask, command)]
                 for name in shuffled(name for name in loaded if name != MACHINE):
                     figure = answer(name, Process.ask, command)
                     reads.append(answer(MACHINE, Process.ask, command))
                     if figure is not None:
-                        figures[name], beside[name] = figure, statistics.harmonic_mean(reads[-2:])
+                        figures[name], around[name] = figure, statistics.harmonic_mean(reads[-2:])
                 figures[MACHINE] = statistics.harmonic_mean(reads)
         for name in list(loaded):
             if figures := answer(name, Process.end):

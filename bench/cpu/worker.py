@@ -15,7 +15,7 @@ from typing import Literal
 
 from bench.cpu.cases import CASES, FIRST, FIRST_PROMPT, PEAK, Case
 from bench.cpu.peer import Runner, Workload, find_peers
-from bench.cpu.process import Commands
+from bench.process import Commands
 
 _WARM = 4  # tokens generated before the clock runs
 
@@ -45,7 +45,7 @@ class Task:
 
 
 def make_prompts(case: Case, vocab: int, seed: str) -> list[list[int]]:
-    """Of random tokens; those of two cases or seeds have no common beginning, so no cache of prompts helps."""
+    """Of random tokens. Prompts of two cases or seeds have no common beginning, so no cache of prompts helps."""
     draw = random.Random(f"{seed} {case.name}")
     return [[draw.randrange(vocab) for _ in range(case.tokens)] for _ in range(case.prompts)]
 

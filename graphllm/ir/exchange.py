@@ -26,7 +26,7 @@ MOST_RANKS = TAKE - GIVE
 
 def exchange_bytes(ranks: int) -> int:
     """That each of so many ranks may give another one in a call: as many as kernels were measured with
-    (bench/results/h200_all_reduce.json, h100_all_reduce_4.json)."""
+    (all_reduce.json of bench/results/h200-x2 and h100-x4)."""
     return 4 << 20 if ranks == 2 else 16 << 20
 
 

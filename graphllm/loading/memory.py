@@ -12,7 +12,7 @@ from graphllm.program.program import BlockPool
 from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
 
 # Bytes of a GPU for kernels, libraries, graphs and what allocations are rounded up to: 0.22 to 0.34 GB measured, see
-# bench/results/h200_proofs.json.
+# bench/results/h200/gpu_proofs.json.
 _BESIDE = 300 * 10**6
 
 

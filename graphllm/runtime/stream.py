@@ -44,7 +44,7 @@ class CpuStream:
 
     It should be the only thread of the process that runs torch operations on several threads, because each such thread
     has OpenMP threads of its own: with more of them than CPUs, none spins for the next parallel region any more, and
-    waking them takes 70 microseconds instead of 1 (`bench/results/cpu_decode.md`). See `alone`.
+    waking them takes 70 microseconds instead of 1 (`bench/notes/cpu_decode.md`). See `alone`.
     """
 
     def __init__(self, threads: int, set_threads: Callable[[int], None] | None = None) -> None:

@@ -1,15 +1,13 @@
-"""The CPU benchmark's own arithmetic, tables and plot; its turns and processes; that a GGUF file holds the checkpoint's
+"""The CPU benchmark's own arithmetic and rows; its turns and processes; that a GGUF file holds the checkpoint's
 numbers."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,10 +22,10 @@ from bench.cpu.gguf_checkpoint import gguf_name, write_gguf
 from bench.cpu.lock import Lock
 from bench.cpu.machine import IMPORT, PRODUCTS, READ
 from bench.cpu.peer import Peer, Runner, Times, Workload, find_peers
-from bench.cpu.process import Commands, Process, ProcessFailedError
 from bench.cpu.report import MACHINE, Turn
 from bench.cpu.turns import take_round
 from bench.cpu.worker import Task, make_prompts, measure
+from bench.process import Commands, Process, ProcessFailedError
 from tests.tiers import thorough
 from tests.waiting import PATIENCE, until
 
@@ -54,11 +52,7 @@ class Absent(Peer):
 
 
 def empty() -> report.Measured:
-    about = {
-        "machine": "abacus", "threads": 2, "date": "today", "shape": "some shape", "command": "c",
-        "versions": {"x": "1"}, "system": "s", "turns": 2,
-    }  # fmt: skip
-    return report.Measured(about, report.Parameters(all=10**9, layers=5 * 10**8))
+    return report.Measured(report.Parameters(all=10**9, layers=5 * 10**8))
 
 
 def measured(
@@ -73,8 +67,8 @@ def measured(
     for i, read in enumerate(reads):
         for bits in report.BITS:
             now = {n: v[i] for n, (b, v) in figures.items() if b == bits and i < len(v)}
-            beside = {c.name: dict.fromkeys(now, read / 2) for c in CASES}
-            made.turns.append(Turn(bits, i, 0, {c.name: {MACHINE: read, **now} for c in CASES}, beside))
+            around = {c.name: dict.fromkeys(now, read / 2) for c in CASES}
+            made.turns.append(Turn(bits, i, 0, {c.name: {MACHINE: read, **now} for c in CASES}, around))
     return made
 
 
@@ -96,14 +90,16 @@ def test_medians_and_floors() -> None:
 
 
 def test_systems_are_compared_within_a_turn() -> None:
-    # The medians are 3 and 2.5: beside each other they would say 1.2.
+    # The medians are 3 and 2.5: their ratio would say 1.2.
     made = measured({"graphllm bf16": (16, [3.0, 1.0, 8.0]), "other": (16, [2.5, 2.0, 10.0])})
     assert made.ratios(CASES[1].name, "graphllm bf16", "other") == pytest.approx([1.2, 0.5, 0.8])
-    lines = report.to_markdown(made, "name").splitlines()
-    # 2 GB a token: 6 of the 15, 2 of 20 and 16 of 25 GB/s beside it; 5 of 15, 4 of 20 and 20 of 25.
-    assert "| graphllm bf16 |  |  |  | 0.40 |" in lines
-    cell = "0.80, ahead in 1 of 3"
-    assert f"| other | {cell} | {cell} | {cell} | 0.33 |" in lines
+    rows = report.rows(made)
+    # 2 GB a token: 6 of the 15, 2 of 20 and 16 of 25 GB/s around it; 5 of 15, 4 of 20 and 20 of 25.
+    share = "batch 1: share of the memory speed around it"
+    assert rows["16 bits, graphllm bf16"][share] == pytest.approx(0.4)
+    assert rows["16 bits, other"][share] == pytest.approx(1 / 3, abs=1e-4)
+    cases = ("decode batch 1", "decode batch 8", "prefill 1,024")
+    assert rows["graphllm bf16 over other"] == dict.fromkeys(cases, "0.80, ahead in 1 of 3")
 
 
 def test_a_system_without_all_cases_is_not_in_the_tables() -> None:
@@ -112,50 +108,38 @@ def test_a_system_without_all_cases_is_not_in_the_tables() -> None:
         turn.figures[CASES[2].name].pop("broken", None)
     made.bits["never started"] = 8
     assert made.medians().keys() == {"graphllm bf16"}
-    assert "| broken" not in report.to_markdown(made, "name")
-    plain = report.to_plain(made)["systems"]
-    assert plain["broken"]["median"] == {}
-    assert plain["never started"]["rounds"] == []
+    rows = report.rows(made)
+    assert "16 bits, broken" not in rows
+    assert rows["each turn, broken"][CASES[0].name] == [2.0]
+    assert "8 bits, never started" not in rows
 
 
-def test_tables() -> None:
+def test_rows() -> None:
     made = measured({"graphllm bf16": (16, [4.0]), "graphllm bf16, executor": (16, [8.0]),
                      "graphllm bf16, HTTP server": (16, [2.0]), "other": (4, [1234.5])})  # fmt: skip
     made.missing["third"] = "not installed"
-    lines = report.to_markdown(made, "name").splitlines()
-    assert "| graphllm bf16 | 4.00 | 4.00 | 4.00 | 4.00 | 4.00 |" in lines
-    assert "| other | 1,234 | 1,234 | 1,234 | 1,234 | 1,234 |" in lines
-    assert "| bf16, LLM: share | 0.50 | 0.50 | 0.50 |  |" in lines
-    assert "| bf16, HTTP server: share | 0.25 | 0.25 | 0.25 |  |" in lines
-    assert lines.index("## 16-bit weights") < lines.index("## 4-bit weights")
-    assert "## 8-bit weights" not in lines
-    assert "- third: not installed" in lines
+    rows = report.rows(made)
+    assert {rows["16 bits, graphllm bf16"][column] for column in report.COLUMNS} == {4.0}
+    assert {rows["4 bits, other"][column] for column in report.COLUMNS} == {1234.5}
+    assert set(rows["bf16, LLM, share of the executor's speed"].values()) == {0.5}
+    assert set(rows["bf16, HTTP server, share of the executor's speed"].values()) == {0.25}
+    names = list(rows)
+    assert names.index("16 bits, floor") < names.index("4 bits, floor")
+    assert not [name for name in names if name.startswith("8 bits")]
+    assert rows["not available"] == {"third": "not installed"}
 
 
-def test_files(tmp_path: Path) -> None:
+def test_rows_of_single_turns() -> None:
     made = measured({"graphllm bf16": (16, [4.0, 2.0, 6.0])})
     for figures in made.starts["graphllm bf16"]:
         del figures[PEAK]
-    report.write(tmp_path / "new", "result", made)
-    plain = json.loads((tmp_path / "new" / "result.json").read_text())
-    assert plain["systems"]["graphllm bf16"]["median"][CASES[0].name] == 4.0
-    assert [r[FIRST] for r in plain["systems"]["graphllm bf16"]["rounds"]] == [4.0, 2.0, 6.0]
-    assert plain["machine can"]["median"] == {READ: 40.0, PRODUCTS: 2.0, IMPORT: 1.5}
-    assert plain["turns"][3] == {
-        "bits": 16, "round": 1, "index": 0, "figures": {c.name: {MACHINE: 40.0, "graphllm bf16": 2.0} for c in CASES},
-        "beside": {c.name: {"graphllm bf16": 20.0} for c in CASES},
-    }  # fmt: skip
-    assert (tmp_path / "new" / "result.md").exists()
-
-
-def test_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    made = measured({"graphllm bf16": (16, [4.0]), "slower": (8, [3.0]), "graphllm bf16, executor": (16, [5.0])})
-    report.plot(made, tmp_path / "plot.svg")
-    texts = [e.text for e in ElementTree.parse(tmp_path / "plot.svg").iter("{http://www.w3.org/2000/svg}text")]
-    assert texts.count("slower") == texts.count("graphllm bf16") == 4
-    assert {c.name for c in CASES} | {FIRST} <= set(texts)
-    assert "graphllm bf16, executor" not in texts
+    rows = report.rows(made)
+    assert rows["16 bits, graphllm bf16"][CASES[0].name] == 4.0
+    assert rows["each turn, graphllm bf16"] == {c.name: [4.0, 2.0, 6.0] for c in CASES} | {FIRST: [4.0, 2.0, 6.0]}
+    spread = {"least read": 30.0, "most read": 50.0}
+    assert rows["machine"] == {READ: 40.0, PRODUCTS: 2.0, IMPORT: 1.5, **spread}
+    # In each of three turns the probe runs for 16, 8 and 4 bits.
+    assert rows["each turn, machine"][CASES[0].name] == [30.0] * 3 + [40.0] * 3 + [50.0] * 3
 
 
 def test_what_is_missing() -> None:
@@ -235,7 +219,7 @@ def test_a_worker_warms_up_once_and_runs_what_is_asked(tmp_path: Path) -> None:
 # A system that notes when it starts, runs a case and ends, with a child in a session of its own. bad: where it fails.
 SYSTEM = """
 import os, subprocess, sys, time
-from bench.cpu.process import Commands
+from bench.process import Commands
 name, log, bad = sys.argv[1:]
 def note(what):
     with open(log, "a") as file:
@@ -280,11 +264,11 @@ def test_systems_take_turns_side_by_side(tmp_path: Path) -> None:
     names = ["a", "b", "c", MACHINE]
     take_round(16, {n: partial(start, n, log) for n in names}, 7, 3, Lock(tmp_path / "lock"), made)
     noted = [line.split(",") for line in log.read_text().splitlines()]
-    alone, noted = noted[:4], noted[4:]
-    assert sorted(tuple(what) for _, *what in alone) == sorted((name, "start") for name in names)
+    single, noted = noted[:4], noted[4:]
+    assert sorted(tuple(what) for _, *what in single) == sorted((name, "start") for name in names)
     assert [what for _, _, what, *_ in noted] == ["start"] * 4 + ["run"] * 7 * len(CASES) * 3 + ["end"] * 4
     assert len({pid for pid, *_ in noted}) == 4  # each stays loaded
-    assert not {pid for pid, *_ in noted} & {pid for pid, *_ in alone}
+    assert not {pid for pid, *_ in noted} & {pid for pid, *_ in single}
     groups = [noted[i : i + 7] for i in range(4, len(noted) - 4, 7)]
     assert [{tuple(rest) for _, _, _, *rest in g} for g in groups] == [
         {(c.name.split(",")[0], f"7 {turn}")} for turn in range(3) for c in CASES

@@ -1,23 +1,17 @@
-"""The model of steps on several GPUs beside what was measured on two and four H200s, to which nothing is fitted. Those
-were trees whose ranks gathered all logits."""
+"""The model of steps on several GPUs against figures measured on two and four H200s, to which nothing is fitted. Ranks
+of these trees gathered all logits."""
 
 from __future__ import annotations
 
-import json
-import sys
-
 import pytest
 
+from bench.record import read
 from graphllm.ir.registry import load_ops, load_passes
 from tests.tiers import thorough
 
 
 @pytest.fixture(scope="module", autouse=True)
-def scripts() -> None:
-    """Benchmarks import each other as scripts do."""
-    from bench import __file__ as package
-
-    sys.path.insert(0, package.removesuffix("/__init__.py"))
+def loaded() -> None:
     load_ops()
     load_passes()
 
@@ -32,24 +26,24 @@ def scripts() -> None:
     ],
 )
 def test_gpus_as_measured(shape: str, ranks: int, count: int, error: float) -> None:
-    from bench import simulate_ranks as simulation
+    from bench.cases.host import simulate_ranks as simulation
 
-    stored = json.loads((simulation.RESULTS / "simulated_ranks.json").read_text())["rates"]
+    stored = read("epyc-avx512", "simulate_ranks")["rates"]
     rates = simulation.Rates(
         stored["bandwidth"], stored["arithmetic"], 1e-6 * stored["begin us"], 1e12 * stored["attention TFLOP/s"]
     )
-    measured = json.loads((simulation.RESULTS / "h200_tensor_parallel.json").read_text())
+    measured = read(f"h200-x{ranks}", f"gpu_table_tp{ranks}")
     model, sums = simulation.Model(shape, ranks, gathers=True), simulation.Sums()
     rows = simulation.rows_of(f"{shape} tp{ranks}", measured)
     assert len(rows) == count
     for row, ms in rows.items():
-        told = 1e3 * simulation.seconds(model, rates, sums, simulation.row_step(model, row))
-        assert told == pytest.approx(ms, rel=error), row
+        found = 1e3 * simulation.seconds(model, rates, sums, simulation.row_step(model, row))
+        assert found == pytest.approx(ms, rel=error), row
 
 
 def test_what_ranks_share() -> None:
-    """Half of the weights but the norms on each of two; a sum behind every o and down projection, and the embedding."""
-    from bench import simulate_ranks as simulation
+    """Half of the weights but the norms on each of two; a sum after every o and down projection, and the embedding."""
+    from bench.cases.host import simulate_ranks as simulation
 
     one, two = (simulation.Model("llama3.1-8b", ranks) for ranks in (1, 2))
     assert two.weights == pytest.approx(one.weights / 2, rel=1e-3)

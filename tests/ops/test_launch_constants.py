@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bench.record import read
 from graphllm.config import Bucket, Target
 from graphllm.ir import CallSite
 from graphllm.ir.registry import load_ops
 
 OPS = load_ops()
 TARGET = Target("cuda", ("sm_90", "sms_132"))
-MEASURED = json.loads((Path(__file__).parents[2] / "bench/results/h100_tuning.json").read_text())
+MEASURED = read("h100", "study_tuning")
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's kernels")
 
 
@@ -47,11 +47,12 @@ def _candidates(op: str, rows: int, weights: int, inner: int) -> list[tuple[str,
 def test_what_was_the_fastest_is_tried() -> None:
     """At each of the sites of two models where all candidates were timed, a third of which is tried now."""
     tried = timed = 0
-    for shape, op, bucket, rows, weights, inner, number, _, impl, constants in MEASURED["linear layers"]:
-        found = _candidates(op, rows, weights, inner)
-        same = [c for name, c in found if name == impl and constants.items() <= c.items()]
-        assert len(same) == 1, (shape, op, bucket, weights, inner)
-        tried, timed = tried + len(found), timed + number
+    for name, row in MEASURED.items():
+        found = _candidates(row["op"], row["rows"], row["weights"], row["inner"])
+        constants = json.loads(row["constants"])
+        same = [c for impl, c in found if impl == row["implementation"] and constants.items() <= c.items()]
+        assert len(same) == 1, name
+        tried, timed = tried + len(found), timed + row["candidates timed"]
     assert timed > 1200
     assert tried < timed / 3
 

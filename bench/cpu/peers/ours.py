@@ -1,4 +1,4 @@
-"""graphllm, on the three ways from its kernels to a user: the executor alone, `LLM`, and the HTTP server; and `LLM`
+"""graphllm, on the three ways from its kernels to a user: the executor by itself, `LLM`, and the HTTP server; and `LLM`
 with the GGUF files that llama.cpp reads."""
 
 from __future__ import annotations

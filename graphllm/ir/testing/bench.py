@@ -1,4 +1,4 @@
-"""Time the implementations of an op over its real cases: behind `graphllm op bench` and bench/ops.py.
+"""Time the implementations of an op over its real cases: for `graphllm op bench` and the case `ops` of bench/.
 
 A call is timed on as many distinct input sets as overflow the caches, back to back: on a GPU as one captured graph
 whose replays are timed by events (no launch gaps of Python), on a CPU by the wall clock. The median is reported.

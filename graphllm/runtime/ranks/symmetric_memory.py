@@ -31,7 +31,7 @@ Method = Literal["one-shot", "two-shot", "library"]
 
 _DTYPES = (torch.bfloat16, torch.float32)
 # By the sizes of groups that torch's kernels are made for: bytes up to which one-shot is taken, and between which
-# two-shot is. Two and four ranks as measured (bench/results/h200_all_reduce.json); eight are not measured.
+# two-shot is. Two and four ranks as measured (all_reduce.json of bench/results/h200-x2); eight are not measured.
 _ONE_SHOT = {2: 1 << 20, 4: 512 << 10, 8: 128 << 10}
 _TWO_SHOT = {2: (1 << 20, 32 << 20), 4: (512 << 10, 32 << 20), 8: (128 << 10, 32 << 20)}
 _FEW_GATHERED = 128 << 10  # bytes that the library gathers sooner, and of more than two ranks any number

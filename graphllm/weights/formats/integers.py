@@ -49,7 +49,7 @@ def _encoding(name: str, bits: int, group: int, dtype: str) -> Encoding:
     return register_encoding(found)
 
 
-# int8 with 64 entries a scale is 8.25 bits a weight, int4 with 32 is 4.5; bench/results/cpu_quantized.md has the errors
+# int8 with 64 entries a scale is 8.25 bits a weight, int4 with 32 is 4.5; bench/notes/cpu_quantized.md has the errors
 # of other sizes.
 INTEGERS = {e.name: e for e in (_encoding("int8", 8, 64, "int8"), _encoding("int4", 4, 32, "uint8"))}
 

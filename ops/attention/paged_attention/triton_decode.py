@@ -423,7 +423,7 @@ def launch_decode(
 
 
 # Few sequences are over before the chip is full: what counts is how soon the first tile is there. Small tiles, of which
-# one is loaded early, leave room for programs of the kernel before (bench/results/h200_decode.md, step 19).
+# one is loaded early, leave room for programs of the kernel before (bench/notes/gpu_decode.md, step 19).
 _FEW_SEQUENCES = 16
 _ALONE = {"early": 1, "min_tiles": 1, "stages": 1}
 _BESIDE_FEW = {"early": 1, "min_tiles": 2, "block_n": 32}
@@ -439,7 +439,7 @@ def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int
     there are more, of at least 512 to 2,048 tokens, so that a long sequence does not run alone at the end. Two stages:
     with three, the programs take so much shared memory that they and those of the kernels around them do not run side
     by side. Entries of one byte go to half as many threads, in tiles as large as otherwise where sequences are many.
-    Measured on an H200, see bench/results/h200_decode.md.
+    Measured on an H200, see bench/notes/gpu_decode.md.
     """
     rows, heads, narrow = S * K, 1, dtype.itemsize == 1
     if not rows:  # mixed steps are long, so the ranges suit many sequences

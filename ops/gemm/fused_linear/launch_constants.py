@@ -2,7 +2,7 @@
 
 Of plain weights a tile is tried only where its programs fill the multiprocessors as those of no other do. At all 79
 sites of two shapes, on an H100, the fastest of 1,285 candidates was among the 400 that are left
-(bench/results/gpu_compile.md): programs that all run at once, one on each multiprocessor, are faster than twice as many
+(bench/notes/gpu_compile.md): programs that all run at once, one on each multiprocessor, are faster than twice as many
 parts of sums, even where 96 of them fill 132.
 """
 

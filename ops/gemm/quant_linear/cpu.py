@@ -1,7 +1,7 @@
 """quant_linear on the CPU: the weights are read once as a stream, and rows of x are rounded to int8 on the way.
 
 Integer products need a fraction of the instructions of bfloat16 products of weights that are widened on the fly (this
-was counted, that kernel was not written). bench/results/cpu_quantized.md has their speed and what the rounding of x
+was counted, that kernel was not written). bench/notes/cpu_quantized.md has their speed and what the rounding of x
 costs in accuracy. With AMX, steps of 32 and more rows of bfloat16 keep x: there products of bfloat16 are the fastest,
 and widening a weight is shared by all rows.
 """

@@ -1,0 +1,1 @@
+"""The cases, by what they measure: a room for each kind of machine."""

@@ -1,0 +1,1 @@
+"""Cases that measure the engine on a CPU."""

@@ -1,0 +1,1 @@
+"""Cases that need a GPU, or several of one host."""

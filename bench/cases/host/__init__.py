@@ -1,0 +1,1 @@
+"""Cases that measure what the host does around a model, and cases for any machine."""

@@ -1,0 +1,1 @@
+"""Cases that measure servers and several processes."""

@@ -1,0 +1,117 @@
+"""Shapes of models, and folders with random weights in these shapes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.harness import GRAPHLLM
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936,
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
+        "hidden_act": "silu", "dtype": "bfloat16", "use_sliding_window": False,
+    },
+    # As wide, with 16 experts, two for each token: 1.24 billion numbers.
+    "qwen3-moe-1.2b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 896,
+        "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64,
+        "intermediate_size": 1024, "moe_intermediate_size": 1024, "num_experts": 16, "num_experts_per_tok": 2,
+        "norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "tie_word_embeddings": True, "hidden_act": "silu", "dtype": "bfloat16",
+    },
+    "llama3.1-8b": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
+        "tie_word_embeddings": False, "dtype": "bfloat16", "head_dim": 128, "attention_bias": False,
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu",
+        "tie_word_embeddings": True, "dtype": "bfloat16", "head_dim": 128, "attention_bias": False,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936, "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+        "dtype": "bfloat16", "head_dim": 128, "attention_bias": False,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088, "max_position_embeddings": 131072,
+        "sliding_window": 128, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False, "dtype": "bfloat16",
+    },
+}  # fmt: skip
+SHAPES |= {
+    "llama3.1-8b-fp8": {**SHAPES["llama3.1-8b"], "quantization_config": {"quant_method": "fbgemm_fp8"}},
+    "llama3.1-8b-awq": {**SHAPES["llama3.1-8b"], "quantization_config": {"quant_method": "awq", "bits": 4,
+                        "group_size": 128, "zero_point": True, "version": "gemm"}},
+    "llama3-70b": {**SHAPES["llama3.1-8b"], "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+                   "intermediate_size": 28672},
+    "gpt-oss-20b-mxfp4": {**SHAPES["gpt-oss-20b"], "quantization_config": {"quant_method": "mxfp4"}},
+    "tiny": {
+        **SHAPES["llama3.1-8b"], "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "head_dim": 16,
+        "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 1024, "max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+
+
+def write_config(folder: Path, shape: str, **changes: int) -> Path:
+    """The folder, made with the config.json of a shape. changes: of fields."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape] | changes))
+    return folder
+
+
+def new_folder(shape: str) -> Path:
+    """A new folder with the config.json of a shape."""
+    return write_config(Path(tempfile.mkdtemp(prefix=f"{shape}-")), shape)
+
+
+def compile_to(artifact: Path, folder: Path | None, *options: str) -> None:
+    """`graphllm compile`; folder: None for the embedded model."""
+    model = [str(folder)] if folder else []
+    command = [*GRAPHLLM, "compile", *model, "-o", str(artifact), *options]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def write_checkpoint(folder: Path) -> None:
+    """Random weights in the names that checkpoints have, a safetensors file for each layer; they are in the page cache
+    afterwards. Experts have a tensor each, as they are published."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    files: dict[str, dict[str, torch.Size]] = {}
+    for name, parameter in model.named_parameters():
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        shapes = files.setdefault(f"layer-{layer[1]}.safetensors" if layer else "rest.safetensors", {})
+        if name.endswith(".experts.gate_up_proj"):
+            parts = {"gate_proj": parameter[0].chunk(2)[0], "up_proj": parameter[0].chunk(2)[1]}
+        elif name.endswith(".experts.down_proj"):
+            parts = {"down_proj": parameter[0]}
+        else:
+            shapes[name] = parameter.shape
+            continue
+        stem = name.rpartition(".")[0]
+        shapes |= {f"{stem}.{i}.{k}.weight": p.shape for i in range(len(parameter)) for k, p in parts.items()}
+    for file, shapes in files.items():
+        tensors = {n: (torch.randn(s, device=device) * 0.02).bfloat16().cpu() for n, s in shapes.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, shapes in files.items() for name in shapes}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
