@@ -17,7 +17,7 @@ from graphllm.ops.gemm.linear import linear
 from graphllm.ops.lora.add_embedding_lora import add_embedding_lora
 from graphllm.ops.lora.add_lora import add_lora
 from graphllm.ops.moe.fused_moe import fused_moe
-from graphllm.ops.moe.fused_moe.op import LORA_TABLES
+from graphllm.ops.moe.fused_moe.operands import LORA_TABLES
 from graphllm.program.specs import InputSpec, StateSpec
 from graphllm.rewrite import PassReport, Unit, fake_values, register_pass
 from graphllm.weights.adapters.adapted import AdaptedLinear, adapted_layer

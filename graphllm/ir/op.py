@@ -12,17 +12,19 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphllm.config import Bucket, Target
+from graphllm.ir.operands import Operands
 
 NAMESPACE = "graphllm"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _ops: dict[str, Op] = {}
+Struct = TypeVar("Struct", bound=tuple[Any, ...])
 
 
 class Cost(NamedTuple):
@@ -49,6 +51,10 @@ class CallSite(NamedTuple):
     bucket: Bucket
     largest: Callable[[int | torch.SymInt], int] = int
     deterministic: bool = False
+
+    def struct(self, kind: type[Struct]) -> Struct:
+        """The arguments that a struct of the op has as its fields, together."""
+        return kind(**{name: self.args[name] for name in kind._fields})  # type: ignore[attr-defined]
 
     def rows(self, name: str) -> int:
         """The most rows that a tensor may have: of tokens as many as the bucket, of sampled rows often far fewer."""
@@ -121,11 +127,13 @@ class Op:
     impls: dict[str, Impl] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.operands = Operands(self.reference)
+        self.reference = self.operands.flattened(self.reference)
         schema = torch.library.infer_schema(self.reference, mutates_args=self.mutates)
         _library.define(self.name + schema)
         _library.impl(self.name, self.reference, "CompositeExplicitAutograd")
         self.overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
-        self.signature = inspect.signature(self.reference)
+        self.signature = self.operands.flat
         self.cost = self._by_name(self.cost)
         self._fake: Callable[..., Any] | None = None
         self._traceable = False
@@ -137,7 +145,7 @@ class Op:
     @property
     def folder(self) -> Path:
         """Where the op is defined, and its kernels beside it."""
-        return Path(self.reference.__code__.co_filename).parent
+        return Path(inspect.unwrap(self.reference).__code__.co_filename).parent
 
     @property
     def untraceable(self) -> bool:
@@ -145,7 +153,7 @@ class Op:
         return self._fake is not None and not self._traceable
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.overload(*args, **kwargs)
+        return self.overload(**self.bind(args, kwargs)) if self.operands.structs else self.overload(*args, **kwargs)
 
     def fake(self, fn: Callable[..., Any] | None = None, *, traceable: bool = False) -> Callable[..., Any]:
         """Describe the results without data: same shapes, dtypes *and strides* as the reference. For an op whose
@@ -189,11 +197,11 @@ class Op:
 
     def _by_name(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn``, called with all arguments of the op, takes those that it names. Raises TypeError for other names."""
-        own = inspect.signature(fn).parameters
-        if unknown := [n for n, p in own.items() if p.kind is not p.VAR_KEYWORD and n not in self.signature.parameters]:
-            known = ", ".join(self.signature.parameters)
+        own, arguments = inspect.signature(fn).parameters, [*self.signature.parameters, *self.operands.structs]
+        if unknown := [n for n, p in own.items() if p.kind is not p.VAR_KEYWORD and n not in arguments]:
+            known = ", ".join(arguments)
             raise TypeError(f"op {self.name}: {', '.join(unknown)} of a cost or fake is none of its arguments, {known}")
-        return _taking(fn)
+        return self.operands.taking(fn)
 
     def impl(
         self,
@@ -211,16 +219,15 @@ class Op:
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
             if name in self.impls:
                 raise ValueError(f"op {self.name} already has an implementation named {name!r}; choose another name")
-            self.impls[name] = Impl(self.name, name, _taking(fn), device, supports, configs, row_order, remedy)
+            taking = self.operands.taking(fn)
+            self.impls[name] = Impl(self.name, name, taking, device, supports, configs, row_order, remedy)
             return fn
 
         return register
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The call's arguments by parameter name, defaults filled in."""
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return dict(bound.arguments)
+        return self.operands.bind(args, kwargs)
 
 
 def _moved(values: Any, device: torch.device) -> Any:
@@ -230,20 +237,6 @@ def _moved(values: Any, device: torch.device) -> Any:
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
 
     return tree_map_only(torch.Tensor, move, values)
-
-
-def _taking(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, which takes of some keyword arguments those that it names."""
-    parameters = inspect.signature(fn).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return fn
-    names = [p.name for p in parameters]
-
-    @functools.wraps(fn)
-    def call(**arguments: Any) -> Any:
-        return fn(**{name: arguments[name] for name in names if name in arguments})
-
-    return call
 
 
 def op(

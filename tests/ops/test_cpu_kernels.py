@@ -35,7 +35,7 @@ from graphllm.ops.gemm.linear import linear
 from graphllm.ops.gemm.linear.cpu import float_linear, streaming_linear
 from graphllm.ops.moe.fused_moe import fused_moe
 from graphllm.ops.moe.fused_moe.cpu import experts_in_turn
-from graphllm.ops.moe.fused_moe.op import LORA_TABLES
+from graphllm.ops.moe.fused_moe.operands import ExpertLora, Experts, Route
 from graphllm.ops.sampling.process_logits import process_logits
 from graphllm.ops.sampling.process_logits.cpu import cpu_process_logits
 from graphllm.ops.sampling.record_tokens.cpu import cpu_record_tokens
@@ -162,8 +162,7 @@ def test_experts_with_many_rows(level: str, threads: int, T: int, experts: int, 
 
     given = [t.to(dtype) for t in (normal(T, 80), normal(8, 208, 80) / 9, normal(8, 80, 104) / 10)]
     weights, chosen = torch.softmax(normal(T, 2), -1), normal(T, experts).topk(2, -1).indices.int()
-    names = dict(zip(("x_TD", "gate_up_N2FD", "down_NDF"), given, strict=True))
-    found = experts_in_turn(**names, weights_TA=weights, experts_TA=chosen)
+    found = experts_in_turn(given[0], Experts(*given[1:]), Route(weights, chosen))
     assert _error(found, fused_moe(*(t.double() for t in given), weights, chosen)) < TOLERANCE[dtype]
 
 
@@ -178,9 +177,10 @@ def test_adapters_of_experts(level: str, threads: int, T: int, dtype: torch.dtyp
     ids = torch.arange(T, dtype=torch.int32) % 3
     for table in tables:
         table[0] = float("nan")  # never read
-    found = experts_in_turn(x, first, second, weights, chosen, "silu", 0.0, None, None, *tables, ids)
-    wide = dict(zip(LORA_TABLES, (t.double() for t in tables), strict=True))
-    truth = fused_moe(*(t.double() for t in (x, first, second)), weights, chosen, **wide, adapter_ids_T=ids)
+    route = Route(weights, chosen)
+    found = experts_in_turn(x, Experts(first, second), route, ExpertLora(*tables, ids))
+    wide = ExpertLora(*(t.double() for t in tables), ids)
+    truth = fused_moe(x.double(), Experts(first.double(), second.double()), route, wide)
     assert _error(found, truth) < TOLERANCE[dtype]
 
 

@@ -20,16 +20,9 @@ from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.gemm.fused_linear.triton_direct import direct_product
 from graphllm.ops.gemm.fused_linear.triton_encoded import encoded_product, tiles_of
 from graphllm.ops.moe.fused_moe.op import fused_moe
-from graphllm.ops.moe.fused_moe.triton_adapters import NO_LORA, lora_of, plus_low_rank
-from graphllm.ops.moe.fused_moe.triton_common import (
-    Experts,
-    activated,
-    added,
-    experts_of,
-    programs_at_once,
-    supports,
-    write_pairs,
-)
+from graphllm.ops.moe.fused_moe.operands import ExpertLora, Experts, Residual, Route
+from graphllm.ops.moe.fused_moe.triton_adapters import lora_constants, plus_low_rank, shrink_pairs
+from graphllm.ops.moe.fused_moe.triton_common import activated, added, programs_at_once, supports, write_pairs
 from graphllm.ops.moe.fused_moe.triton_float8 import launch_halves, supports_halves
 from graphllm.ops.moe.fused_moe.triton_one_encoded import launch_one
 
@@ -273,7 +266,7 @@ _MOST_DIRECT = 2  # tokens, in an expert's product on registers: with more, tile
 
 def supports_one(site: CallSite) -> bool:
     plain = site.args["form"] == "" and site.args["adapter_ids_T"] is None
-    return site.rows("x_TD") == 1 and plain and supports(site)
+    return site.rows("x_TD") == 1 and plain and supports(site, norm=True)
 
 
 def configs_of_one(site: CallSite) -> list[Config]:
@@ -281,40 +274,23 @@ def configs_of_one(site: CallSite) -> list[Config]:
 
 
 @fused_moe.impl("triton_one", device="cuda", supports=supports_one, configs=configs_of_one)
-def triton_one(
-    x_TD: Tensor,
-    gate_up_N2FD: Tensor,
-    down_NDF: Tensor,
-    weights_TA: Tensor,
-    experts_TA: Tensor,
-    activation: str = "silu",
-    limit: float = 0.0,
-    gate_up_bias_N2F: Tensor | None = None,
-    down_bias_ND: Tensor | None = None,
-    **config: int,
-) -> Tensor:
-    """For one token. h is rounded to x's dtype."""
-    experts = experts_of(gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND)
-    return one_token(x_TD, experts, weights_TA, experts_TA, config)
-
-
-def one_token(
-    x_TD: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, config: Config,
-    residual_TD: Tensor | None = None, norm_D: Tensor | None = None, eps: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """residual + the experts of the norm of x, as `fused_moe` and `residual_moe` say."""
+def triton_one(x_TD: Tensor, experts: Experts, route: Route, residual: Residual | None, **config: int) -> Tensor:
+    """For one token. h is rounded to x's dtype, the normalized row is not."""
+    weights_TA, experts_TA = route
+    residual_TD, norm_D, eps = residual or (None, None, 0.0)
     A, (_, D, F) = experts_TA.shape[1], experts.sizes
     emulated, (first, second) = triton.knobs.runtime.interpret, experts.biases
     h_AF, out_TD = x_TD.new_empty((A, F)), x_TD.new_empty(x_TD.shape)
     launch_triton(
-        one_hidden_kernel, (-(-2 * F // config["n1"]), A), x_TD, experts.gate_up,
-        experts.gate_up if first is None else first, experts_TA, x_TD if norm_D is None else norm_D, h_AF, EPS=eps,
+        one_hidden_kernel, (-(-2 * F // config["n1"]), A), x_TD, experts.gate_up_N2FD,
+        experts.gate_up_N2FD if first is None else first, experts_TA, x_TD if norm_D is None else norm_D, h_AF, EPS=eps,
         NORM=norm_D is not None, D=D, F=F, BIAS=first is not None, ACTIVATION=experts.activation, LIMIT=experts.limit,
         BLOCK_N=config["n1"], BLOCK_K=config["k1"], EMULATED=emulated, num_warps=config["w1"],
     )  # fmt: skip
     launch_triton(
-        one_sum_kernel, (-(-D // config["n2"]),), h_AF, experts.down, experts.down if second is None else second,
-        weights_TA, experts_TA, h_AF if residual_TD is None else residual_TD, out_TD,
+        one_sum_kernel, (-(-D // config["n2"]),), h_AF, experts.down_NDF,
+        experts.down_NDF if second is None else second, weights_TA, experts_TA,
+        h_AF if residual_TD is None else residual_TD, out_TD,
         RESIDUAL=residual_TD is not None, D=D, F=F, A=A, BIAS=second is not None, BLOCK_N=config["n2"],
         BLOCK_K=config["k2"], EMULATED=emulated, num_warps=config["w2"],
     )  # fmt: skip
@@ -348,66 +324,34 @@ def configs_of_few(site: CallSite) -> list[Config]:
 
 @fused_moe.impl("triton_few", device="cuda", supports=supports_few, configs=configs_of_few)
 def triton_few(
-    x_TD: Tensor,
-    gate_up_N2FD: Tensor,
-    down_NDF: Tensor,
-    weights_TA: Tensor,
-    experts_TA: Tensor,
-    activation: str = "silu",
-    limit: float = 0.0,
-    gate_up_bias_N2F: Tensor | None = None,
-    down_bias_ND: Tensor | None = None,
-    gate_up_scales_NG2F: Tensor | None = None,
-    gate_up_zeros_NG2F: Tensor | None = None,
-    down_scales_NGD: Tensor | None = None,
-    down_zeros_NGD: Tensor | None = None,
-    form: str = "",
-    group: int = 0,
-    gate_up_lora_a_LNRD: Tensor | None = None,
-    gate_up_lora_b_LNrO: Tensor | None = None,
-    down_lora_a_LNrF: Tensor | None = None,
-    down_lora_b_LNrD: Tensor | None = None,
-    adapter_ids_T: Tensor | None = None,
-    **config: int,
+    x_TD: Tensor, experts: Experts, route: Route, lora: ExpertLora | None, residual: Residual | None, **config: int
 ) -> Tensor:
     """For up to 64 tokens. h and what each expert gives are rounded to x's dtype."""
-    experts = experts_of(
-        gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
-        gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
-        lora_of(gate_up_lora_a_LNRD, gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD, adapter_ids_T),
-    )  # fmt: skip
-    return few_tokens(x_TD, experts, weights_TA, experts_TA, config)
-
-
-def few_tokens(
-    x_TD: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, config: Config,
-    residual_TD: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """residual + the experts of x, as `fused_moe` and `residual_moe` say."""
+    weights_TA, experts_TA = route
     T, A = experts_TA.shape
     N, D, F = experts.sizes
     h_PF, y_PD = x_TD.new_empty((T * A, F)), x_TD.new_empty((T * A, D))
     products = (
-        (x_TD, experts.gate_up, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": 2 * F, "K": D, "GATED": True}),
-        (h_PF, experts.down, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "GATED": False}),
+        (x_TD, experts.gate_up_N2FD, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": 2 * F, "K": D, "GATED": True}),
+        (h_PF, experts.down_NDF, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "GATED": False}),
     )
     for i, (x, weight, out, sizes) in enumerate(products):
         if config["one"]:
-            launch_one(i, x, out, experts, weights_TA, experts_TA, config["block_n"], config["warps"], config["ahead"])
+            launch_one(i, x, out, experts, route, config["block_n"], config["warps"], config["ahead"])
             continue
         if config["halves"]:
             rows = (config["block_n"], config["halves"])[i]
-            launch_halves(i, x, out, experts, weights_TA, experts_TA, config["block_t"], rows, config["stages"])
+            launch_halves(i, x, out, experts, route, config["block_t"], rows, config["stages"])
             continue
-        bias, lora = experts.biases[i], experts.lora
-        tables, of_lora = (x, x, x), NO_LORA
+        bias, tables = experts.biases[i], (x, x, x)
         if lora is not None:
-            tables = lora.ids, lora.shrink_pairs(i, x, experts_TA, int(sizes["X_ROW"])), lora.b[i]
-            of_lora = lora.constants()
+            low = shrink_pairs(lora, i, x, experts_TA, int(sizes["X_ROW"]))
+            tables = lora.adapter_ids_T, low, lora.b[i]
         encoding = experts.encoding(i, int(sizes["K"]))
         constants = {
-            "BLOCK_K": encoding["SPAN"] // config["parts"] or config["block_k"], **sizes, **encoding, **of_lora,
-            "N": N, "A": A, "A_PAD": 1 << (A - 1).bit_length(), "BY_PAIR": T * A < N, "BIAS": bias is not None,
+            "BLOCK_K": encoding["SPAN"] // config["parts"] or config["block_k"], **sizes, **encoding,
+            **lora_constants(lora), "N": N, "A": A, "A_PAD": 1 << (A - 1).bit_length(),
+            "BY_PAIR": T * A < N, "BIAS": bias is not None,
             "ACTIVATION": experts.activation, "LIMIT": experts.limit, "BLOCK_T": config["block_t"],
             "BLOCK_N": config["block_n"], "BLOCK_S": config["block_s"], "WARPS": config["warps"],
             "EMULATED": triton.knobs.runtime.interpret, "num_warps": config["warps"], "num_stages": config["stages"],
@@ -417,4 +361,4 @@ def few_tokens(
             *(weight if t is None else t for t in (experts.scales[i], experts.zeros[i])), x if bias is None else bias,
             weights_TA, experts_TA, *tables, out, T, **constants,
         )  # fmt: skip
-    return added(y_PD, experts_TA, residual_TD)
+    return added(y_PD, experts_TA, residual)

@@ -20,7 +20,8 @@ from graphllm.ops.encodings.encoded_weights import span_of
 from graphllm.ops.gemm.fused_linear.triton_encoded import number_of
 from graphllm.ops.gemm.quantize_rows.op import LARGEST
 from graphllm.ops.gemm.quantize_rows.triton_quantize_rows import float8_code
-from graphllm.ops.moe.fused_moe.triton_common import Experts, write_pairs
+from graphllm.ops.moe.fused_moe.operands import Experts, Route
+from graphllm.ops.moe.fused_moe.triton_common import write_pairs
 
 _GROUP = 32  # entries of one scale
 _PADDED = 128  # entries of which rows of halves are a multiple
@@ -253,11 +254,10 @@ def supports_halves(site: CallSite) -> bool:
 
 
 def launch_halves(
-    i: int, x: Tensor, out: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, block_t: int,
-    block_n: int, stages: int,
-) -> None:  # fmt: skip
+    i: int, x: Tensor, out: Tensor, experts: Experts, route: Route, block_t: int, block_n: int, stages: int
+) -> None:
     """The first or second product: x [T, D] into ``out`` [P, F], or x [P, F] into [P, D]."""
-    (rows, K), (T, A), emulated = x.shape, experts_TA.shape, triton.knobs.runtime.interpret
+    (rows, K), (T, A), emulated = x.shape, route.experts_TA.shape, triton.knobs.runtime.interpret
     width = -(-K // _PADDED) * _PADDED
     halves, row_scales = x.new_empty((rows, width), dtype=torch.int16), x.new_empty((rows,), dtype=torch.float32)
     block = 1 << (width - 1).bit_length()
@@ -265,11 +265,11 @@ def launch_halves(
         halves_kernel, (rows,), x, halves, row_scales, X_ROW=x.stride(0), K=K, WIDTH=width, GROUP=_GROUP,
         LARGEST=LARGEST, BLOCK=block, EMULATED=emulated, num_warps=8 if block > 2048 else 4,
     )  # fmt: skip
-    weight, scales, bias = (experts.gate_up, experts.down)[i], experts.scales[i], experts.biases[i]
+    weight, scales, bias = experts.weights[i], experts.scales[i], experts.biases[i]
     N, out_rows, weight_row = weight.shape
     launch_triton(
         halves_experts_kernel, (-(-out_rows // block_n), N), halves, row_scales, weight, scales,
-        weight if bias is None else bias, weights_TA, experts_TA, out, T, X_ROW=2 * width, WEIGHT_ROW=weight_row,
+        weight if bias is None else bias, *route, out, T, X_ROW=2 * width, WEIGHT_ROW=weight_row,
         ROWS=out_rows, K=K, GROUP=_GROUP, SPAN=span_of(experts.form, K, _GROUP), A=A, A_PAD=1 << (A - 1).bit_length(),
         BIAS=bias is not None, GATED=i == 0, ACTIVATION=experts.activation, LIMIT=experts.limit,
         BLOCK_T=block_t, BLOCK_N=block_n, SLOTS=_SLOTS, EMULATED=emulated,

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from graphllm.ir import launch_triton
 from graphllm.ops.gemm.fused_linear.triton_direct import direct_product
-from graphllm.ops.moe.fused_moe.triton_common import Experts, write_pairs
+from graphllm.ops.moe.fused_moe.operands import Experts, Route
+from graphllm.ops.moe.fused_moe.triton_common import write_pairs
 
 _SLOTS = 8  # columns of a product, of which the token has one
 
@@ -77,16 +78,15 @@ def one_pair_kernel(
 
 
 def launch_one(
-    i: int, x: Tensor, out: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, block_n: int, warps: int,
-    ahead: int,
-) -> None:  # fmt: skip
+    i: int, x: Tensor, out: Tensor, experts: Experts, route: Route, block_n: int, warps: int, ahead: int
+) -> None:
     """The first or second product of one token: x [1, D] into ``out`` [A, F], or x [A, F] into [A, D]."""
-    weight, bias = (experts.gate_up, experts.down)[i], experts.biases[i]
+    weight, bias = experts.weights[i], experts.biases[i]
     rows = weight.shape[1]
     launch_triton(
-        one_pair_kernel, (-(-rows // block_n), experts_TA.shape[1]), x, weight,
+        one_pair_kernel, (-(-rows // block_n), route.experts_TA.shape[1]), x, weight,
         *(weight if t is None else t for t in (experts.scales[i], experts.zeros[i])), x if bias is None else bias,
-        weights_TA, experts_TA, out, **experts.encoding(i, x.shape[1]), ROWS=rows, K=x.shape[1], BIAS=bias is not None,
+        *route, out, **experts.encoding(i, x.shape[1]), ROWS=rows, K=x.shape[1], BIAS=bias is not None,
         GATED=i == 0, ACTIVATION=experts.activation, LIMIT=experts.limit, BLOCK_N=block_n, SLOTS=_SLOTS, WARPS=warps,
         AHEAD=ahead, EMULATED=triton.knobs.runtime.interpret, num_warps=warps,
     )  # fmt: skip
