@@ -11,7 +11,6 @@ us a layer, the fastest of a few replays of the whole, sequences of equal length
 from __future__ import annotations
 
 import argparse
-import inspect
 import itertools
 import json
 import statistics
@@ -26,7 +25,7 @@ from torch import Tensor
 from graphllm.config import Bucket
 from graphllm.host.machine import detect_target
 from graphllm.ir.op import CallSite, Op
-from graphllm.ops.attention.rope_attention import rope_attention
+from graphllm.ops.attention.paged_attention import paged_attention
 from graphllm.ops.gemm.fused_linear import fused_linear
 from graphllm.ops.gemm.linear_add_norm import linear_add_norm
 
@@ -80,7 +79,7 @@ class Model(NamedTuple):
         return x
 
     def attend(self, layer: Layer, qkv: Tensor, choice: Choice) -> Tensor:
-        return call(rope_attention, self.attention(layer, qkv), choice).flatten(1)
+        return call(paged_attention, self.attention(layer, qkv), choice).flatten(1)
 
     def attention(self, layer: Layer, qkv: Tensor) -> dict[str, Any]:
         H, K, E = self.heads
@@ -138,11 +137,8 @@ def product(
 
 
 def call(op: Op, given: dict[str, Any], choice: Choice) -> Any:
-    """Of an op's arguments an implementation takes those that it names, or all."""
-    fn = op.impls[choice.impl].fn
-    takes = list(inspect.signature(fn).parameters.values())
-    names = set(op.signature.parameters) if takes[-1].kind is takes[-1].VAR_KEYWORD else {p.name for p in takes}
-    return fn(**{n: v for n, v in op.bind((), given).items() if n in names}, **choice.constants)
+    """An implementation takes the arguments of the op that it names."""
+    return op.impls[choice.impl].fn(**op.bind((), given), **choice.constants)
 
 
 def choices_of(op: Op, given: dict[str, Any], sequences: int) -> list[Choice]:
@@ -204,7 +200,7 @@ def measure(shape: str, sequences: int, contexts: list[int]) -> dict[str, Any]:
             inner = x.new_ones(sequences, first.weights[name].shape[1])
             tried[name] = choices_of(*product(name, joined, first.weights, inner, x), sequences)
         given = model.attention(first, x.new_ones(sequences, first.weights["qkv"].shape[0]))
-        (usual,) = (c for c in choices_of(rope_attention, given, sequences) if c.impl == "triton_decode")
+        (usual,) = (c for c in choices_of(paged_attention, given, sequences) if c.impl == "triton_decode")
         tried["attention"] = list(plans({"early": 0, **usual.constants}))
         chosen = {name: some[0] for name, some in tried.items()}
         times: dict[str, Any] = {}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from graphllm.config import CompileConfig
-from graphllm.ir.op import op_of
 from graphllm.ops.moe.fused_moe import fused_moe
 from graphllm.ops.norms.rms_norm import rms_norm
-from graphllm.passes.fuse_linear import sum_with
-from graphllm.rewrite import PassReport, Unit, is_implemented, register_pass
+from graphllm.rewrite import PassReport, Unit, bound, is_implemented, register_pass, sum_with
 from graphllm.weights.plan.plan import WeightPlan
 
 
@@ -20,15 +18,13 @@ def fuse_moe(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
     """
     notes: list[str] = []
     for node in list(unit.graph.nodes):
-        if op_of(node.target) is not fused_moe:
-            continue
-        given = fused_moe.bind(node.args, node.kwargs)
+        given = bound(node, fused_moe)
         add, residual = sum_with(node)
-        if add is None or given["residual_TD"] is not None:
+        if given is None or add is None or given["residual_TD"] is not None:
             continue
         arguments = {**given, "residual_TD": residual}
         x = arguments["x_TD"]
-        norm = rms_norm.bind(x.args, x.kwargs) if op_of(x.target) is rms_norm else None
+        norm = bound(x, rms_norm)
         if norm is not None and not norm["offset"]:
             normed = arguments | {"x_TD": norm["x"], "norm_D": norm["weight"], "eps": norm["eps"]}
             if is_implemented(unit, config, fused_moe, **normed):

@@ -74,13 +74,13 @@ def _unknown(site: CallSite, constants: Mapping[str, Any]) -> str:
 
 
 def each_alone(site: CallSite, constants: Mapping[str, Any]) -> str:
-    """`Impl.row_order` of what computes every row as if it were alone, whatever its launch constants are."""
-    return "each alone"
+    """`Impl.row_order` of an implementation that computes every row independently of the others, with any constants."""
+    return "independent"
 
 
 def by_site(site: CallSite) -> Sequence[Mapping[str, Any]]:
-    """`Impl.configs` of what computes each row as if it were alone where the site asks for that, else the fastest way
-    for their number."""
+    """`Impl.configs` of an implementation that computes each row independently where the site asks for that, else the
+    fastest way for their number."""
     return ({"invariant": site.deterministic},)
 
 
@@ -144,7 +144,7 @@ class Op:
 
     @property
     def folder(self) -> Path:
-        """Where the op is defined, and its kernels beside it."""
+        """Where the op and its kernels are."""
         return Path(inspect.unwrap(self.reference).__code__.co_filename).parent
 
     @property
@@ -156,17 +156,17 @@ class Op:
         return self.overload(**self.bind(args, kwargs)) if self.operands.structs else self.overload(*args, **kwargs)
 
     def fake(self, fn: Callable[..., Any] | None = None, *, traceable: bool = False) -> Callable[..., Any]:
-        """Describe the results without data: same shapes, dtypes *and strides* as the reference. For an op whose
-        reference cannot run on tensors without data, or talks to other processes; and, ``traceable``, to save the time
-        of tracing it. ``fn`` takes the arguments that it names."""
+        """Describe the results without data: same shapes, dtypes *and strides* as the reference. For a reference that
+        cannot run on tensors without data, or talks to other processes; and, ``traceable``, to save the time of tracing
+        it. ``fn`` takes the arguments that it names."""
         if fn is None:
             return functools.partial(self.fake, traceable=traceable)
         self._fake, self._traceable = self._by_name(fn), traceable
         return fn
 
     def tuning_inputs(self, fn: Callable[..., Mapping[str, torch.Tensor]]) -> Callable[..., Any]:
-        """What implementations are timed on, for an op whose work depends on values or that writes in place: from
-        tensors of a site's shapes and dtypes, those that it names, ``fn`` makes the arguments whose values matter."""
+        """What implementations are timed on, where the work depends on values or the op writes in place: from the
+        arguments that it names, tensors of a site's shapes and dtypes, ``fn`` makes those with values that matter."""
         self._tuning = self._by_name(fn)
         return fn
 
@@ -177,7 +177,8 @@ class Op:
         return (self._tuning is not None or not self.mutates) and not self.collective
 
     def with_tuning_inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """All arguments of a call to time, from tensors of its shapes and dtypes: those of `tuning_inputs` replaced."""
+        """All arguments of a call to time, from tensors of its shapes and dtypes, with what `tuning_inputs` gives in
+        their places."""
         return {**arguments, **(self._tuning(**arguments) if self._tuning else {})}
 
     def _describe(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,8 +214,8 @@ class Op:
         row_order: Callable[[CallSite, Mapping[str, Any]], str] = _unknown,
         remedy: Callable[[CallSite], str] = _nothing,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Register a faster implementation, which takes the arguments and launch constants that it names. The first
-        registered one whose ``supports`` holds is chosen where nothing was tuned."""
+        """Register a faster implementation, which takes the arguments and launch constants that it names. Where nothing
+        was tuned, the first registered one is chosen for which ``supports`` holds."""
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
             if name in self.impls:
@@ -274,7 +275,7 @@ def all_ops() -> dict[str, Op]:
 
 
 def op_of(target: object) -> Op | None:
-    """The `Op` behind an FX node's target, or None for aten and Python operators."""
+    """The `Op` of an FX node's target, or None for aten and Python operators."""
     if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
         return _ops.get(target._schema.name.split("::")[1])
     return None

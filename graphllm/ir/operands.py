@@ -25,7 +25,7 @@ class Operand(NamedTuple):
     optional: bool
 
     def of(self, arguments: Mapping[str, Any]) -> Any:
-        """The struct whose fields are among flat arguments, or None."""
+        """The struct with the fields that are among flat arguments, or None."""
         if self.optional and arguments[self.kind._fields[0]] is None:
             return None
         return self.kind(*(arguments[name] for name in self.kind._fields))
@@ -54,7 +54,8 @@ class Operands:
         flat.sort(key=lambda p: p.default is not p.empty)
         self.flat = self.signature
         if self.structs:
-            self.flat = inspect.Signature(flat, return_annotation=hints.get("return", inspect.Signature.empty))
+            result = hints.get("return", NoneType)
+            self.flat = inspect.Signature(flat, return_annotation=None if result is NoneType else result)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """A call's arguments by their names in the schema, defaults filled in. The call has either structs, or their
@@ -71,20 +72,16 @@ class Operands:
         return self.bind((), named)
 
     def taking(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """``fn``, called with flat arguments by name, takes the arguments and structs that it names. Where it has
-        ``**others``, it gets all arguments besides the named ones."""
+        """``fn``, called with flat arguments and launch constants by name, takes what it names: arguments, structs and
+        constants. Its ``**config`` gets the other constants."""
         parameters = inspect.signature(fn).parameters.values()
         names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
         structs = {name: self.structs[name] for name in names if name in self.structs}
-        others = len(names) < len(parameters)
-        if others and not structs:
-            return fn
-        inside = {field for operand in structs.values() for field in operand.kind._fields}
+        config = len(names) < len(parameters)
 
         @functools.wraps(fn)
         def call(**arguments: Any) -> Any:
-            chosen = arguments.keys() - inside if others else arguments.keys() & names
-            taken = {name: arguments[name] for name in chosen}
+            taken = {n: v for n, v in arguments.items() if n in names or (config and n not in self.flat.parameters)}
             return fn(**taken, **{name: operand.of(arguments) for name, operand in structs.items()})
 
         return call

@@ -29,6 +29,7 @@ from graphllm.ops.attention.encoder_attention import encoder_attention
 from graphllm.ops.attention.encoder_attention.cpu import cpu_encoder_attention
 from graphllm.ops.attention.paged_attention import paged_attention
 from graphllm.ops.attention.paged_attention.cpu import cpu_paged_attention
+from graphllm.ops.attention.paged_attention.operands import Paged, Scores
 from graphllm.ops.gemm.fused_linear import fused_linear
 from graphllm.ops.gemm.fused_linear.cpu import gated_linear
 from graphllm.ops.gemm.linear import linear
@@ -226,7 +227,7 @@ def _check_attention(
     args: dict[str, object], tolerance: float, exact: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> None:
     reference, written = exact or _exact_attention(args)
-    out = cpu_paged_attention(**args)  # type: ignore[arg-type]
+    out = paged_attention.impls["cpu"].fn(**paged_attention.bind((), args))
     rows = int(args["query_start_loc"][-1])  # type: ignore[index]
     assert torch.equal(args["kv_cache"].double().nan_to_num(), written)  # type: ignore[attr-defined]
     assert torch.isfinite(out).all()
@@ -572,13 +573,13 @@ def test_kernels_trace_to_one_call() -> None:
         routing = (torch.empty(5, 2), torch.empty(5, 2, dtype=torch.int32))
 
     def all_of_them(*t: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        attended = cpu_paged_attention(*t[2:4], t[3], *t[4:8], 0.2)
+        attended = cpu_paged_attention(*t[2:4], t[3], Paged(*t[4:8]), Scores(0.2))
         both_ways = cpu_encoder_attention(*t[2:4], t[3], t[6], 0.2)
         tokens, changed = cpu_sample(*t[8:15]), t[19:]
         scores = cpu_token_logprobs(changed[0], tokens, changed[1], changed[2], 5)
         last, counts = changed[1].clone(), changed[8].clone()
         recorded = cpu_record_tokens(tokens, changed[1], changed[1], changed[2], last, counts)
-        mixed = experts_in_turn(t[0], *t[15:19])
+        mixed = experts_in_turn(t[0], Experts(*t[15:17]), Route(*t[17:19]))
         return streaming_linear(t[0], t[1]), attended, both_ways, mixed, cpu_process_logits(*changed), scores, recorded
 
     inputs = (x, weight, q, k, cache, table, starts, lengths, *args.values(), *experts, *routing)
@@ -646,9 +647,8 @@ def test_rows_of_attention_are_what_they_are_alone(
             starts = torch.tensor([0, *(n for _, n in step)]).cumsum(0).int()
             ends = torch.tensor([done[s] + n for s, n in step]).int()
             own = table[[s for s, _ in step]]
-            rows = cpu_paged_attention(
-                *parts, cache, own, starts, ends, E**-0.5, window, softcap, sinks, invariant=True
-            )
+            scores = Scores(E**-0.5, window, softcap, sinks)
+            rows = cpu_paged_attention(*parts, Paged(cache, own, starts, ends), scores, invariant=True)
             for (s, n), some in zip(step, rows.split([n for _, n in step]), strict=True):
                 out[s, done[s] : done[s] + n] = some
                 done[s] += n

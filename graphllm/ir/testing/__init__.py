@@ -1,4 +1,4 @@
-"""What every op is tested and timed with: cases beside it, checks against its specification, timing of its kernels."""
+"""What every op is tested and timed with: cases, checks against its specification, timing of its kernels."""
 
 from graphllm.ir.testing.cases import Case, Maker
 

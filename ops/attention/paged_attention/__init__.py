@@ -9,7 +9,6 @@ if importlib.util.find_spec("triton"):
     # Of prefill the first one that serves a site is taken where nothing is timed.
     from graphllm.ops.attention.paged_attention import (  # noqa: F401
         gluon_prefill,
-        gluon_ranges,
         triton_decode,
         triton_prefill,
         triton_ranges,

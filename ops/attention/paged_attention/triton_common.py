@@ -6,7 +6,7 @@ rotated on the way in, scores, and which sites the kernels serve."""
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite
+from graphllm.ops.attention.paged_attention.operands import Rotary
 
 
 @triton.jit
@@ -228,17 +229,6 @@ def load_sinks(sinks_ptr, heads, known):
     return tl.load(sinks_ptr + heads, mask=known, other=0.0).to(tl.float32) * 1.4426950408889634
 
 
-class Rotary(NamedTuple):
-    """What queries and keys go through before attention: optional norms of their heads [E], then a rotation by the
-    tables of `rope_table` [T, F]."""
-
-    cos: Tensor
-    sin: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
-
-
 def rotary_arguments(rotary: Rotary | None, unused: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
     """The kernels' pointers q_norm, k_norm, cos and sin, ``unused`` where there is nothing, and their constants."""
     cos, sin, q_norm, k_norm, eps = rotary or (None, None, None, None, 0.0)
@@ -260,7 +250,15 @@ def power_of_2(n: int, least: int = 16) -> int:
 
 def attends(site: CallSite) -> bool:
     """Whether the kernels of this folder compute the op at a site."""
-    return not problem(site)
+    return not problem(site) and _rotates(site)
+
+
+def _rotates(site: CallSite) -> bool:
+    """Whether the kernels can read the tables of a rotation, if there is one."""
+    tables = [t for n in ("cos_TF", "sin_TF") if (t := site.args[n]) is not None]
+    norms = [t for n in ("q_norm_E", "k_norm_E") if (t := site.args[n]) is not None]
+    same = all(n.dtype == site.args["q_THE"].dtype for n in norms)
+    return same and all(t.dtype == torch.float32 and t.is_contiguous() for t in tables)
 
 
 def problem(site: CallSite) -> str:

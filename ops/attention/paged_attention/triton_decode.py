@@ -26,8 +26,8 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.attention.paged_attention.op import paged_attention
+from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Scores
 from graphllm.ops.attention.paged_attention.triton_common import (
-    Rotary,
     as_entries,
     as_queries,
     attends,
@@ -356,15 +356,9 @@ def launch_split(
     q_THE: Tensor,
     k_TKE: Tensor,
     v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
+    paged: Paged,
     out_THE: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks_H: Tensor | None,
+    scores: Scores,
     kv_scales: Tensor | None,
     rotary: Rotary | None,
     *pointers: Tensor,
@@ -383,40 +377,41 @@ def launch_split(
     sequence. joined, few_joined: rows whose ranges are joined at once, and if there are few. pointers, own: tensors and
     constants that only this kernel has."""
     H, E = q_THE.shape[1:]
+    kv_cache, *where = paged
     K, P = kv_cache.shape[2], kv_cache.shape[3]
-    S = seq_lens.shape[0]
+    S = paged.seq_lens.shape[0]
     shape = (S, tokens, splits, H) if splits > 1 else (1, 1, 1, 1)
     partial = torch.empty((*shape, E), dtype=torch.float32, device=q_THE.device)
     lse = torch.empty(shape, dtype=torch.float32, device=q_THE.device)
-    score_scale, log2e_cap = score_constants(scale, softcap)
+    score_scale, log2e_cap = score_constants(scores.scale, scores.softcap)
     rotated, rotation = rotary_arguments(rotary, q_THE)
     line = 128 // kv_cache.element_size()
     launch_triton(
         kernel, (K // heads, S, splits),
         q_THE, k_TKE, v_TKE, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
-        block_table, query_start_loc, seq_lens, *rotated,
-        q_THE if sinks_H is None else sinks_H, q_THE if kv_scales is None else kv_scales, *pointers,
+        *where, *rotated, q_THE if scores.sinks_H is None else scores.sinks_H,
+        q_THE if kv_scales is None else kv_scales, *pointers,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
         V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), CACHE_BLOCK=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
-        CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=block_table.stride(0),
-        SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window, H=H, G=H // K, E=E, E_PAD=power_of_2(E), P=P,
+        CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=paged.block_table.stride(0),
+        SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=scores.window, H=H, G=H // K, E=E, E_PAD=power_of_2(E), P=P,
         SPLITS=splits, RANGES=power_of_2(splits, 2), FEW=FEW_RANGES, MIN_TILES=min_tiles, BLOCK_N=block_n,
         JOINED=joined, FEW_JOINED=few_joined, LINE=line, LINES=1 << (max(1, E // line).bit_length() - 1),
-        SINKS=sinks_H is not None, SCALED=kv_scales is not None, EMULATED=triton.knobs.runtime.interpret,
+        SINKS=scores.sinks_H is not None, SCALED=kv_scales is not None, EMULATED=triton.knobs.runtime.interpret,
         num_warps=warps, num_stages=stages, **rotation, **own,
     )  # fmt: skip
 
 
 def launch_decode(
-    q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, kv_cache: Tensor, *others: Any, write: bool, heads: int, joined: int,
+    q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, paged: Paged, *others: Any, write: bool, heads: int, joined: int,
     early: int = 0, **plan: Any,
 ) -> None:  # fmt: skip
     """Attend for the sequences of the batch that have exactly one query token; the others are left alone. heads: KV
     heads of a program, which share a tile of ``block_n`` columns. others: as of `launch_split`."""
-    H, E, K = *q_THE.shape[1:], kv_cache.shape[2]
+    H, E, K = *q_THE.shape[1:], paged.kv_cache.shape[2]
     rows = H // K * heads
     launch_split(
-        _split_kernel, q_THE, k_TKE, v_TKE, kv_cache, *others, heads=heads, tokens=1, joined=joined,
+        _split_kernel, q_THE, k_TKE, v_TKE, paged, *others, heads=heads, tokens=1, joined=joined,
         few_joined=_joined(rows, E, FEW_RANGES) if joined > 1 else 1, WRITE=write, HEADS=heads, GROUPS=K // heads,
         EARLY=early, G_PAD=power_of_2(rows), **plan,
     )  # fmt: skip
@@ -488,23 +483,13 @@ def triton_decode(
     q_THE: Tensor,
     k_TKE: Tensor,
     v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks_H: Tensor | None = None,
-    kv_scales: Tensor | None = None,
-    ancestors_T: None = None,
-    rotary: Rotary | None = None,
+    paged: Paged,
+    scores: Scores,
+    kv_scales: Tensor | None,
+    rotary: Rotary | None,
     **config: int,
 ) -> Tensor:
-    """Pure decode: every sequence has zero or one query token, and no trees. rotary: for `rope_attention`."""
+    """Pure decode: every sequence has zero or one query token, and no trees."""
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
-    launch_decode(
-        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, sinks_H,
-        kv_scales, rotary, write=True, **config,
-    )  # fmt: skip
+    launch_decode(q_THE, k_TKE, v_TKE, paged, out_THE, scores, kv_scales, rotary, write=True, **config)
     return out_THE

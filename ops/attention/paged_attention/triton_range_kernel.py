@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
+from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Scores
 from graphllm.ops.attention.paged_attention.triton_common import (
-    Rotary,
     as_entries,
     as_queries,
     attends,
@@ -359,15 +359,9 @@ def launch_ranges(
     q_THE: Tensor,
     k_TKE: Tensor,
     v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
+    paged: Paged,
     out_THE: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks_H: Tensor | None,
+    scores: Scores,
     kv_scales: Tensor | None,
     rotary: Rotary | None,
     *,
@@ -382,9 +376,10 @@ def launch_ranges(
 ) -> None:
     """Attention of the sequences that have one token, or of all others, whose keys and values the cache then has."""
     T, H, E = q_THE.shape
-    K, S = kv_cache.shape[2], seq_lens.shape[0]
+    kv_cache, *where = paged
+    K, S = kv_cache.shape[2], paged.seq_lens.shape[0]
     rotated, rotation = rotary_arguments(rotary, q_THE)
-    score_scale, log2e_cap = score_constants(scale, softcap)
+    score_scale, log2e_cap = score_constants(scores.scale, scores.softcap)
     line = 128 // kv_cache.element_size()
     partial = arrived = q_THE
     if programs > 1:
@@ -393,11 +388,12 @@ def launch_ranges(
     items = S if single else T // (block_m // (H // K)) + S
     launch_triton(
         range_kernel, (items * K, programs),
-        q_THE, k_TKE, v_TKE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, *rotated,
-        q_THE if sinks_H is None else sinks_H, q_THE if kv_scales is None else kv_scales, partial, arrived, S,
+        q_THE, k_TKE, v_TKE, kv_cache, out_THE, *where, *rotated,
+        q_THE if scores.sinks_H is None else scores.sinks_H, q_THE if kv_scales is None else kv_scales,
+        partial, arrived, S,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
-        V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
-        SINKS=sinks_H is not None, H=H, K=K, G=H // K, BLOCK_M=block_m, BLOCK_N=block_n, RANGE=length, SINGLE=single,
-        PARTS=parts, PROGRAMS=programs, LINE=line, LINES=1 << (max(1, E // line).bit_length() - 1),
-        num_warps=warps, num_stages=stages, **cache_constants(kv_cache, block_table, E, kv_scales), **rotation,
+        V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=scores.window,
+        SINKS=scores.sinks_H is not None, H=H, K=K, G=H // K, BLOCK_M=block_m, BLOCK_N=block_n, RANGE=length,
+        SINGLE=single, PARTS=parts, PROGRAMS=programs, LINE=line, LINES=1 << (max(1, E // line).bit_length() - 1),
+        num_warps=warps, num_stages=stages, **cache_constants(paged, E, kv_scales), **rotation,
     )  # fmt: skip

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from graphllm.ir import CallSite
 from graphllm.ops.attention.paged_attention.op import paged_attention
-from graphllm.ops.attention.paged_attention.triton_common import Rotary, problem
+from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Scores
+from graphllm.ops.attention.paged_attention.triton_common import problem
 from graphllm.ops.attention.paged_attention.triton_decode import Config
 from graphllm.ops.attention.paged_attention.triton_range_kernel import (
     PROMPT_ROWS,
@@ -48,17 +49,10 @@ def triton_ranges(
     q_THE: Tensor,
     k_TKE: Tensor,
     v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks_H: Tensor | None = None,
-    kv_scales: Tensor | None = None,
-    ancestors_T: None = None,
-    rotary: Rotary | None = None,
+    paged: Paged,
+    scores: Scores,
+    kv_scales: Tensor | None,
+    rotary: Rotary | None,
     *,
     block_m: int,
     block_n: int,
@@ -69,16 +63,16 @@ def triton_ranges(
     programs: int,
     single: int,
 ) -> Tensor:
-    """Any ragged batch without trees, each row as if alone. rotary: for `rope_attention`."""
+    """Any ragged batch without trees, each row as if it were the only one."""
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     launch = functools.partial(
-        launch_ranges, q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window,
-        softcap, sinks_H, kv_scales, rotary, block_n=block_n, length=length, parts=parts, programs=programs,
+        launch_ranges, q_THE, k_TKE, v_TKE, paged, out_THE, scores, kv_scales, rotary, block_n=block_n, length=length,
+        parts=parts, programs=programs,
     )  # fmt: skip
     if single:
         launch(block_m=block_m, warps=warps, stages=stages, single=True)
     else:
-        write_rows(k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, kv_scales, rotary)
+        write_rows(k_TKE, v_TKE, paged, kv_scales, rotary)
         launch(block_m=block_m, warps=warps, stages=stages, single=False)
         launch(**SINGLE, single=True)
     return out_THE

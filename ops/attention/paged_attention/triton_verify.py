@@ -17,8 +17,8 @@ from torch import Tensor
 
 from graphllm.ir import CallSite
 from graphllm.ops.attention.paged_attention.op import paged_attention
+from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Scores
 from graphllm.ops.attention.paged_attention.triton_common import (
-    Rotary,
     as_entries,
     as_queries,
     attends,
@@ -284,28 +284,22 @@ def triton_verify(
     q_THE: Tensor,
     k_TKE: Tensor,
     v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks_H: Tensor | None = None,
-    kv_scales: Tensor | None = None,
-    ancestors_T: Tensor | None = None,
-    rotary: Rotary | None = None,
+    paged: Paged,
+    scores: Scores,
+    kv_scales: Tensor | None,
+    ancestors_T: Tensor | None,
+    rotary: Rotary | None,
     *,
     queries: int,
     **plan: int,
 ) -> Tensor:
-    """Every sequence has at most so many query tokens. rotary: for `rope_attention`."""
+    """Every sequence has at most ``queries`` query tokens."""
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
-    H, E, K = *q_THE.shape[1:], kv_cache.shape[2]
+    H, E, K = *q_THE.shape[1:], paged.kv_cache.shape[2]
     rows = queries * H // K
     launch_split(
-        _verify_kernel, q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window,
-        softcap, sinks_H, kv_scales, rotary, q_THE if ancestors_T is None else ancestors_T,
+        _verify_kernel, q_THE, k_TKE, v_TKE, paged, out_THE, scores, kv_scales, rotary,
+        q_THE if ancestors_T is None else ancestors_T,
         heads=1, tokens=queries, few_joined=joined_rows(rows, E, FEW_RANGES),
         Q=queries, BLOCK_Q=power_of_2(queries), M=power_of_2(rows), TREE=ancestors_T is not None, **plan,
     )  # fmt: skip

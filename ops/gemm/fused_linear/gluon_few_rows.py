@@ -24,6 +24,7 @@ from graphllm.ops.gemm.fused_linear.gluon_rows import copy, count, in_order
 from graphllm.ops.gemm.fused_linear.launch_constants import Config, aligned
 from graphllm.ops.gemm.fused_linear.op import fused_linear
 from graphllm.ops.gemm.fused_linear.triton_fused_linear import plain
+from graphllm.ops.gemm.linear.operands import Matrix, Norm
 
 _MOST_ROWS = 16
 _MOST_INNER = 4096  # of whose entries a thread has its share of x in registers
@@ -334,20 +335,19 @@ def _configs(site: CallSite) -> list[Config]:
 @fused_linear.impl("gluon_few_rows", device="cuda", supports=_serves, configs=_configs)
 def gluon_few_rows(
     x_TI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    gated: bool = False,
+    matrix: Matrix,
+    before: Norm | None,
+    residual_TN: Tensor | None,
+    gated: bool,
     *,
     halves: int,
     groups: int,
     slots: int,
 ) -> Tensor:
     """Sums, bias, gate and residual in float32, then rounded."""
-    (T, K), N = x_TI.shape, weight_OI.shape[0]
-    width = N // 2 if gated else N
+    weight_OI, bias_O = matrix[:2]
+    norm_I, eps = before or (None, 0.0)
+    (T, K), N, width = x_TI.shape, weight_OI.shape[0], matrix.width(gated)
     out_TN = x_TI.new_empty((T, width))
     _kernel(
         -(-width // (8 * groups)), x_TI, weight_OI, *(x_TI if t is None else t for t in (bias_O, norm_I, residual_TN)),

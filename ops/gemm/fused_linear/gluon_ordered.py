@@ -22,7 +22,8 @@ from graphllm.ops.gemm.fused_linear.launch_constants import (
     sum_order,
 )
 from graphllm.ops.gemm.fused_linear.op import MOST_ROWS, fused_linear
-from graphllm.ops.gemm.fused_linear.triton_fused_linear import half, normalized, width_of
+from graphllm.ops.gemm.fused_linear.triton_fused_linear import half, normalized
+from graphllm.ops.gemm.linear.operands import Matrix, Norm
 
 _FEWEST = 33  # rows of x; below, tiles of Triton's kernel are faster
 _FEW = 64  # rows in whose tiles the groups of warps share the columns
@@ -68,15 +69,15 @@ def _stages(site: CallSite, block_t: int, block_n: int) -> int:
 
 def launch_ordered(
     x_TI: Tensor,
-    weight_OI: Tensor,
+    matrix: Matrix,
     out: Tensor,
     config: Config,
-    bias_O: Tensor | None = None,
     residual_TN: Tensor | None = None,
     gated: bool = False,
 ) -> None:
     """Products of x with the weights into ``out`` [T, N], or, with the launch constant "parts", the ranges of their
     sums into [ranges, T, N]."""
+    weight_OI, bias_O = matrix[:2]
     (T, K), N = x_TI.shape, weight_OI.shape[0]
     bias, residual = (x_TI if t is None else t for t in (bias_O, residual_TN))
     hopper_product(
@@ -90,18 +91,9 @@ def launch_ordered(
 
 @fused_linear.impl("gluon_ordered", device="cuda", supports=serves, configs=ordered_configs, row_order=sum_order)
 def gluon_ordered(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    gated: bool = False,
-    **config: int,
+    x_TI: Tensor, matrix: Matrix, before: Norm | None, residual_TN: Tensor | None, gated: bool, **config: int
 ) -> Tensor:
     """Any number of rows of x."""
-    if norm_I is not None:
-        x_TI = normalized(x_TI, norm_I, eps)
-    out_TN = x_TI.new_empty((x_TI.shape[0], width_of(weight_OI, gated)))
-    launch_ordered(x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated)
+    out_TN = x_TI.new_empty((x_TI.shape[0], matrix.width(gated)))
+    launch_ordered(normalized(x_TI, before), matrix, out_TN, config, residual_TN, gated)
     return out_TN

@@ -27,6 +27,8 @@ from graphllm.ops.gemm.fused_linear.launch_constants import Config, beside_rows,
 from graphllm.ops.gemm.fused_linear.op import MOST_ROWS, fused_linear
 from graphllm.ops.gemm.fused_linear.triton_direct import direct_product
 from graphllm.ops.gemm.fused_linear.triton_encoded import encoded_product, numbers_of, scales_at, tiles_of
+from graphllm.ops.gemm.linear.operands import Matrix, Norm
+from graphllm.ops.lora.add_lora.operands import LowRank
 from graphllm.ops.lora.add_lora.triton_low_rank import (
     MOST_MATRICES,
     Adapters,
@@ -489,10 +491,6 @@ _GATE_BLOCK = 1024
 _EXCHANGED = 1024  # numbers of a program that sums over ranks, at least: Triton 3.6 aborts on some smaller blocks
 
 
-def width_of(weight_OI: Tensor, gated: bool) -> int:
-    return weight_OI.shape[0] // (2 if gated else 1)
-
-
 def short(site: CallSite) -> bool:
     """Whether the products of this file serve a site: few rows, and what `half` asks for."""
     return site.rows("x_TI") <= MOST_ROWS and half(site)
@@ -527,47 +525,28 @@ def one_row(site: CallSite) -> bool:
 
 @fused_linear.impl("triton_row", device="cuda", supports=one_row, configs=row_configs)
 def triton_row(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    gated: bool = False,
-    scales_GO: Tensor | None = None,
-    form: str = "",
-    a_LRI: Tensor | None = None,
-    b_LrO: Tensor | None = None,
-    adapter_ids_T: Tensor | None = None,
-    widths: list[int] | None = None,
-    *,
-    block_n: int,
-    block_k: int,
-    warps: int,
-) -> Tensor:
+    x_TI: Tensor, matrix: Matrix, before: Norm | None, residual_TN: Tensor | None, gated: bool, lora: LowRank | None,
+    **config: int,
+) -> Tensor:  # fmt: skip
     """One row of x."""
-    out_TN = x_TI.new_empty((x_TI.shape[0], width_of(weight_OI, gated)))
-    adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, norm_I=norm_I, eps=eps)
-    config = {"block_n": block_n, "block_k": block_k, "warps": warps}
-    launch_row(x_TI, weight_OI, out_TN, config, bias_O, norm_I, eps, residual_TN, gated, scales_GO, form, adapters)
+    out_TN = x_TI.new_empty((x_TI.shape[0], matrix.width(gated)))
+    launch_row(x_TI, matrix, out_TN, config, before, residual_TN, gated, shrunk(x_TI, lora, norm=before))
     return out_TN
 
 
 def launch_row(
     x_TI: Tensor,
-    weight_OI: Tensor,
+    matrix: Matrix,
     out_TN: Tensor,
     config: Config,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
+    norm: Norm | None = None,
     residual_TN: Tensor | None = None,
     gated: bool = False,
-    scales_GO: Tensor | None = None,
-    form: str = "",
     adapters: Adapters | None = None,
 ) -> None:
     """Products of one row of x with the weights into ``out_TN`` [1, N], of any float dtype."""
+    weight_OI, bias_O, scales_GO, _, form, _ = matrix
+    norm_I, eps = norm or (None, 0.0)
     N, K = weight_OI.shape[0], x_TI.shape[1]
     block_n, warps = config["block_n"], config["warps"]
     others = [x_TI if t is None else t for t in (bias_O, norm_I, residual_TN)]
@@ -594,21 +573,12 @@ def _library(site: CallSite) -> bool:
 
 
 @fused_linear.impl("cublas", device="cuda", supports=_library)
-def cublas(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    gated: bool = False,
-) -> Tensor:
+def cublas(x_TI: Tensor, matrix: Matrix, before: Norm | None, residual_TN: Tensor | None, gated: bool) -> Tensor:
     """The library's product with kernels before and after it."""
-    if norm_I is not None:
-        x_TI = normalized(x_TI, norm_I, eps)
-    out_TN = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+    x_TI = normalized(x_TI, before)
+    out_TN = torch.nn.functional.linear(x_TI, matrix.weight_OI, matrix.bias_O)
     if gated:
-        gate_up_T2N, out_TN = out_TN, x_TI.new_empty((x_TI.shape[0], width_of(weight_OI, gated)))
+        gate_up_T2N, out_TN = out_TN, x_TI.new_empty((x_TI.shape[0], matrix.width(gated)))
         N = out_TN.shape[1]
         launch_triton(
             _gate_kernel, (x_TI.shape[0], -(-N // _GATE_BLOCK)), gate_up_T2N, out_TN, N=N, BLOCK=_GATE_BLOCK,
@@ -659,31 +629,31 @@ def _norm_warps(K: int, ranks: int) -> int:
     return 8 if K > 2048 else 4
 
 
-def normalized(x_TI: Tensor, norm_I: Tensor, eps: float) -> Tensor:
-    """x_TI [T, I] as by `rms_norm` with weights norm_I [I], contiguous."""
+def normalized(x_TI: Tensor, norm: Norm | None) -> Tensor:
+    """x_TI [T, I] as by `rms_norm`, contiguous; or as it is without a norm."""
+    if norm is None:
+        return x_TI
     normed_TI = torch.empty_like(x_TI, memory_format=torch.contiguous_format)
-    launch_norm(x_TI, norm_I, eps, normed_TI)
+    launch_norm(x_TI, *norm, normed_TI)
     return normed_TI
 
 
 def launch_tiles(
     x_TI: Tensor,
-    weight_OI: Tensor,
+    matrix: Matrix,
     out: Tensor,
     config: Config,
-    bias_O: Tensor | None = None,
     residual_TN: Tensor | None = None,
     gated: bool = False,
-    encoded: tuple[Tensor | None, Tensor | None, str, int] = (None, None, "", 0),
-    norm: tuple[Tensor | None, float] = (None, 0.0),
+    norm: Norm | None = None,
     parts: bool = False,
     adapters: Adapters | None = None,
 ) -> None:
-    """Products of x with the weights into ``out`` [T, N], or, with ``parts``, their parts into [splits, T, O].
-    encoded: scales, zero points, form and group of the weights. norm: by which one row of x is normalized. adapters:
-    what is added to the products."""
+    """Products of x with the weights into ``out`` [T, N], or, with ``parts``, their parts into [splits, T, O]. norm: of
+    one row of x. adapters: what is added to the products."""
+    weight_OI, bias_O, scales_GO, zeros_GO, form, group = matrix
+    norm_I, eps = norm or (None, 0.0)
     (T, K), N = x_TI.shape, weight_OI.shape[0]
-    scales_GO, zeros_GO, form, group = encoded
     blocks, splits = -(-N // config["block_n"]), config["splits"]
     count = blocks * config["token_tiles"] if splits > 1 and not parts else 0
     partial = out
@@ -693,11 +663,11 @@ def launch_tiles(
     launch_triton(
         tile_kernel, (blocks, splits, config["token_tiles"]),
         x_TI, weight_OI, *(weight_OI if t is None else t for t in (scales_GO, zeros_GO)),
-        *(x_TI if t is None else t for t in (bias_O, norm[0], residual_TN)), out, partial,
+        *(x_TI if t is None else t for t in (bias_O, norm_I, residual_TN)), out, partial,
         zeroed(x_TI, count) if count else x_TI, *_tables(adapters, x_TI), T,
         X_ROW=x_TI.stride(0), WEIGHT_ROW=weight_OI.stride(0),
-        RESIDUAL_ROW=0 if residual_TN is None else residual_TN.stride(0), N=N, K=K, EPS=norm[1],
-        NORM=norm[0] is not None, BIAS=bias_O is not None, GATED=gated,
+        RESIDUAL_ROW=0 if residual_TN is None else residual_TN.stride(0), N=N, K=K, EPS=eps,
+        NORM=norm is not None, BIAS=bias_O is not None, GATED=gated,
         RESIDUAL=residual_TN is not None,
         FORM=form, GROUP=group, ZEROS=zeros_GO is not None, PARTS=parts, **_ranks(adapters), BLOCK_T=config["block_t"],
         BLOCK_N=config["block_n"], BLOCK_K=config["block_k"],
@@ -719,32 +689,13 @@ def _ranks(adapters: Adapters | None) -> dict[str, int]:
 
 @fused_linear.impl("triton_tile", device="cuda", supports=short, configs=beside_rows, row_order=sum_order)
 def triton_tile(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    gated: bool = False,
-    scales_GO: Tensor | None = None,
-    zeros_GO: Tensor | None = None,
-    form: str = "",
-    group: int = 0,
-    a_LRI: Tensor | None = None,
-    b_LrO: Tensor | None = None,
-    adapter_ids_T: Tensor | None = None,
-    widths: list[int] | None = None,
+    x_TI: Tensor, matrix: Matrix, before: Norm | None, residual_TN: Tensor | None, gated: bool, lora: LowRank | None,
     **config: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Up to ``MOST_ROWS`` rows of x."""
-    within = config["norm"] == 1
-    if norm_I is not None and not within:
-        x_TI = normalized(x_TI, norm_I, eps)
-    low = (config["low_rows"], config["low_splits"])
-    adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, *low, norm_I if within else None, eps)
-    out_TN = x_TI.new_empty((x_TI.shape[0], width_of(weight_OI, gated)))
-    launch_tiles(
-        x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated, (scales_GO, zeros_GO, form, group),
-        norm=(norm_I if within else None, eps), adapters=adapters,
-    )  # fmt: skip
+    within = before if config["norm"] == 1 else None
+    x_TI = x_TI if within else normalized(x_TI, before)
+    adapters = shrunk(x_TI, lora, config["low_rows"], config["low_splits"], within)
+    out_TN = x_TI.new_empty((x_TI.shape[0], matrix.width(gated)))
+    launch_tiles(x_TI, matrix, out_TN, config, residual_TN, gated, within, adapters=adapters)
     return out_TN

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.lora.add_lora.op import add_lora
+from graphllm.ops.lora.add_lora.operands import LowRank
 from graphllm.ops.lora.add_lora.triton_low_rank import shrink_tiles
 
 _PARTS = 6  # matrices of a layer that the kernel's arguments have room for
@@ -85,11 +86,9 @@ def _configs(site: CallSite) -> Sequence[Mapping[str, int]]:
 
 
 @add_lora.impl("triton_grouped", device="cuda", supports=_supports, configs=_configs)
-def triton_grouped(
-    y_TO: Tensor, x_TI: Tensor, a_LRI: Tensor, b_LrO: Tensor, adapter_ids_T: Tensor, widths: list[int], rows: int,
-    columns: int, splits: int,
-) -> Tensor:  # fmt: skip
+def triton_grouped(y_TO: Tensor, x_TI: Tensor, lora: LowRank, *, rows: int, columns: int, splits: int) -> Tensor:
     """Two launches."""
+    a_LRI, b_LrO, adapter_ids_T, widths = lora
     T, N = y_TO.shape
     R, rank = a_LRI.shape[1], b_LrO.shape[1]
     low_TR = torch.empty((T, R), dtype=torch.float32, device=x_TI.device)

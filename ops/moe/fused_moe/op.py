@@ -11,6 +11,7 @@ from torch import Tensor
 from graphllm.ir import Cost, nbytes, op
 from graphllm.ops.encodings.encoded_weights import decoded
 from graphllm.ops.lora.add_lora.op import adapted
+from graphllm.ops.lora.add_lora.operands import LowRank
 from graphllm.ops.moe.fused_moe.operands import LORA_TABLES, ExpertLora, Experts, Residual, Route
 from graphllm.ops.norms.rms_norm import rms_norm
 
@@ -79,16 +80,24 @@ def fused_moe(
         gate_up = rows.to(wide) @ first.to(wide).T
         if experts.gate_up_bias_N2F is not None:
             gate_up = gate_up + experts.gate_up_bias_N2F[n].to(wide)
-        ids, of_expert = None, (None,) * 4
-        if lora is not None:
-            ids, of_expert = lora.adapter_ids_T[pairs // A], tuple(t[:, n] for t in lora.tables)
-        first_a, first_b, second_a, second_b = of_expert
-        gate_up = adapted(gate_up, rows, first_a, first_b, ids, [F, F])
+        first_lora, second_lora = _tables_of(lora, n, pairs // A, F, D)
+        gate_up = adapted(gate_up, rows, first_lora)
         hidden = activate(gate_up, experts.activation, experts.limit).to(x_TD.dtype)
-        out = adapted(hidden.to(wide) @ second.to(wide).T, hidden, second_a, second_b, ids, [D])
+        out = adapted(hidden.to(wide) @ second.to(wide).T, hidden, second_lora)
         out_PD[pairs] = out if experts.down_bias_ND is None else out + experts.down_bias_ND[n].to(wide)
     weighted_PD = out_PD * rearrange(route.weights_TA.to(wide), "t a -> (t a) 1")
     return reduce(weighted_PD, "(t a) d -> t d", "sum", a=A).to(x_TD.dtype)
+
+
+def _tables_of(
+    lora: ExpertLora | None, n: int, tokens: Tensor, F: int, D: int
+) -> tuple[LowRank | None, LowRank | None]:
+    """Of both products of an expert, for some tokens."""
+    if lora is None:
+        return None, None
+    ids, widths = lora.adapter_ids_T[tokens], ([F, F], [D])
+    first, second = (LowRank(a[:, n], b[:, n], ids, w) for a, b, w in zip(lora.a, lora.b, widths, strict=True))
+    return first, second
 
 
 def _matrix(experts: Experts, i: int, n: int, width: int, dtype: torch.dtype) -> Tensor:

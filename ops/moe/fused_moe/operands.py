@@ -102,7 +102,7 @@ class ExpertLora(NamedTuple):
     @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The four tables, A before B of each product."""
-        return self[:4]
+        return self.gate_up_lora_a_LNRD, self.gate_up_lora_b_LNrO, self.down_lora_a_LNrF, self.down_lora_b_LNrD
 
     @property
     def a(self) -> tuple[Tensor, Tensor]:

@@ -58,10 +58,10 @@ def quant_moe(x_TD: Tensor, experts: QuantExperts, route: Route, lora: ExpertLor
 
     gate_up = stack(experts.gate_up_values_NBGLRQ, experts.gate_up_scales_NBGR, 2 * experts.inner, D)
     down = stack(experts.down_values_NBGLRQ, experts.down_scales_NBGR, D, experts.inner)
-    biases = (None if t is None else t.to(wide) for t in (experts.gate_up_bias_N2F, experts.down_bias_ND))
-    plain = Experts(gate_up, down, experts.activation, experts.limit, *biases)
+    first, second = (None if t is None else t.to(wide) for t in (experts.gate_up_bias_N2F, experts.down_bias_ND))
+    plain = Experts(gate_up, down, experts.activation, experts.limit, first, second)
     if lora is not None:
-        lora = ExpertLora(*(t.to(wide) for t in lora.tables), lora.adapter_ids_T)
+        lora = lora._replace(**{name: getattr(lora, name).to(wide) for name in LORA_TABLES})
     return fused_moe.reference(x_TD.to(wide), plain, route, lora).to(x_TD.dtype)
 
 
