@@ -93,12 +93,12 @@ class Graph:
     """One graph of a family: a decoder, an encoder, a draft head.
 
     layer_types: the type of each layer, in order (one name repeated, or e.g. "full" and "sliding"); layers of one type
-    differ only in their parameters. *_weights: the parameters of each unit as data. states: those of a layer, by its
-    type; block states of one layer have one retention. embed(c, w, ctx) -> (x_TD, shared). layer(c, layer_type, w,
-    x_TD, ctx) -> x_TD. head(c, w, x_TD, ctx) -> what the task makes: logits [R, V] for "generate", a vector for each
-    sampled row [R, D] for "pool", nothing for "encode": its layers or head write states. inputs: in addition to every
-    graph's, each with a provider. buckets: the sizes it is compiled for, None for the config's. norm(c, w, x): of
-    head's, what comes before the matrix of the vocabulary; draft graphs read it.
+    differ only in their parameters. *_weights: the parameters of each unit as data. states: a layer's, by its type;
+    block states of one layer have one retention. embed(c, w, ctx) -> (x_TD, shared). layer(c, layer_type, w, x_TD, ctx)
+    -> x_TD. head(c, w, x_TD, ctx) -> what the task makes: logits [R, V] for "generate", a vector for each sampled row
+    [R, D] for "pool", nothing for "encode": its layers or head write states. inputs: in addition to every graph's, each
+    with a provider. buckets: the sizes it is compiled for, None for the config's. norm(c, w, x): of head's, what comes
+    before the matrix of the vocabulary; draft graphs read it.
 
     A graph of the task "draft" guesses next tokens of another family; docs/adding-a-model.md shows one. hidden(c,
     layers): what it reads of the main graph, which has ``layers`` layers; None: only tokens. project(c, w, hidden_TD):

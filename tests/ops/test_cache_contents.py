@@ -1,4 +1,4 @@
-"""What attention does not see of the cache may be anything: blocks behind a sequence, the rest of its last block, and
+"""What attention does not see of the cache may be anything: blocks after a sequence, the rest of its last block, and
 blocks before a window, which others may have by now."""
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ NAN = float("nan")
 
 
 def _batch(queries: list[int], lengths: list[int]) -> tuple[dict[str, object], torch.Tensor]:
-    """Sequences whose blocks before the window are given back, and what is to come out, from plain keys and values."""
+    """Sequences that have given back their blocks before the window, and what is to come out, from plain keys and
+    values."""
     torch.manual_seed(1)
     T, per = sum(queries), -(-max(lengths) // P)
     cache = torch.full((1 + len(queries) * per, 2, K, P, E), NAN)

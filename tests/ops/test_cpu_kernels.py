@@ -308,7 +308,8 @@ def test_attention_of_nothing(level: str) -> None:
 def test_attention_both_ways(
     level: str, threads: int, heads: tuple[int, int, int], window: int, dtype: torch.dtype
 ) -> None:
-    """Sequences longer than an item, whose last chunks are not whole; what lies behind the last row is never read."""
+    """Sequences longer than an item, with last chunks that are not whole; what lies after the last row is never
+    read."""
     torch.manual_seed(0)
     lengths = [1, 500, 0, 63, 64, 130]
     args = _batch([(n, n) for n in lengths], heads, 16, dtype)
@@ -383,7 +384,7 @@ def test_sample_ignores_nan_and_hidden_tokens(level: str) -> None:
 
 @functools.cache
 def _known_choices(allowed: int) -> list[tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]]:
-    """Requests of which so many tokens are allowed, which, and the reference's, once for all levels and threads."""
+    """Requests with numbers of allowed tokens, the tokens, and the reference's, once for all levels and threads."""
     torch.manual_seed(allowed)
     rows = [*ROWS, (1.0, 50, 0.9, 0.0), (0.7, 3000, 0.99, 0.1), (0.01, 5, 0.5, 0.0)]
     known = []
@@ -632,7 +633,7 @@ def test_rows_of_attention_are_what_they_are_alone(
     softcap: float,
     sunk: bool,
 ) -> None:
-    """Prompts whole and alone, and in random chunks and single tokens beside each other."""
+    """Prompts whole and by themselves, and in random chunks and single tokens in one batch."""
     draw = torch.Generator().manual_seed(H)
     lengths, S = (70, 150, 33), 3
     q, k, v = (torch.randn(S, 150, heads, E, generator=draw).to(dtype) for heads in (H, K, K))
@@ -654,13 +655,13 @@ def test_rows_of_attention_are_what_they_are_alone(
                 done[s] += n
         return out
 
-    alone = run([[(s, n)] for s, n in enumerate(lengths)])
+    single = run([[(s, n)] for s, n in enumerate(lengths)])
     left, steps = list(lengths), []
     while any(left):
         sizes = [min(n, int(torch.randint(1, (2, 5, 40)[len(steps) % 3], (), generator=draw))) for n in left]
         steps.append([(s, n) for s, n in enumerate(sizes) if n])
         left = [n - taken for n, taken in zip(left, sizes, strict=True)]
-    assert torch.equal(run(steps), alone)
+    assert torch.equal(run(steps), single)
 
 
 def test_log_probabilities_do_not_depend_on_other_rows(level: str, threads: int) -> None:

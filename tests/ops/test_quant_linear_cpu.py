@@ -149,7 +149,7 @@ def test_zeros_and_what_is_not_finite(level: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_bitwise_the_same_for_any_thread_count_and_batch(level: str, name: str) -> None:
-    """A row's result depends neither on the threads nor on the rows beside it, but for the side of MANY with AMX."""
+    """A row's result depends neither on the threads nor on the other rows, but for the side of MANY with AMX."""
     values, scales = _packed(1000, 896, name)
     few, more = (1, 2, 7, 13), (MANY, 40, 65, 130)
     sides = ((MANY - 1, few), (300, more)) if _keeps_x(level) else ((300, few + more),)
@@ -176,7 +176,7 @@ def test_without_rows(level: str) -> None:
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize(("T", "several", "biased"), [(1, 7, True), (5, 7, False), (40, 4, True), (300, 7, False)])
 def test_experts(level: str, threads: int, name: str, T: int, several: int, biased: bool) -> None:
-    """One row an expert, some, and so many that AMX takes them as they are; experts that nobody chose; strided x."""
+    """One row an expert, some, and enough for AMX to take them as they are; experts that nobody chose; strided x."""
     torch.manual_seed(T)
     A, D, F = 2, 100, 208
     stacks = [[torch.stack(p) for p in zip(*(_packed(*matrix, name) for _ in range(8)), strict=True)]

@@ -1,4 +1,4 @@
-"""What a node of a tree of drafts sees: the same as if its path alone had been said, token by token."""
+"""What a node of a tree of drafts sees: the same as if only its path had been said, token by token."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_nodes_see_their_path(attend: object, window: int) -> None:
         while at:
             at = TREE.parents[at]
             path.insert(0, START + at)
-        alone = _said(attend, [*range(START), *path], rows, window)
-        torch.testing.assert_close(out[node], alone, rtol=1e-5, atol=1e-5)
+        own = _said(attend, [*range(START), *path], rows, window)
+        torch.testing.assert_close(out[node], own, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("keep", [keep_path, cpu_keep_path], ids=["reference", "cpu"])

@@ -100,7 +100,7 @@ def test_arguments_are_kept() -> None:
         lambda v: (_attend(v, _rope(v, v["q"]), OPS["rope"](v["k"], v["sin"], v["cos"])),),
         lambda v: (_attend(v, (q := _rope(v, v["q"])), _rope(v, v["k"])), q),
     ],
-    ids=["no rotation", "queries alone", "other tables", "read elsewhere"],
+    ids=["no rotation", "only queries", "other tables", "read elsewhere"],
 )
 def test_near_misses(fn: Callable[[Values], tuple[Tensor, ...]]) -> None:
     _, report, targets = _run(fn)

@@ -1,4 +1,4 @@
-"""paged_attention: specification in op.py, kernels beside it."""
+"""paged_attention: specification in op.py, kernels in files of their own."""
 
 import importlib.util
 

@@ -67,9 +67,9 @@ def _case(
 ) -> Case:
     """One case. sequences: (query tokens, length including them) of each; heads: H, K, E; fused: q, k, v are slices.
 
-    sinks: whether there are some, each about as strong as a few tokens. pad: rows after the last sequence's, whose
-    output is not specified. most: of the bucket, if it holds larger batches. queries: of a sequence in the bucket, if
-    it has several and there are no prompts. cache: its dtype, if not that of the rest. tree: of each node of one the
+    sinks: whether there are some, each about as strong as a few tokens. pad: rows after the last sequence's, with
+    output that is not specified. most: of the bucket, if it holds larger batches. queries: of a sequence in the bucket,
+    if it has several and there are no prompts. cache: its dtype, if not that of the rest. tree: of each node of one the
     node before it; sequences of as many tokens verify it. Of a block, zeros.
     """
     H, K, E = heads
@@ -110,9 +110,9 @@ def _case(
 
 
 _FP8: dict[str, Any] = {"cache": "float8_e4m3fn"}
-_SCALED: dict[str, Any] = _FP8 | {"scales": (0.05, 0.0078)}  # of which some values are larger than fp8 holds
+_SCALED: dict[str, Any] = _FP8 | {"scales": (0.05, 0.0078)}  # some values are larger than fp8 holds
 _INT8: dict[str, Any] = {"cache": "int8"}
-_TREE = (-1, 0, 0, 1, 1, 2)  # two drafts, of which the first has two behind it and the second one
+_TREE = (-1, 0, 0, 1, 1, 2)  # two drafts: the first has two after it, the second one
 _WIDE = (-1, *(i // 3 for i in range(21)))
 _BLOCK, _LONG_BLOCK = (0,) * 6, (0,) * 33
 _8B, _06B = (32, 8, 128), (16, 8, 128)
@@ -217,7 +217,8 @@ _PLAIN = (
 
 _ROTATED_TOLERANCE = {"float32": 4e-6, "bfloat16": 2e-2, "float16": 2e-3}
 _ROTATED = _REASON + "; norm and rotation round queries and keys up to four times more"
-# A key between two entries of 8 bits that is rounded otherwise is off by an eighth; so many are in the ragged cases.
+# A key between two entries of 8 bits that is rounded otherwise is off by an eighth; the tolerance allows for their
+# number in the ragged cases.
 _ROTATED_TOLERANCE_FP8 = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 _ROTATED_FP8 = _ROTATED + ", and may fall to the other side of a tie in 8 bits"
 

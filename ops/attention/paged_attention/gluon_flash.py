@@ -90,7 +90,7 @@ def _block_rows(
 
 @gluon.jit
 def _load_blocks(entries, rows, offset, tile, arrived, E: gl.constexpr, BLOCK_N: gl.constexpr, PARTS: gl.constexpr):
-    """Ask for a tile of keys or values, which begin ``offset`` behind ``rows``, a number for each of its blocks."""
+    """Ask for a tile of keys or values, which begin ``offset`` rows after ``rows``, a number for each of its blocks."""
     TOKENS: gl.constexpr = BLOCK_N // PARTS
     mbarrier.expect(arrived, BLOCK_N * E * 2)
     for i in gl.static_range(PARTS):
@@ -287,8 +287,8 @@ def _attend_tiles(
     turn, MASKED: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     TURNS: gl.constexpr, GROUP: gl.constexpr, out_layout: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Tiles from hi - 1 down to lo. ``weights`` are of the tile before, the n_tile-th, whose product with values is
-    still to be made, as that of the last one is behind."""
+    """Tiles from hi - 1 down to lo. ``weights`` are of the tile before, the n_tile-th; its product with values is still
+    to be made, and so is the last tile's at the end."""
     for i in range(hi - lo):
         tile = hi - 1 - i
         stage = n_tile % STAGES
@@ -298,7 +298,7 @@ def _attend_tiles(
         new, top, total, rescale = softmax(
             scores, top, total, position, tile, MASKED, WINDOW, SCALE, BLOCK_N, False, layout
         )
-        # The branches of this wait keep ptxas from making the softmax behind the product that it is to hide.
+        # The branches of this wait keep ptxas from making the softmax after the product that it is to hide.
         mbarrier.wait(k_full.index((n_tile + 2) % STAGES), ((n_tile + 2) // STAGES) & 1, pred=tile > first)
         acc, new = hopper.warpgroup_mma_wait(0, deps=[product, new])
         mbarrier.arrive(v_free.index(stage), count=1)

@@ -1,4 +1,4 @@
-"""Attention of prompts on Hopper whose rows are bitwise those of `triton_range_kernel`: the warps, barriers and shared
+"""Attention of prompts on Hopper with rows bitwise equal to `triton_range_kernel`'s: the warps, barriers and shared
 memory of `gluon_flash`, the tiles, ranges and instructions of that kernel.
 
 Tiles have 64 tokens and are taken from the first to the last. When one begins a range, what the range before gave is
@@ -89,8 +89,8 @@ def _attend_tiles(
     MASKED: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, BLOCK_N: gl.constexpr, RANGE: gl.constexpr,
     STAGES: gl.constexpr, TURNS: gl.constexpr, GROUP: gl.constexpr, out_layout: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Tiles lo .. hi. ``weights`` are of the tile before, the n_tile-th, whose product with values is still to be made,
-    as that of the last one is behind."""
+    """Tiles lo .. hi. ``weights`` are of the tile before, the n_tile-th; its product with values is still to be made,
+    and so is the last tile's at the end."""
     for tile in range(lo, hi):
         stage = n_tile % STAGES
         scores, product = following_scores(
@@ -103,7 +103,7 @@ def _attend_tiles(
             scores, gl.where(begins, float("-inf"), top), gl.where(begins, 0.0, total), position, tile, MASKED, WINDOW,
             SCALE, BLOCK_N, True, layout,
         )  # fmt: skip
-        # The branches of this wait keep ptxas from making the softmax behind the product that it is to hide.
+        # The branches of this wait keep ptxas from making the softmax after the product that it is to hide.
         mbarrier.wait(k_full.index((n_tile + 2) % STAGES), ((n_tile + 2) // STAGES) & 1, pred=tile + 1 < last)
         acc, new = hopper.warpgroup_mma_wait(0, deps=[product, new])
         mbarrier.arrive(v_free.index(stage), count=1)

@@ -8,6 +8,8 @@ one. `triton_prefill` and `triton_ranges` have the same for all other GPUs and c
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -128,7 +130,7 @@ _BLOCK_M = 128  # query rows of a work item
 
 
 def flash_configs(site: CallSite) -> list[Config]:
-    """Launch constants of the kernel: as many programs as the GPU has processors, on each of which one fits."""
+    """Launch constants of the kernel: as many programs as the GPU has processors; one fits on each."""
     return [
         {"programs": site.target.multiprocessors, "block_n": 128, "stages": 2, "turns": turns}
         for turns in (True, False)
@@ -136,8 +138,8 @@ def flash_configs(site: CallSite) -> list[Config]:
 
 
 def is_flash(site: CallSite) -> bool:
-    """Whether the kernel serves the site: a cache of 16 bits, scores as they are, causal, heads of 64 or 128, of which
-    all entries rotate or none."""
+    """Whether the kernel serves the site: a cache of 16 bits, scores as they are, causal, heads of 64 or 128; either
+    all of their entries rotate or none."""
     q, cache = site.args["q_THE"], site.args["kv_cache"]
     H, E = q.shape[1:]
     plain = site.args["softcap"] == 0 and site.args["kv_scales"] is None and site.args["ancestors_T"] is None
@@ -150,7 +152,7 @@ def is_flash(site: CallSite) -> bool:
 
 
 def in_flash_ranges(site: CallSite) -> bool:
-    """Whether the kernel serves the prompts of a site whose rows do not depend on others."""
+    """Whether the kernel serves the prompts of a site with rows that do not depend on others."""
     return in_ranges(site) and is_flash(site)
 
 
@@ -187,7 +189,7 @@ def _launch_prompts(
 
 @paged_attention.impl("gluon_prefill", device="cuda", supports=is_flash, configs=flash_configs, remedy=problem)
 def gluon_prefill(
-    q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, paged: Paged, scores: Scores, rotary: Rotary | None, **config: int
+    q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, paged: Paged, scores: Scores, rotary: Rotary | None, **config: Any
 ) -> Tensor:
     """Any ragged batch."""
     out_THE = _launch_prompts(q_THE, k_TKE, v_TKE, paged, scores, rotary, **config)
@@ -202,7 +204,7 @@ def gluon_prefill(
     remedy=problem,
 )  # fmt: skip
 def gluon_ranges(
-    q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, paged: Paged, scores: Scores, rotary: Rotary | None, **config: int
+    q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, paged: Paged, scores: Scores, rotary: Rotary | None, **config: Any
 ) -> Tensor:
     """Any ragged batch, each row as if it were the only one."""
     out_THE = _launch_prompts(q_THE, k_TKE, v_TKE, paged, scores, rotary, **config)

@@ -43,7 +43,7 @@ def kv_state(K: int, E: int, window: int = 0) -> StateSpec:
 
 
 def entries_of(kv_cache: Tensor, E: int) -> tuple[Tensor, Tensor | None]:
-    """Views of a cache: its entries [B, 2, K, P, E] and, of an int8 one, the scales [B, 2, K, P] behind those of a
+    """Views of a cache: its entries [B, 2, K, P, E] and, of an int8 one, the scales [B, 2, K, P] after the entries of a
     head."""
     if kv_cache.dtype != torch.int8:
         return kv_cache, None
@@ -76,7 +76,8 @@ def _load(kv_cache: Tensor, kind: int, blocks: Tensor, E: int, scale: Tensor | N
 
 
 def _seen_of_step(bits_n: Tensor | None, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which of its step's n rows each row of a sequence sees [n, n], and how far it stands behind the first [n]."""
+    """Which of its step's n rows each row of a sequence sees [n, n], and how many positions after the first one it
+    stands [n]."""
     row = torch.arange(n, device=device)
     causal = row[None, :] <= row[:, None]
     if bits_n is None:
@@ -109,8 +110,8 @@ def paged_attention(
     ancestors_T [T] int64 (None: -1 throughout): -1 for a row that sees what was said above. The rows of other
     sequences, at most 63, are nodes of a tree of drafts, or of a block in which all see each other: such a row sees all
     of the cache before the step's rows, and row j of its own step where bit j is set, as its own one is. It stands as
-    many positions behind the first row as it has bits more than one, and a window counts by these. Rows lie in the
-    cache as they do without.
+    many positions after the first row as it has bits more than one, and a window counts by these. Rows lie in the cache
+    as they do without.
     rotary: queries and keys are first normalized and rotated by it. An implementation may keep float32 within the
     rotation; the reference rounds to q's dtype after each product.
     Returns [T, H, E] in q's dtype; rows at or after query_start_loc[S] are padding and come back unspecified.

@@ -218,7 +218,7 @@ def _split_kernel(
     BLOCK_N: tl.constexpr,
     LINE: tl.constexpr,  # entries in 128 bytes, a line of the cache
     LINES: tl.constexpr,  # such lines that a head's entries surely fill
-    JOINED: tl.constexpr,  # heads whose ranges are joined at once
+    JOINED: tl.constexpr,  # heads that have their ranges joined at once
     FEW_JOINED: tl.constexpr,
     EARLY: tl.constexpr,  # 1: the first tile is loaded before the kernel waits, else 0
     F: tl.constexpr,
@@ -341,7 +341,7 @@ def _split_kernel(
 
 
 def _joined(rows: int, E: int, ranges: int) -> int:
-    """Query heads whose ranges are joined at once. With few ranges, which are long, one: the join then takes no
+    """Query heads that have their ranges joined at once. With few ranges, which are long, one: the join then takes no
     registers from the loop before it."""
     return 1 if ranges < FEW_RANGES else joined_rows(rows, E, ranges)
 
@@ -374,8 +374,8 @@ def launch_split(
     **own: int,
 ) -> None:
     """Start a kernel that divides contexts into ranges. heads: KV heads of a program. tokens: most query tokens of a
-    sequence. joined, few_joined: rows whose ranges are joined at once, and if there are few. pointers, own: tensors and
-    constants that only this kernel has."""
+    sequence. joined, few_joined: rows that have their ranges joined at once, and if there are few. pointers, own:
+    tensors and constants that only this kernel has."""
     H, E = q_THE.shape[1:]
     kv_cache, *where = paged
     K, P = kv_cache.shape[2], kv_cache.shape[3]
@@ -406,7 +406,7 @@ def launch_decode(
     q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, paged: Paged, *others: Any, write: bool, heads: int, joined: int,
     early: int = 0, **plan: Any,
 ) -> None:  # fmt: skip
-    """Attend for the sequences of the batch that have exactly one query token; the others are left alone. heads: KV
+    """Attend for the sequences of the batch that have exactly one query token; the others are not touched. heads: KV
     heads of a program, which share a tile of ``block_n`` columns. others: as of `launch_split`."""
     H, E, K = *q_THE.shape[1:], paged.kv_cache.shape[2]
     rows = H // K * heads
@@ -417,24 +417,24 @@ def launch_decode(
     )  # fmt: skip
 
 
-# Few sequences are over before the chip is full: what counts is how soon the first tile is there. Small tiles, of which
-# one is loaded early, leave room for programs of the kernel before (bench/results/h200_decode.md, step 19).
+# Few sequences are over before the chip is full: what counts is how soon the first tile is there. Small tiles, with one
+# loaded early, leave room for programs of the kernel before (bench/results/h200_decode.md, step 19).
 _FEW_SEQUENCES = 16
 _ALONE = {"early": 1, "min_tiles": 1, "stages": 1}
 _BESIDE_FEW = {"early": 1, "min_tiles": 2, "block_n": 32}
 
 
 def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int) -> Config:
-    """Launch constants of decode from static facts: most sequences (0 beside prefill), query and KV heads, longest
-    context.
+    """Launch constants of decode from static facts: most sequences (0 in steps with prompts), query and KV heads,
+    longest context.
 
     Few sequences: ranges of at least two or four tiles until the chip holds about four programs a processor. Many: a
-    program serves so many heads that about four a processor are left, because what a program waits for before its
-    first tile and after its last is not hidden when contexts are short. One range each would do if lengths were equal;
-    there are more, of at least 512 to 2,048 tokens, so that a long sequence does not run alone at the end. Two stages:
-    with three, the programs take so much shared memory that they and those of the kernels around them do not run side
-    by side. Entries of one byte go to half as many threads, in tiles as large as otherwise where sequences are many.
-    Measured on an H200, see bench/results/h200_decode.md.
+    program serves several heads, so that about four programs a processor are left, because what a program waits for
+    before its first tile and after its last is not hidden when contexts are short. One range each would do if lengths
+    were equal; there are more, of at least 512 to 2,048 tokens, so that a long sequence does not run as the only one at
+    the end. Two stages: with three, the programs take so much shared memory that they do not run at the same time as
+    programs of the kernels around them. Entries of one byte go to half as many threads, in tiles as large as otherwise
+    where sequences are many. Measured on an H200, see bench/results/h200_decode.md.
     """
     rows, heads, narrow = S * K, 1, dtype.itemsize == 1
     if not rows:  # mixed steps are long, so the ranges suit many sequences
@@ -464,7 +464,7 @@ def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int
 
 
 def is_decode(site: CallSite) -> bool:
-    """Whether the split kernel alone serves the site."""
+    """Whether the split kernel serves the site by itself."""
     return site.bucket.kind == "decode" and site.bucket.query_len == 1 and attends(site)
 
 

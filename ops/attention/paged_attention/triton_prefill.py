@@ -206,7 +206,7 @@ def _flash_kernel(
         low = begin + skip  # position of the first token of the block
         end = tl.minimum(low + BLOCK_Q, length)  # one past the last
         bits = load_bits(ancestors_ptr, row, valid, TREE)
-        if TREE:  # nodes may stand anywhere from the first row on, need not see it, and may see rows behind
+        if TREE:  # nodes may stand anywhere from the first row on, need not see it, and may see later rows
             if tl.load(ancestors_ptr + row0) >= 0:
                 low = begin - 1
                 end = length

@@ -1,10 +1,10 @@
-"""Triton: the kernel of attention whose rows come out bitwise the same in every batch, however prompts are divided.
+"""Triton: the kernel of attention with rows that come out bitwise the same in every batch, however prompts are divided.
 
 Contexts are divided into ranges of RANGE tokens that begin at multiples of that, and ranges into tiles. A row takes the
-tiles of a range in their order, and joins what the ranges give in theirs; a tile or range of which it sees nothing
+tiles of a range in their order, and joins what the ranges give in theirs; a tile or range that it sees nothing of
 changes nothing. Single tokens and prompts go by one kernel: it has the query heads of a KV head in the rows of its
-tile, those of one token or of many. Where sequences are few and have one token each, some programs share the ranges of
-a sequence, and the last one to finish joins them; else one program does both.
+tile, for one token or for many. Where sequences are few and have one token each, some programs share the ranges of a
+sequence, and the last one to finish joins them; else one program does both.
 
 Keys and values of prompts are first stored in the cache by a kernel of their own, and read from there as all others.
 Where sequences have one token each, the program of the last range stores its keys and values, and takes them as they
@@ -344,10 +344,10 @@ def in_ranges(site: CallSite) -> bool:
     """Whether the kernel serves a site: where rows are to come out the same in every batch, without drafts, by those
     instructions of Hopper's tensor cores that take 64 rows. All else has not been shown to."""
     (_, H, E), cache = site.args["q_THE"].shape, site.args["kv_cache"]
-    alone = site.bucket.query_len == 1 and site.args.get("ancestors_T") is None
+    single = site.bucket.query_len == 1 and site.args.get("ancestors_T") is None
     shown = site.args["q_THE"].dtype == cache.dtype == torch.bfloat16 and E <= 128
     fits = H // cache.shape[2] <= SINGLE["block_m"]
-    return site.deterministic and site.target.arch[0] == "sm_90" and alone and shown and fits and attends(site)
+    return site.deterministic and site.target.arch[0] == "sm_90" and single and shown and fits and attends(site)
 
 
 def range_order(site: CallSite, constants: Mapping[str, int]) -> str:
@@ -374,7 +374,7 @@ def launch_ranges(
     programs: int = 1,
     single: bool,
 ) -> None:
-    """Attention of the sequences that have one token, or of all others, whose keys and values the cache then has."""
+    """Attention of the sequences that have one token, or of all others; their keys and values are in the cache then."""
     T, H, E = q_THE.shape
     kv_cache, *where = paged
     K, S = kv_cache.shape[2], paged.seq_lens.shape[0]

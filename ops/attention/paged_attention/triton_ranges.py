@@ -1,4 +1,5 @@
-"""Ragged batches whose rows come out bitwise the same in every batch: the kernel of `triton_range_kernel` for all."""
+"""Ragged batches with rows that come out bitwise the same in every batch: the kernel of `triton_range_kernel` for
+all."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ _MOST_PROGRAMS = 32  # that share the ranges of a sequence
 
 
 def range_configs(site: CallSite) -> list[Config]:
-    """The same tiles and ranges at all sizes; 128 rows are two times 64, each as if alone. Single tokens beside prompts
-    have one program each."""
+    """The same tiles and ranges at all sizes; 128 rows are two times 64, each independent. Single tokens in steps with
+    prompts have one program each."""
     (_, H, E), (_, _, K, P, _) = site.args["q_THE"].shape, site.args["kv_cache"].shape
     parts = -(-site.args["block_table"].shape[1] * P // RANGE)
     most, programs, single = site.bucket.hi, 1, site.bucket.kind == "decode"

@@ -49,7 +49,7 @@ from graphllm.ops.attention.paged_attention.triton_decode import (
 )
 
 _MOST_ROWS = 64  # query heads of a KV head, times tokens
-_MANY, _LONG = 256, 2048  # pairs of sequence and KV head from which on ranges have at least so many tokens
+_MANY, _LONG = 256, 2048  # from _MANY pairs of sequence and KV head on, ranges have at least _LONG tokens
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def _verify_kernel(
     BLOCK_N: tl.constexpr,
     LINE: tl.constexpr,  # entries in 128 bytes, a line of the cache
     LINES: tl.constexpr,  # such lines that a head's entries surely fill
-    JOINED: tl.constexpr,  # rows whose ranges are joined at once
+    JOINED: tl.constexpr,  # rows that have their ranges joined at once
     FEW_JOINED: tl.constexpr,
     F: tl.constexpr,
     NORM: tl.constexpr,
@@ -150,7 +150,7 @@ def _verify_kernel(
         q = rotate(q, q_other, q_weight, q_other_weight, q_cos, q_sin, E, F, NORM, EPS)
         q, powers = as_queries(q, cache_ptr.dtype.element_ty)
         row_scale = (SCALE * k_scale * powers)[:, None]
-        stands = query  # how far behind the first row; windows count by that
+        stands = query  # positions after the first row; windows count by that
         bits = load_bits(ancestors_ptr, token, valid, TREE)
         if TREE and WINDOW > 0:
             stands = tl.where(bits < 0, query, count_bits(bits, 64) - 1)

@@ -20,7 +20,7 @@ from graphllm.ops.attention.paged_attention.triton_common import (
     rotary_arguments,
 )
 
-_WRITE_TOKENS = 32  # tokens whose keys and values one program stores, for one head
+_WRITE_TOKENS = 32  # tokens for which one program stores keys and values, for one head
 
 
 @triton.jit(do_not_specialize_on_alignment=["S"])

@@ -27,12 +27,12 @@ from graphllm.ops.gemm.fused_linear.triton_fused_linear import plain
 from graphllm.ops.gemm.linear.operands import Matrix, Norm
 
 _MOST_ROWS = 16
-_MOST_INNER = 4096  # of whose entries a thread has its share of x in registers
+_MOST_INNER = 4096  # inner entries; a thread has its share of x in registers
 _MOST_NUMBERS = 1 << 24  # of a matrix: larger ones are read as fast by the kernels of `triton_fused_linear`
 _WARPS = 8
 _TILE = 8 * 128 * _WARPS * 2  # bytes
 _MOST_TILES = 8  # of a step, which `_joined` joins
-_SHARED = 96 * 1024  # bytes of weights under way in a program: leaves room for one of the next kernel beside it
+_SHARED = 96 * 1024  # bytes of weights under way in a program: leaves room for a program of the next kernel
 
 
 @triton.constexpr_function

@@ -1,7 +1,7 @@
 """Gated products of many rows on Hopper, by the kernel of `gluon_product`.
 
-What it saves beside the library's product is the gate, which needs no kernel of its own, and the start. Without a gate,
-or in parts of sums, it was slower than the library's in most sizes (bench/results/h200_decode.md).
+What it saves against the library's product is the gate, which needs no kernel of its own, and the start. Without a
+gate, or in parts of sums, it was slower than the library's in most sizes (bench/results/h200_decode.md).
 """
 
 from __future__ import annotations

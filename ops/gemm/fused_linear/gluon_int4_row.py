@@ -34,14 +34,14 @@ from graphllm.ops.gemm.fused_linear.op import fused_linear
 from graphllm.ops.gemm.fused_linear.triton_fused_linear import normalized
 from graphllm.ops.gemm.linear.operands import Matrix, Norm
 
-_CONFIGS = (  # warps of a program, steps whose weights are under way, registers of a thread
+_CONFIGS = (  # warps of a program, steps with weights under way, registers of a thread
     (4, 2, 64), (8, 2, 0), (8, 4, 0),
 )  # fmt: skip
 
 
 @triton.constexpr_function
 def _constants_of(inner, warps):
-    """Groups of a program's steps, of which there are a power of two."""
+    """Groups of a program's steps, a power of two."""
     return (1 << (steps_of(inner, warps) - 1).bit_length()) * warps * 2
 
 
@@ -125,7 +125,7 @@ def hopper_int4_row_kernel(
     BIAS: gl.constexpr,
     RESIDUAL: gl.constexpr,
     GATED: gl.constexpr,
-    AHEAD: gl.constexpr,  # steps whose weights are under way
+    AHEAD: gl.constexpr,  # steps with weights under way
     WARPS: gl.constexpr,
 ):
     STEPS: gl.constexpr = steps_of(K, WARPS)

@@ -1,10 +1,10 @@
-"""Products on Hopper whose rows come out the same among few and many, and as `tile_kernel` computes them: deterministic
-mode's use of the kernel of `gluon_product`.
+"""Products on Hopper with rows that come out the same among few and many, and as `tile_kernel` computes them:
+deterministic mode's use of the kernel of `gluon_product`.
 
 The tensor cores add the products of 16 inner entries at a time, in an order that depends neither on how many rows an
 instruction takes nor on where a row is among them, nor on which of both factors is the first. What is left is where
 sums begin anew: few rows divide the inner dimension among programs, and what these make is added in order. Here one
-program makes the same sums one after another and adds them in the same order, or leaves that to the kernel behind.
+program makes the same sums one after another and adds them in the same order, or leaves that to the next kernel.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from graphllm.ops.gemm.fused_linear.triton_fused_linear import half, normalized
 from graphllm.ops.gemm.linear.operands import Matrix, Norm
 
 _FEWEST = 33  # rows of x; below, tiles of Triton's kernel are faster
-_FEW = 64  # rows in whose tiles the groups of warps share the columns
+_FEW = 64  # up to that many rows the groups of warps share the columns of a tile
 _SUMS = 128 * 256  # numbers of a tile that two groups of four warps have registers for
 _CANDIDATES = 3
 _MOST_CHOSEN = 1024  # rows from which on the largest tiles are the fastest
 
 
 def serves(site: CallSite) -> bool:
-    """Whether this file's kernel serves a site: some rows of x, and no residual behind a gate."""
+    """Whether this file's kernel serves a site: some rows of x, and no residual after a gate."""
     if site.rows("x_TI") < _FEWEST or (site.args.get("gated") and site.args["residual_TN"] is not None):
         return False
     return site.deterministic and is_ordered(site) and half(site) and reads_tiles(site)
@@ -63,7 +63,7 @@ def ordered_configs(site: CallSite) -> list[Config]:
 
 
 def _stages(site: CallSite, block_t: int, block_n: int) -> int:
-    """Beside the bytes by which rows are put together."""
+    """In what shared memory is left by the bytes that put rows together."""
     return stages_of(block_t, block_n, block_t * block_n // (2 if site.args.get("gated") else 1))
 
 

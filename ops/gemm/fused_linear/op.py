@@ -36,8 +36,8 @@ def fused_linear(
 ) -> Tensor:
     """residual + gate(norm(x) @ weight.T + bias): [T, N] in x's dtype, contiguous.
 
-    x_TI [T, I]. before: if given, x is first normalized by it. gated: the results are a gate and a value half, of which
-    `swiglu` makes N = O / 2; else N = O. residual_TN [T, N]: added last. lora: if given, the product with the weight is
+    x_TI [T, I]. before: if given, x is first normalized by it. gated: the results are a gate and a value half; `swiglu`
+    makes N = O / 2 of them; else N = O. residual_TN [T, N]: added last. lora: if given, the product with the weight is
     followed by `add_lora`. Products accumulate in float32 (float64 for float64 inputs). An implementation may keep
     float32 between the steps; the reference rounds to x's dtype after each.
     """

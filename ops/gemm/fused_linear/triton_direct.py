@@ -63,7 +63,7 @@ def direct_product(
     BLOCK_T: tl.constexpr,  # a multiple of 8
     SPAN: tl.constexpr,
     WARPS: tl.constexpr,  # of the program
-    AHEAD: tl.constexpr,  # steps of a warp whose weights are under way
+    AHEAD: tl.constexpr,  # steps of a warp with weights under way
     WAIT: tl.constexpr,  # for the kernel that makes x, once the first weights are asked for
     EMULATED: tl.constexpr,
 ):

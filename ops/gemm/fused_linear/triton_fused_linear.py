@@ -2,8 +2,8 @@
 
 `row_kernel` serves one row of x: each program loads whole rows of the weights into registers, before it even waits for
 the kernel that makes x. `tile_kernel` serves up to some hundred rows with tensor cores: the weights are the left
-operand, so that few tokens waste little of it; a long inner dimension is split among programs, of which the last to
-arrive adds the parts, always in the same order.
+operand, so that few tokens waste little of it; a long inner dimension is split among programs; the last to arrive adds
+the parts, always in the same order.
 
 Kernels start while their predecessor still runs (programmatic dependent launch): what they read before `gdc_wait` is
 constant.
@@ -503,7 +503,7 @@ def plain(site: CallSite) -> bool:
 
 def half(site: CallSite) -> bool:
     """Whether the other kernels of this file serve a site: one half-precision dtype, contiguous and aligned; encoded
-    weights whose groups are whole tiles."""
+    weights with groups of whole tiles."""
     x_TI, form, group, widths = (site.args[n] for n in ("x_TI", "form", "group", "widths"))
     tensors = {n: t for n, t in site.args.items() if isinstance(t, Tensor) and n != "adapter_ids_T"}
     encoded = [tensors.pop(n) for n in _ENCODED if form and n in tensors]
@@ -588,7 +588,7 @@ def cublas(x_TI: Tensor, matrix: Matrix, before: Norm | None, residual_TN: Tenso
 
 
 def _ahead(inner: int, row: int, config: Config) -> int:
-    """Bytes of a program's part of a weight row, which has so many, that are worth fetching early: up to 512, a power
+    """Bytes of a program's part of a weight row (of ``row`` bytes) that are worth fetching early: up to 512, a power
     of two."""
     tiles = -(-inner // config["block_k"])
     part = -(-tiles // config["splits"]) * config["block_k"] * row // inner
@@ -608,8 +608,9 @@ def launch_norm(
     ranks: int = 1,
     alike: bool = False,
 ) -> None:
-    """Normalize the rows of x [T, I] into ``out_TI``; with ``parts``, those of their sum with bias and residual. ranks:
-    over which parts and bias are summed first. alike: sum in the order of products that make all parts themselves."""
+    """Normalize the rows of x [T, I] into ``out_TI``; with ``parts``, the rows of their sum with bias and residual.
+    ranks: over which parts and bias are summed first. alike: sum in the order of products that make all parts
+    themselves."""
     T, K = out_TI.shape
     launch_triton(
         norm_kernel, (T,), x, *(norm_I if t is None else t for t in (bias_O, residual_TI)), norm_I,

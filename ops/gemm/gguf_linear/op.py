@@ -21,7 +21,7 @@ def gguf_linear(
     x_TI: Tensor, tiles_BGN: Tensor, kind: str, rows: int, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
     """x_TI [T, I] times a weight [O, I] transposed, plus bias_O [O]; returns [T, O] in x's dtype. gated: the O results
-    are a gate and a value half, of which `swiglu` makes [T, O / 2].
+    are a gate and a value half; `swiglu` makes [T, O / 2] of them.
 
     tiles_BGN: the weight's blocks as `graphllm.ops.encodings.gguf_blocks.tiles` lays them out, uint8; kind: their type,
     a key of `TILED`. rows: O. I is a whole number of blocks. Rows that pad the last tile may be anything finite.

@@ -31,7 +31,7 @@ class Matrix(NamedTuple):
         return self.weight_OI, self.bias_O, self.scales_GO, self.zeros_GO
 
     def width(self, gated: bool) -> int:
-        """Columns of the result, of which a gate takes half."""
+        """Columns of the result: O, or with a gate half of that."""
         return self.weight_OI.shape[0] // (2 if gated else 1)
 
 

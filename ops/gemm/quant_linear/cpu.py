@@ -48,7 +48,7 @@ def _supports(site: CallSite) -> bool:
 
 
 def of_integers(site: CallSite, constants: Mapping[str, Any]) -> str:
-    """Each row is computed alone, but AMX takes as they are those of a step, or an expert, that has many."""
+    """Each row is computed independently, but AMX does not round the rows of a step, or an expert, that has many."""
     x = site.args["x_TI"] if "x_TI" in site.args else site.args["x_TD"]
     return "" if "amx_bf16" in site.target.arch and x.dtype == torch.bfloat16 else each_alone(site, constants)
 

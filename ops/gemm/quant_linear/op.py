@@ -28,7 +28,7 @@ def quant_linear(
     gated: bool = False,
 ) -> Tensor:
     """x_TI [T, I] times a quantized weight [O, I] transposed, plus bias_O [O]; returns [T, O] in x's dtype. gated: the
-    O results are a gate and a value half, of which `swiglu` makes [T, O / 2].
+    O results are a gate and a value half; `swiglu` makes [T, O / 2] of them.
 
     rows: O. The weight is values times scales, packed in blocks of R = 16 of its rows and groups of C of its inner
     entries. With o = 16 b + r and i = C g + c, weight[o, i] = n * scales[b, g, r], where n is an integer:

@@ -36,7 +36,7 @@ def add_lora(y_TO: Tensor, x_TI: Tensor, lora: LowRank) -> Tensor:
     a_LRI, b_LrO, adapter_ids_T, widths = lora
     wide = torch.promote_types(x_TI.dtype, torch.float32)
     (L, R, _), r = a_LRI.shape, b_LrO.shape[1]
-    # All products, then those of other adapters are dropped: nothing is gathered, however long the step is.
+    # All products, then the products of other adapters are dropped: nothing is gathered, however long the step is.
     low_TLR = (x_TI.to(wide) @ a_LRI[1:].flatten(0, 1).to(wide).T).view(-1, L - 1, R)
     own_TL = adapter_ids_T[:, None] == torch.arange(1, L, device=adapter_ids_T.device)
     low_TLR = torch.where(own_TL[:, :, None], low_TLR, 0.0)

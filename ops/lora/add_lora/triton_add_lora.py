@@ -1,5 +1,5 @@
 """Triton kernels for add_lora: one for x @ A.T, and one that adds the product with B to y, adapter by adapter, for
-linear layers whose own kernels do not."""
+linear layers with kernels that do not."""
 
 # mypy: allow-untyped-defs
 
@@ -19,7 +19,7 @@ from graphllm.ops.lora.add_lora.triton_low_rank import shrink_tiles
 
 _PARTS = 6  # matrices of a layer that the kernel's arguments have room for
 _FEW = 64  # rows up to which the inner dimension is divided among programs
-_MOST_RANK = 256  # whose B fits into registers and shared memory
+_MOST_RANK = 256  # the largest with a B that fits into registers and shared memory
 
 
 @triton.jit(do_not_specialize_on_alignment=["T"])

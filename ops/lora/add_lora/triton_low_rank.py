@@ -2,7 +2,7 @@
 
 All are bound by the time that a launch and a read take, hardly by bytes: what a program needs is asked for at once,
 the part of A before the kernel that makes x is done. A program of few rows has one row of x and one of A; more rows are
-multiplied adapter by adapter, by tensor cores, in parts of the inner dimension of which the last to arrive adds all.
+multiplied adapter by adapter, by tensor cores, in parts of the inner dimension; the last to arrive adds all.
 """
 
 # mypy: allow-untyped-defs
@@ -260,7 +260,7 @@ def shrink_rows(
 
 
 def shrink_tiles(x_TI: Tensor, a_LRI: Tensor, adapter_ids_T: Tensor, low_TR: Tensor, rows: int, splits: int) -> None:
-    """x @ A.T by programs of so many rows and one adapter."""
+    """x @ A.T by programs of ``rows`` rows and one adapter."""
     (T, K), (L, R, _) = x_TI.shape, a_LRI.shape
     few = min(64, max(16, triton.next_power_of_2(R)))
     blocks, row_blocks = -(-R // few), -(-T // rows)

@@ -60,7 +60,7 @@ def _case(
 
 
 def lora_tables(make: Maker, T: int, N: int, D: int, F: int, rank: int, adapters: int = 3) -> dict[str, Any]:
-    """Arguments: adapters of a step's tokens, some of which have none; entry 0 is never read."""
+    """Arguments: adapters of a step's tokens; some tokens have none, and entry 0 is never read."""
     L = adapters + 1
     made = {
         "gate_up_lora_a_LNRD": make.normal(L, N, 2 * rank, D, scale=D**-0.5),

@@ -1,4 +1,4 @@
-"""fused_moe on the CPU: every expert that was chosen is read once, by all threads; products as those of linear."""
+"""fused_moe on the CPU: every expert that was chosen is read once, by all threads; products as in linear."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def place_rows_kernel(
     BLOCK: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
-    """The first P programs place a pair each, behind the earlier ones of its expert; the others write the table."""
+    """The first P programs place a pair each, after the earlier ones of its expert; the others write the table."""
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -68,8 +68,8 @@ _SETS: tuple[tuple[_Set, _Set], ...] = (
     ((2, 1, 3), (2, 1, 3)),
     ((4, 1, 2), (4, 1, 2)),
 )
-# Registers of a thread, by teams and programs at once: where a program begins, so that so many fit, and the second
-# team's.
+# Registers of a thread, by teams and programs at once: where a program begins, so that this number of programs fits,
+# and the second team's.
 _REGISTERS = {(1, 2): (128, 0), (1, 3): (80, 0), (2, 1): (168, 200), (2, 2): (80, 104)}
 
 
@@ -122,7 +122,7 @@ def gluon_tokens(x_TD: Tensor, experts: Experts, route: Route, residual: Residua
     weights_TA, experts_TA = route
     (T, A), (N, D, F) = experts_TA.shape, experts.sizes
     P = T * A
-    # The TMA unit reads rows of whole passes, behind the last pair as well.
+    # The TMA unit reads rows of whole passes, after the last pair as well.
     x_PD, h_PF = x_TD.new_empty((P + config["slots"], D)), x_TD.new_empty((P + config["slots"], F))
     y_PD = x_TD.new_empty((P, D))
     order, table = (x_TD.new_empty(shape, dtype=torch.int32) for shape in ((P,), (N, 2)))

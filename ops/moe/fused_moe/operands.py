@@ -84,7 +84,7 @@ class Route(NamedTuple):
 
 
 class ExpertLora(NamedTuple):
-    """The tables of L adapters of rank r, entry 0 of which is never read, and the entry of each token.
+    """The tables of L adapters of rank r, and the entry of each token. Entry 0 is never read.
 
     gate_up_lora_a_LNRD: r rows for the gate before r rows for up, [L, N, 2r, D] in x's dtype, as the other tables.
     gate_up_lora_b_LNrO: [L, N, r, 2F].

@@ -88,8 +88,8 @@ SHARED = 227 * 1024  # bytes of shared memory that the programs on a multiproces
 
 
 def programs_at_once(site: CallSite, rows: int, tokens: int, inner: int, stages: int) -> int:
-    """Of those that have tiles of so many rows of weights and of x in shared memory, ``inner`` entries of each in every
-    stage."""
+    """Programs that fit on a multiprocessor at once, with tiles of ``rows`` rows of weights and ``tokens`` rows of x in
+    shared memory, ``inner`` entries of each in every stage."""
     size = site.args["x_TD"].element_size()
     weight = rows * BITS.get(site.args["form"], 8 * size)
     return SHARED // ((weight + tokens * 8 * size) // 8 * inner * stages)

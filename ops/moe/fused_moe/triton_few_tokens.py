@@ -155,7 +155,7 @@ def few_kernel(
     GATED: tl.constexpr,  # the first of the two products: with an activation, from tokens; else scaled
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
-    BY_PAIR: tl.constexpr,  # programs are for pairs, of which there are fewer than experts; else for experts
+    BY_PAIR: tl.constexpr,  # programs are for pairs, where these are fewer than experts; else for experts
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,

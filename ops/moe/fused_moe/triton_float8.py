@@ -24,7 +24,7 @@ from graphllm.ops.moe.fused_moe.operands import Experts, Route
 from graphllm.ops.moe.fused_moe.triton_common import write_pairs
 
 _GROUP = 32  # entries of one scale
-_PADDED = 128  # entries of which rows of halves are a multiple
+_PADDED = 128  # rows of halves are a multiple of that, in entries
 _WARPS = 4
 _SLOTS = 16  # tokens of an expert that are multiplied at a time
 
@@ -109,7 +109,7 @@ def _twice(numbers):
 
 @triton.jit
 def _scales_of(tile, scale_at, in_row, ROWS: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr):
-    """uint8 scales of a span's four groups; behind the last one, where x is zero, any."""
+    """uint8 scales of a span's four groups; after the last one, where x is zero, any."""
     scales = ()
     for j in tl.static_range(4):
         group = tl.minimum(tile * 4 + j, K // GROUP - 1)

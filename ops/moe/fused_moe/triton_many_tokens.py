@@ -27,7 +27,7 @@ from graphllm.ops.moe.fused_moe.triton_common import activated, added, programs_
 @triton.jit(do_not_specialize_on_alignment=["P"])
 def count_kernel(
     experts_ptr,  # [P] int32, negative for none
-    counts_ptr,  # [2, N_PAD] of zeros, to the first row of which the pairs of each expert are added
+    counts_ptr,  # [2, N_PAD] of zeros; the pairs of each expert are added to the first row
     P,
     N_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -94,7 +94,7 @@ def place_kernel(
             tl.store(tiles_ptr + TILES * 3, tl.sum(tiles, axis=0))
         for first in range(0, BLOCK, 32):
             i = (block - BLOCKS) * BLOCK + first + tl.arange(0, 32)
-            at = tl.sum((last[None, :] <= i[:, None]).to(tl.int32), axis=1)  # N_PAD behind the last
+            at = tl.sum((last[None, :] <= i[:, None]).to(tl.int32), axis=1)  # N_PAD after the last
             of = (n[None, :] == at[:, None]).to(tl.int32)
             skipped = (i - tl.sum(of * (last - tiles)[None, :], axis=1)) * BLOCK_T
             pairs = tl.minimum(tl.sum(of * total[None, :], axis=1) - skipped, BLOCK_T)
@@ -105,7 +105,7 @@ def place_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["P"])
 def experts_kernel(
-    x_ptr,  # [T, K] of which rows are gathered, or [P, K] in the order of experts
+    x_ptr,  # [T, K], rows are gathered, or [P, K] in the order of experts
     weight_ptr,  # [N, ROWS, K], or encoded
     scales_ptr,  # of encoded weights [N, GROUPS, ROWS]
     zeros_ptr,
@@ -145,7 +145,7 @@ def experts_kernel(
     EMULATED: tl.constexpr,
 ):
     """Programs take one block after the other, so that each has its weights' descriptor once."""
-    # In this order: see `gluon_product`, whose kernel writes descriptors before it waits.
+    # In this order: see the kernel of `gluon_product`, which writes descriptors before it waits.
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,6 +1,6 @@
 """Triton: products of one token with the encoded weights of its experts, read from memory into registers.
 
-Every program knows its pair of the token and an expert by its number alone, so it asks for weights as soon as it has
+Every program knows its pair of the token and an expert just by its number, so it asks for weights as soon as it has
 read the expert's: with so few reads to a program, looking the pair up would take as long as the product.
 """
 
@@ -17,7 +17,7 @@ from graphllm.ops.gemm.fused_linear.triton_direct import direct_product
 from graphllm.ops.moe.fused_moe.operands import Experts, Route
 from graphllm.ops.moe.fused_moe.triton_common import write_pairs
 
-_SLOTS = 8  # columns of a product, of which the token has one
+_SLOTS = 8  # columns of a product; the token has one
 
 
 @triton.jit

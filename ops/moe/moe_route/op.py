@@ -35,7 +35,7 @@ def moe_route(
     divided by their sum if ``renormalize`` (softmax over the chosen is the same), times ``scale``.
 
     "sparsemixer" chooses one expert after the other; the weight of each is its softmax among the experts not yet chosen
-    whose logits are at most 2 * jitter times max(|logit|, best logit) below the best. It knows no bias, groups or
+    with logits at most 2 * jitter times max(|logit|, best logit) below the best. It knows no bias, groups or
     renormalize.
 
     Sources: Jiang et al. 2024 (softmax), DeepSeek-AI 2024, V2 (groups) and V3 (sigmoid, correction), Liu et al. 2023

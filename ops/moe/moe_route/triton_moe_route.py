@@ -1,4 +1,4 @@
-"""Triton kernel for moe_route: a program chooses the experts of one token, whose scores it holds in registers."""
+"""Triton kernel for moe_route: a program chooses the experts of one token and holds its scores in registers."""
 
 # mypy: allow-untyped-defs
 

@@ -15,7 +15,7 @@ from graphllm.ops.moe.fused_moe.operands import LORA_TABLES, ExpertLora, Experts
 
 
 class QuantExperts(NamedTuple):
-    """`Experts` whose matrices are packed integers.
+    """`Experts` with packed integers as matrices.
 
     gate_up_values_NBGLRQ, gate_up_scales_NBGR: for each expert a matrix [2F, D] as `quant_linear` has it.
     down_values_NBGLRQ, down_scales_NBGR: for each expert a matrix [D, F].
@@ -48,7 +48,7 @@ def _cost(x_TD: Tensor, experts: QuantExperts, route: Route, lora: ExpertLora | 
 def quant_moe(x_TD: Tensor, experts: QuantExperts, route: Route, lora: ExpertLora | None = None) -> Tensor:
     """`fused_moe` of the exact matrices that each expert's values and scales stand for, [T, D] in x's dtype.
 
-    x_TD [T, D]. The other arguments are those of `fused_moe`.
+    x_TD [T, D]. The other arguments are as for `fused_moe`.
     """
     N, D = experts.gate_up_values_NBGLRQ.shape[0], x_TD.shape[1]
     wide = torch.promote_types(x_TD.dtype, torch.float32)

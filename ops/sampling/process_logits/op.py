@@ -44,10 +44,10 @@ def process_logits(
     that were sampled or are in the prompt; 1 is off. frequency_S [S] float32 times the number of times sampled is
     subtracted, and presence_S [S] float32 once from each token that was sampled; 0 is off.
     Drafts: a row that verifies one sees what plain decoding would have there. Its place_S [S] int32 drafts before it in
-    the step, of which the last one is drafts_T [T] int32 at logits_indices_S [S] int32, count as sampled, once each;
-    negative ones do not. 0: there are none. ancestors_T [T] int64 (None: -1 throughout), see `paged_attention`: of the
-    drafts before a row those count whose bit is set at its token, bit i for the i-th draft.
-    Returns [S, V] float32, contiguous (float64 for float64). NaN stays NaN unless banned. A row with all of it off is
+    the step count as sampled, once each; the last one is drafts_T [T] int32 at logits_indices_S [S] int32; negative
+    ones do not. 0: there are none. ancestors_T [T] int64 (None: -1 throughout), see `paged_attention`: of the drafts
+    before a row only drafts count with their bit set at its token, bit i for the i-th draft. Returns [S, V] float32,
+    contiguous (float64 for float64). NaN stays NaN unless banned. A row with all of it off is
     copied: implementations read a row's mask, list and counts only where something of theirs is on.
     Source: Keskar et al. 2019 (CTRL, repetition penalty); OpenAI API reference (logit bias, frequency and presence
     penalty).

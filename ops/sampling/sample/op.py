@@ -49,7 +49,7 @@ def filtered(
 
 
 def uniform(bits: Tensor) -> Tensor:
-    """float32 in (0, 1), below 1: else a row's only token could tie in the race with those of -inf."""
+    """float32 in (0, 1), below 1: else a row's only token could tie in the race with tokens of -inf."""
     return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 

@@ -24,7 +24,7 @@ from graphllm.ops.sampling.sample.op import sample
 BLOCK = 2048  # lanes: logits that one program reads at a time
 _DEPTH = 16  # candidates that a lane has room for
 _PROGRAMS = 528  # of the scan: four for each processor of the chip that this was tuned on
-_GROUPS = 2048  # groups of tokens whose maxima bound the k-th largest logit from below
+_GROUPS = 2048  # groups of tokens; their maxima bound the k-th largest logit from below
 _LEAST = tl.constexpr(-3.4028234663852886e38)  # the smallest finite float32
 KEY_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 key that are constant
 
@@ -83,7 +83,7 @@ def _key(x, SHIFT: tl.constexpr):
 
 @triton.jit
 def _from_key(key, SHIFT: tl.constexpr):
-    """The smallest float whose key is ``key``."""
+    """The smallest float with the key ``key``."""
     wide = key << SHIFT
     negative = (wide >> 31) == 0
     return tl.where(negative, wide ^ 0xFFFFFFFF, wide ^ 0x80000000).to(tl.uint32).to(tl.float32, bitcast=True)
@@ -109,7 +109,7 @@ def filters(top_k, top_p, min_p, V):
 
 @triton.jit
 def is_filtered(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
-    """Whether a row, whose parameters these are, is drawn from with a filter."""
+    """Whether a row with these parameters is drawn from with a filter."""
     by_k, by_p, by_min = filters(tl.load(top_k_ptr), tl.load(top_p_ptr), tl.load(min_p_ptr), V)
     return (tl.load(temperature_ptr) > 0) & (by_k | by_p | by_min)
 
@@ -165,7 +165,7 @@ def _scan_kernel(
     seed_ptr,
     sample_index_ptr,
     chunk_top_ptr,  # [S, C] largest logit of the chunk
-    chunk_score_ptr,  # [S, C] best race value, or sum of exp(scaled - the chunk's largest) for rows with top-p alone
+    chunk_score_ptr,  # [S, C] best race value, or sum of exp(scaled - the chunk's largest) for rows with only top-p
     chunk_id_ptr,  # [S, C] token of the largest logit, or the race's winner
     group_top_ptr,  # [S, GROUPS] largest logit of each group of tokens, for rows with top-k
     V: tl.constexpr,
@@ -272,7 +272,7 @@ def threshold(
     top_k,
     top_p,
     min_p,
-    mass,  # sum of exp(off) over the row; used for rows with top-p alone
+    mass,  # sum of exp(off) over the row; used for rows with only top-p
     V,
     COL: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -493,7 +493,7 @@ def triton_sample(
     alike: bool = False,
 ) -> Tensor:
     """Two launches, whatever the rows ask for. alike: each row is drawn in the same way among any others. One row then
-    has as many chunks as several, and sums of a row are over float32, as they are beside rows whose logits are edited:
+    has as many chunks as several, and sums of a row are over float32, as they are in steps with edited logits:
     threads hold other elements of a tile where these are of 16 bits, and so add in another order."""
     chunks = None
     if alike:
@@ -516,8 +516,8 @@ def launch_sample(
     filtered: bool = False,
     chunks: int | None = None,
 ) -> None:
-    """The tokens into ``out_S``; with ``filtered`` only those of rows with top-k, top-p or min-p, and nothing else is
-    read. chunks: programs per row of the scan, those of `chunks_of` if not given."""
+    """The tokens into ``out_S``; with ``filtered`` only for rows with top-k, top-p or min-p, and nothing else is read.
+    chunks: programs per row of the scan, as `chunks_of` says if not given."""
     S, V = logits_SV.shape
     chunks = chunks or chunks_of(S, V)
 

@@ -26,7 +26,7 @@ def sample_shares(
     ranks: int,
     width: int,
 ) -> Tensor:
-    """`sample` of the logits that `all_gather` of so many ranks and that width makes: the same token ids on each rank.
+    """`sample` of the logits that `all_gather` makes with ``ranks`` and ``width``: the same token ids on each rank.
 
     logits_SN [S, N]: of this rank's tokens. The rest as for `sample`; every rank has the same. An implementation need
     not put the logits together.

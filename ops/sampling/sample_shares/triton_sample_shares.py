@@ -125,7 +125,8 @@ def _tell_kernel(
     TURNS: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
-    """Programs [S, columns]: the first of a row without a filter finds its token, those of others fill the row."""
+    """Programs [S, columns]: the first of a row without a filter finds its token, programs of other rows fill the
+    row."""
     PEERS: tl.constexpr = 1 if RANKS == 2 else RANKS
     s = tl.program_id(0)
     column = tl.program_id(1)
@@ -221,7 +222,7 @@ def triton_sample_shares(
     *,
     rows: int,
 ) -> Tensor:
-    """Four launches, of which the last two find nothing to do where no row has a filter. rows: at most."""
+    """Four launches; the last two find nothing to do where no row has a filter. rows: at most."""
     S, N = logits_SN.shape
     columns = max(1, min(16, _PROGRAMS // rows))
     region = exchange_bytes(ranks) // (1 << (rows * columns - 1).bit_length())

@@ -1,9 +1,8 @@
 """Triton kernels for token_logprobs: one read of each wanted row, then a tournament for the k largest.
 
 The scan kernel gives every tile of a row its largest logit, its sum of exponentials and how many logits beat the scored
-token's. The finish kernel merges them and takes the best of the tiles' champions k times, each time looking up, in the
-winner's tile alone, the next one below it. Logits are compared as 64-bit integers that order by logit, then by lower
-id.
+token's. The finish kernel merges them and takes the best of the tiles' champions k times, each time looking up, only in
+the winner's tile, the next one below it. Logits are compared as 64-bit integers that order by logit, then by lower id.
 """
 
 # mypy: allow-untyped-defs
@@ -52,7 +51,7 @@ def _token_of(entry):
 
 @triton.jit
 def _scored(row_ptr, tokens_ptr, target_ptr, s, V, COL: tl.constexpr):
-    """The token whose probability is asked for, or -1, and its logit."""
+    """The token with the wanted probability, or -1, and its logit."""
     target = tl.load(target_ptr + s)
     token = tl.where(target >= 0, target, tl.load(tokens_ptr + s))
     return token, tl.where(token >= 0, _logits(row_ptr, tl.maximum(token, 0), V, COL), float("-inf"))

@@ -36,11 +36,11 @@ def accept_dynamic_tree(
     parents_SM [S, M] int32: of each node the one before it, which comes first; of node 0, the root, anything. bits_SM
     [S, M] int64: bit j is set where node j is on the path to the node, its own one included. depths_SM [S, M] int32: of
     the root 0, at most levels, D. Of sequences that verify none these may be anything. The other arguments and what is
-    returned and written are those of `accept_tree`.
+    returned and written are as for `accept_tree`.
     """
     R, T, M, scrap = tokens_R.shape[0], drafts_T.shape[0], parents_SM.shape[1], rejected_N.shape[0] - 1
     first_S, rows_S = row_start_loc[:-1].long(), (row_start_loc[1:] - row_start_loc[:-1]).long()
-    # Rows and tokens behind the last one are looked at, too.
+    # Rows and tokens after the last one are looked at, too.
     slots_R = torch.cat([row_slots_R, row_slots_R.new_full((1,), scrap)])
     sampled_R, draft_T = (torch.cat([t, t.new_full((1,), -1)]) for t in (tokens_R, drafts_T))
     tree_S = (rows_S > 1) & (slots_R[first_S] != scrap)

@@ -26,23 +26,22 @@ def accept_tree(
     path_NL: Tensor,
     parents: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Keep of each sequence the longest path from the root whose drafts are what the rows before them sampled, and the
-    token sampled behind it.
+    """Keep of each sequence the longest path from the root on which every draft is what the row before it sampled, and
+    the token sampled after it.
 
-    The arguments are those of `accept_drafts`. parents: of each node the one before it, -1 of node 0, the root; parents
+    The arguments are as for `accept_drafts`. parents: of each node the one before it, -1 of node 0, the root; parents
     come first, and D is the longest path. A sequence verifies a tree where it has several rows and its first one has a
     slot; then row and token i of it are node i's: the root is the token last sampled, node i > 0 the draft there, and
-    each row sampled what comes behind its node with the random numbers of that place, the same for all nodes of one
+    each row sampled what comes after its node with the random numbers of that place, the same for all nodes of one
     depth. So what is kept is what would be sampled without drafts, token by token. Of several children with the right
     token the first is taken. Of other sequences the last row is kept.
 
     Returns, as if the kept rows were the first ones of each tree: tokens_R and the rows that they come from, kept ones
     in their order; row_slots_R with the scrap slot but for each sequence's last kept row; the same with the slot in all
-    kept rows; how many are kept [S], 0 for sequences without rows; how many drafts one behind the other there were [S],
-    up to the first depth without any; path [S, D + 1]: the node at each depth that is kept, from the root, and behind
-    these d at depth d.
-    Written at slots_S: rejected_N [N], how many of D + 1 tokens are not kept, 0 without a tree; path_NL [N, D + 2],
-    that path, and in the last column the place of the newest token that is kept among those of the step, or of the
+    kept rows; how many are kept [S], 0 for sequences without rows; how many drafts one after the other there were [S],
+    up to the first depth without any; path [S, D + 1]: the node at each depth that is kept, from the root, and after
+    these d at depth d. Written at slots_S: rejected_N [N], how many of D + 1 tokens are not kept, 0 without a tree;
+    path_NL [N, D + 2], that path, and in the last column the place of the newest kept token in the step, or in the
     path. Of padding all are unspecified. Source: Cai et al. 2024 (Medusa), Miao et al. 2024 (SpecInfer).
     """
     R, T, nodes, scrap = tokens_R.shape[0], drafts_T.shape[0], len(parents), rejected_N.shape[0] - 1
@@ -51,7 +50,7 @@ def accept_tree(
         depths.append(depths[parent] + 1)
     levels, device = max(depths), tokens_R.device
     first_S, rows_S = row_start_loc[:-1].long(), (row_start_loc[1:] - row_start_loc[:-1]).long()
-    # Rows and tokens behind the last one are looked at, too.
+    # Rows and tokens after the last one are looked at, too.
     slots_R = torch.cat([row_slots_R, row_slots_R.new_full((1,), scrap)])
     sampled_R, draft_T = (torch.cat([t, t.new_full((1,), -1)]) for t in (tokens_R, drafts_T))
     tree_S = (rows_S > 1) & (slots_R[first_S] != scrap)

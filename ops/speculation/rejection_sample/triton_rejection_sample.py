@@ -1,7 +1,7 @@
 """Triton kernel for rejection_sample: one program for each row, which reads its logits a few times.
 
-Thresholds and random numbers are those of sample. A row without a filter is read for its maximum, for its mass and for
-the race; filters are searched over the whole row, not over candidates as in sample.
+Thresholds and random numbers are the same as in sample. A row without a filter is read for its maximum, for its mass
+and for the race; filters are searched over the whole row, not over candidates as in sample.
 """
 
 # mypy: allow-untyped-defs
