@@ -32,8 +32,8 @@ from graphllm.ops.attention.paged_attention.cpu import cpu_paged_attention
 from graphllm.ops.attention.paged_attention.operands import Paged, Scores
 from graphllm.ops.gemm.linear.cpu import streaming_linear
 from graphllm.ops.gemm.quant_linear.cpu import streaming_quant_linear
+from graphllm.ops.sampling.sample import sample
 from graphllm.ops.sampling.sample.cases import CASES as SAMPLE_CASES
-from graphllm.ops.sampling.sample.cpu import cpu_sample
 from graphllm.weights.formats.integers import INTEGERS
 
 POOL = 1200 << 20
@@ -297,7 +297,7 @@ def bench_sample() -> None:
     for case in SAMPLE_CASES:
         if case.size == "real" and not case.name.endswith("s256"):
             args = case.inputs(Maker(torch.Generator().manual_seed(0), torch.device("cpu"), torch.bfloat16))
-            ((best, median),) = turns([lambda i, args=args: cpu_sample(**args)], 3, 7)
+            ((best, median),) = turns([lambda i, args=args: sample.impls["cpu"].fn(**args)], 3, 7)
             S = args["logits_SV"].shape[0]
             print(f"| {case.name} | {best / S * 1e6:.0f} ({median / S * 1e6:.0f}) |", flush=True)
 

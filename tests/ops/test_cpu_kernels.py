@@ -38,16 +38,16 @@ from graphllm.ops.moe.fused_moe import fused_moe
 from graphllm.ops.moe.fused_moe.cpu import experts_in_turn
 from graphllm.ops.moe.fused_moe.operands import ExpertLora, Experts, Route
 from graphllm.ops.sampling.process_logits import process_logits
-from graphllm.ops.sampling.process_logits.cpu import cpu_process_logits
 from graphllm.ops.sampling.record_tokens.cpu import cpu_record_tokens
 from graphllm.ops.sampling.sample import sample
-from graphllm.ops.sampling.sample.cpu import cpu_sample
 from graphllm.ops.sampling.sample.op import uniform_bits
 from graphllm.ops.sampling.token_logprobs import token_logprobs
 from graphllm.ops.sampling.token_logprobs.cpu import cpu_token_logprobs
+from tests.ops.implementations import implementation
 from tests.ops.levels import LEVELS, PARAMS
 
 CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
+cpu_sample, cpu_process_logits = implementation(sample, "cpu"), implementation(process_logits, "cpu")
 TYPED = ("fused_moe", "paged_attention", "encoder_attention", "sample", "process_logits", "token_logprobs")
 SYMBOLS = (
     *("graphllm_linear", "graphllm_linear_gated", "graphllm_linear_float", "graphllm_record_tokens"),
@@ -227,7 +227,7 @@ def _check_attention(
     args: dict[str, object], tolerance: float, exact: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> None:
     reference, written = exact or _exact_attention(args)
-    out = paged_attention.impls["cpu"].fn(**paged_attention.bind((), args))
+    out = implementation(paged_attention, "cpu")(**args)
     rows = int(args["query_start_loc"][-1])  # type: ignore[index]
     assert torch.equal(args["kv_cache"].double().nan_to_num(), written)  # type: ignore[attr-defined]
     assert torch.isfinite(out).all()

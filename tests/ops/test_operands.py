@@ -19,7 +19,7 @@ class Scaled(NamedTuple):
 
 
 class Table(NamedTuple):
-    table: Tensor
+    rows: Tensor
     ids: Tensor
     widths: list[int]
 
@@ -35,7 +35,7 @@ def _cost(x: Tensor, scaled: Scaled, table: Table | None) -> Cost:
 def _sum(x: Tensor, scaled: Scaled, factor: float, table: Table | None = None, last: int = 3) -> Tensor:
     """x + factor * (values * scale + offset), and the table's rows."""
     out = x + factor * (scaled.values * scaled.scale + scaled.offset)
-    return out if table is None else out + table.table[table.ids].sum(1)
+    return out if table is None else out + table.rows[table.ids].sum(1)
 
 
 OP = Op("operands", _sum, False, (), False, _cost)
@@ -46,7 +46,7 @@ SCALED = Scaled(GIVEN["values"], 2.0)
 
 def test_the_schema_is_flat_with_what_must_be_given_first() -> None:
     assert str(OP.overload._schema) == (
-        "graphllm::operands(Tensor x, Tensor values, float scale, float factor, float offset=0.5, Tensor? table=None,"
+        "graphllm::operands(Tensor x, Tensor values, float scale, float factor, float offset=0.5, Tensor? rows=None,"
         " Tensor? ids=None, SymInt[]? widths=None, SymInt last=3) -> Tensor"
     )
 

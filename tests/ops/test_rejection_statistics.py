@@ -11,14 +11,10 @@ import pytest
 import torch
 
 from graphllm.ops.sampling.process_logits import process_logits
-from graphllm.ops.sampling.process_logits.cpu import cpu_process_logits
-from graphllm.ops.sampling.process_logits.triton_process_logits import triton_process_logits
 from graphllm.ops.sampling.sample import sample
-from graphllm.ops.sampling.sample.cpu import cpu_sample
 from graphllm.ops.speculation.accept_drafts import accept_drafts
 from graphllm.ops.speculation.rejection_sample import draft_seed, rejection_sample
-from graphllm.ops.speculation.rejection_sample.cpu import cpu_rejection_sample
-from graphllm.ops.speculation.rejection_sample.triton_rejection_sample import triton_rejection_sample
+from tests.ops.implementations import implementation
 from tests.ops.sampling_statistics import (
     COMBINATIONS,
     DRAWS,
@@ -33,13 +29,15 @@ from tests.ops.sampling_statistics import (
 )
 
 Sampler = Callable[..., torch.Tensor]
+cpu_sample, cpu_rejection_sample = implementation(sample, "cpu"), implementation(rejection_sample, "cpu")
+triton_rejection_sample = implementation(rejection_sample, "triton_rejection_sample")
 SAMPLERS: dict[str, Sampler] = {"reference": rejection_sample.reference, "cpu": cpu_rejection_sample}
 if torch.cuda.is_available():  # the interpreter takes an hour for a case
     SAMPLERS["triton"] = on_gpu(triton_rejection_sample)
 ADJUSTERS: dict[str, Sampler] = {
     "reference": process_logits.reference,
-    "cpu": cpu_process_logits,
-    "triton": on_gpu(triton_process_logits),
+    "cpu": implementation(process_logits, "cpu"),
+    "triton": on_gpu(implementation(process_logits, "triton_process_logits")),
 }
 
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from graphllm.ops.sampling.sample import sample
-from graphllm.ops.sampling.sample.cpu import cpu_sample
-from graphllm.ops.sampling.sample.triton_sample import triton_sample
+from tests.ops.implementations import implementation
 from tests.ops.sampling_statistics import (
     COMBINATIONS,
     DRAWS,
@@ -28,7 +27,8 @@ from tests.ops.sampling_statistics import (
 )
 
 Sampler = Callable[..., torch.Tensor]
-SAMPLERS: dict[str, Sampler] = {"reference": sample.reference, "cpu": cpu_sample}
+triton_sample = implementation(sample, "triton_sample")
+SAMPLERS: dict[str, Sampler] = {"reference": sample.reference, "cpu": implementation(sample, "cpu")}
 if torch.cuda.is_available():  # the interpreter takes hours
     SAMPLERS["triton"] = on_gpu(triton_sample)
 

@@ -36,13 +36,14 @@ from graphllm.ops.attention.paged_attention.triton_common import (
     load_norm,
     load_scales,
     load_sinks,
-    multiply,
+    plus_tile,
     power_of_2,
     prefetch_lines,
     problem,
     rotary_arguments,
     rotate,
     score_constants,
+    scores_of,
     soft_cap,
     tile_blocks,
     tile_slots,
@@ -122,7 +123,7 @@ def _join_ranges(
 
 
 @triton.jit
-def _load_tile(
+def load_tile(
     head_ptr, cache_block, tile, start, last,
     CACHE_BLOCK: tl.constexpr, CACHE_KV: tl.constexpr, CACHE_HEAD: tl.constexpr, CACHE_POS: tl.constexpr,
     WINDOW: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr,
@@ -152,53 +153,23 @@ def _attend(
 ):  # fmt: skip
     """The running softmax with one more tile."""
     keys, values = keys.to(q.dtype), values.to(q.dtype)
-    scores = multiply(q, tl.trans(keys), tl.zeros([G_PAD, BLOCK_N], tl.float32), EMULATED)
-    if LOG2E_CAP > 0:
-        scores = soft_cap(scores, LOG2E_CAP, row_scale)
-    else:
-        scores = scores * row_scale
+    scores = scores_of(q, keys, row_scale, LOG2E_CAP, EMULATED)
     counts = seen[None, :]
     if HEADS > 1:  # rows beyond the last head's see what its rows see
         g, n = tl.arange(0, G_PAD), tl.arange(0, BLOCK_N)
         counts = counts & (tl.minimum(g // G, HEADS - 1)[:, None] == (n // (BLOCK_N // HEADS))[None, :])
     scores = tl.where(counts, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
-    rescale = tl.exp2(top - new_top)
-    p = tl.exp2(scores - new_top[:, None])
-    total = total * rescale + tl.sum(p, axis=1)
-    return new_top, total, multiply(p.to(values.dtype), values, acc * rescale[:, None], EMULATED)
+    return plus_tile(scores, values, top, total, acc, False, EMULATED)
 
 
 @triton.jit
 def _split_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cache_ptr,
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
+    q_ptr, k_ptr, v_ptr, cache_ptr, out_ptr, partial_ptr, lse_ptr,
     arrived_ptr,  # [S * GROUPS] int32, zero before and after
-    table_ptr,
-    query_start_ptr,
-    seq_len_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    sinks_ptr,
-    kv_scales_ptr,
-    Q_ROW: tl.constexpr,
-    Q_HEAD: tl.constexpr,
-    K_ROW: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    V_ROW: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    CACHE_BLOCK: tl.constexpr,
-    CACHE_KV: tl.constexpr,
-    CACHE_HEAD: tl.constexpr,
-    CACHE_POS: tl.constexpr,
-    TABLE_ROW: tl.constexpr,
+    table_ptr, query_start_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, kv_scales_ptr,
+    Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr,
+    V_HEAD: tl.constexpr, CACHE_BLOCK: tl.constexpr, CACHE_KV: tl.constexpr, CACHE_HEAD: tl.constexpr,
+    CACHE_POS: tl.constexpr, TABLE_ROW: tl.constexpr,
     SCALE: tl.constexpr,  # of q.k, times log2(e) without a soft cap, divided by the cap with one
     LOG2E_CAP: tl.constexpr,  # soft cap times log2(e); 0 is off
     WINDOW: tl.constexpr,
@@ -208,26 +179,17 @@ def _split_kernel(
     HEADS: tl.constexpr,  # KV heads of a program
     GROUPS: tl.constexpr,  # programs for all KV heads
     G_PAD: tl.constexpr,  # rows of a tile: at least HEADS * G
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    P: tl.constexpr,
-    SPLITS: tl.constexpr,
+    E: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
     RANGES: tl.constexpr,  # at least SPLITS, a power of two
-    FEW: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    FEW: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
     LINE: tl.constexpr,  # entries in 128 bytes, a line of the cache
     LINES: tl.constexpr,  # such lines that a head's entries surely fill
     JOINED: tl.constexpr,  # heads that have their ranges joined at once
     FEW_JOINED: tl.constexpr,
     EARLY: tl.constexpr,  # 1: the first tile is loaded before the kernel waits, else 0
-    F: tl.constexpr,
-    NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    SINKS: tl.constexpr,
-    SCALED: tl.constexpr,
+    F: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
     EMULATED: tl.constexpr,
-):
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     ROWS: tl.constexpr = HEADS * G
@@ -252,7 +214,7 @@ def _split_kernel(
     k_scale, v_scale = load_scales(kv_scales_ptr, SCALED)
     score_scale = SCALE * k_scale
     if EARLY:  # what earlier steps wrote into the cache stays
-        first_keys, first_values, first_seen = _load_tile(
+        first_keys, first_values, first_seen = load_tile(
             head_ptr, cache_block, lo, start, tl.where(lo < hi, last, 0), CACHE_BLOCK, CACHE_KV, CACHE_HEAD, CACHE_POS,
             WINDOW, HEADS, E, E_PAD, P, BLOCK_N,
         )  # fmt: skip
@@ -320,8 +282,10 @@ def _split_kernel(
             top, total, acc = _attend(q, first_keys, first_values, first_seen, row_scale, top, total, acc,
                                       G, HEADS, G_PAD, BLOCK_N, LOG2E_CAP, EMULATED)  # fmt: skip
         for tile in range(lo + EARLY, hi):
-            keys, values, seen = _load_tile(head_ptr, cache_block, tile, start, last, CACHE_BLOCK, CACHE_KV, CACHE_HEAD,
-                                            CACHE_POS, WINDOW, HEADS, E, E_PAD, P, BLOCK_N)  # fmt: skip
+            keys, values, seen = load_tile(
+                head_ptr, cache_block, tile, start, last, CACHE_BLOCK, CACHE_KV, CACHE_HEAD, CACHE_POS, WINDOW, HEADS,
+                E, E_PAD, P, BLOCK_N,
+            )  # fmt: skip
             cache_block = tile_blocks(table_row, tile + 1, last, P, BLOCK_N, HEADS)
             top, total, acc = _attend(q, keys, values, seen, row_scale, top, total, acc,
                                       G, HEADS, G_PAD, BLOCK_N, LOG2E_CAP, EMULATED)  # fmt: skip

@@ -24,10 +24,10 @@ from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Score
 from graphllm.ops.attention.paged_attention.triton_common import (
     as_queries,
     count_bits,
+    find_sequence,
     load_bits,
     load_rotated,
     load_scales,
-    load_sinks,
     multiply,
     power_of_2,
     problem,
@@ -36,6 +36,9 @@ from graphllm.ops.attention.paged_attention.triton_common import (
     soft_cap,
     tile_blocks,
     tile_slots,
+    weights_of,
+    window_tiles,
+    write_heads,
 )
 from graphllm.ops.attention.paged_attention.triton_decode import Config, launch_decode, plan_splits
 from graphllm.ops.attention.paged_attention.triton_verify import is_mixed
@@ -44,32 +47,12 @@ from graphllm.ops.attention.paged_attention.triton_write import cache_constants,
 
 @triton.jit
 def _attend_tiles(
-    acc,
-    top,
-    total,
-    q,
-    head_ptr,
-    table_row,
-    position,
-    end,
-    lo,
-    hi,
-    row_scale,
-    begin,
-    bits,
-    CACHE_BLOCK: tl.constexpr,
-    CACHE_KV: tl.constexpr,
-    CACHE_POS: tl.constexpr,
-    LOG2E_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
+    acc, top, total, q, head_ptr, table_row, position, end, lo, hi, row_scale, begin, bits, CACHE_BLOCK: tl.constexpr,
+    CACHE_KV: tl.constexpr, CACHE_POS: tl.constexpr, LOG2E_CAP: tl.constexpr, WINDOW: tl.constexpr,
     TREE: tl.constexpr,  # rows may be nodes of a tree: from position begin on they see what their bits say
     MASKED: tl.constexpr,  # some rows do not see some of these tiles' tokens
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    E: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     n = tl.arange(0, BLOCK_N)
     e = tl.arange(0, E_PAD)
     cache_block = tile_blocks(table_row, lo, end, P, BLOCK_N)
@@ -100,19 +83,7 @@ def _attend_tiles(
             if WINDOW > 0:
                 seen = seen & (at[None, :] > position[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-        if LOG2E_CAP > 0:
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-            shift = new_top
-            if WINDOW > 0:
-                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            p = tl.exp2(scores - shift[:, None])
-        else:
-            new_top = tl.maximum(top, tl.max(scores, axis=1) * row_scale)
-            shift = new_top
-            if WINDOW > 0:
-                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            p = tl.exp2(scores * row_scale[:, None] - shift[:, None])
-        rescale = tl.exp2(top - shift)
+        p, new_top, rescale = weights_of(scores, top, row_scale, LOG2E_CAP, WINDOW > 0)
         total = total * rescale + tl.sum(p, axis=1)
         acc = acc * rescale[:, None]
         if MASKED:
@@ -128,46 +99,16 @@ def _attend_tiles(
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
 def _flash_kernel(
-    q_ptr,
-    cache_ptr,
-    out_ptr,
-    table_ptr,
-    query_start_ptr,
-    seq_len_ptr,
-    q_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    sinks_ptr,
-    kv_scales_ptr,
-    ancestors_ptr,
-    S,
-    Q_ROW: tl.constexpr,
-    Q_HEAD: tl.constexpr,
-    CACHE_BLOCK: tl.constexpr,
-    CACHE_KV: tl.constexpr,
-    CACHE_HEAD: tl.constexpr,
-    CACHE_POS: tl.constexpr,
-    TABLE_ROW: tl.constexpr,
+    q_ptr, cache_ptr, out_ptr, table_ptr, query_start_ptr, seq_len_ptr, q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr,
+    kv_scales_ptr, ancestors_ptr, S, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, CACHE_BLOCK: tl.constexpr,
+    CACHE_KV: tl.constexpr, CACHE_HEAD: tl.constexpr, CACHE_POS: tl.constexpr, TABLE_ROW: tl.constexpr,
     SCALE: tl.constexpr,  # of q.k, times log2(e) without a soft cap, divided by the cap with one
     LOG2E_CAP: tl.constexpr,  # soft cap times log2(e); 0 is off
-    WINDOW: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    F: tl.constexpr,
-    NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    SINKS: tl.constexpr,
-    SCALED: tl.constexpr,
-    EMULATED: tl.constexpr,
+    WINDOW: tl.constexpr, H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+    P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, F: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, EMULATED: tl.constexpr,
     TREE: tl.constexpr,
-):
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -175,24 +116,18 @@ def _flash_kernel(
     blocks = tl.num_programs(0) // K
     head = tl.program_id(0) % K
     block = blocks - 1 - tl.program_id(0) // K  # long rows of work first
-    s = -1
-    for base in range(0, S, BLOCK_S):
-        i = base + tl.arange(0, BLOCK_S)
-        first_block = tl.load(query_start_ptr + i, mask=i < S, other=2147483647) // BLOCK_Q + i
-        s += tl.sum(((first_block <= block) & (i < S)).to(tl.int32))
+    s = find_sequence(query_start_ptr, block, S, BLOCK_Q, BLOCK_S)
     row0 = tl.load(query_start_ptr + s)
     queries = tl.load(query_start_ptr + s + 1) - row0
     length = tl.load(seq_len_ptr + s)
     skip = (block - row0 // BLOCK_Q - s) * BLOCK_Q  # query tokens of the sequence before this block
     if (queries > 1) & (skip < queries):
         m = tl.arange(0, BLOCK_M)
-        e = tl.arange(0, E_PAD)
         token = skip + m // G
         valid = (m < BLOCK_Q * G) & (token < queries)
         position = length - queries + token
         row = (row0 + token).to(tl.int64)
         heads = head * G + m % G
-        inside = valid[:, None] & (e < E)[None, :]
         q_row = q_ptr + (row * Q_ROW + heads * Q_HEAD)[:, None]
         in_row = valid[:, None]
         q = load_rotated(q_row, row[:, None], in_row, q_norm_ptr, cos_ptr, sin_ptr, E, E_PAD, F, NORM, EPS)
@@ -219,9 +154,7 @@ def _flash_kernel(
         total = tl.zeros([BLOCK_M], tl.float32)
         first = 0
         if WINDOW > 0:
-            first = tl.maximum(low - WINDOW + 1, 0) // BLOCK_N
-            whole = tl.maximum(end - WINDOW, 0)  # first position that the last row sees
-            inner = tl.maximum(tl.minimum((whole + BLOCK_N - 1) // BLOCK_N, full), first)
+            first, inner = window_tiles(low, end, full, WINDOW, BLOCK_N)
             acc, top, total = _attend_tiles(
                 acc, top, total, q, head_ptr, table_row, position, end, first, inner, row_scale,
                 begin, bits,
@@ -238,11 +171,7 @@ def _flash_kernel(
             begin, bits,
             CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, TREE, True, E, E_PAD, P, BLOCK_N, EMULATED,
         )  # fmt: skip
-        if SINKS:
-            total += tl.exp2(load_sinks(sinks_ptr, heads, valid) - top)
-        acc = acc * (v_scale / total)[:, None]
-        out = out_ptr + ((row * H + heads) * E)[:, None] + e[None, :]
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
+        write_heads(acc, top, total, v_scale, sinks_ptr, out_ptr, row, heads, valid, H, E, E_PAD, SINKS)
 
 
 def prefill_configs(site: CallSite) -> list[Config]:

@@ -29,9 +29,9 @@ from graphllm.ops.attention.paged_attention.triton_common import (
     as_entries,
     as_queries,
     attends,
+    find_sequence,
     load_rotated,
     load_scales,
-    load_sinks,
     multiply,
     prefetch_lines,
     rotary_arguments,
@@ -39,6 +39,9 @@ from graphllm.ops.attention.paged_attention.triton_common import (
     soft_cap,
     tile_blocks,
     tile_slots,
+    weights_of,
+    window_tiles,
+    write_heads,
 )
 from graphllm.ops.attention.paged_attention.triton_write import cache_constants
 
@@ -100,15 +103,7 @@ def _attend(
             if WINDOW > 0:
                 seen = seen & (at[None, :] > position[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-        if LOG2E_CAP > 0:
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            p = tl.exp2(scores - shift[:, None])
-        else:
-            new_top = tl.maximum(top, tl.max(scores, axis=1) * row_scale)
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            p = tl.exp2(scores * row_scale[:, None] - shift[:, None])
-        rescale = tl.exp2(top - shift)
+        p, new_top, rescale = weights_of(scores, top, row_scale, LOG2E_CAP, True)
         total = tl.fma(total, rescale, tl.sum(p, axis=1))
         acc = multiply(p.to(q.dtype), values.to(q.dtype), acc * rescale[:, None], EMULATED)
         top = new_top
@@ -159,57 +154,25 @@ def _attend_all(
 def range_kernel(
     q_ptr,
     k_ptr,  # these two if SINGLE
-    v_ptr,
-    cache_ptr,
-    out_ptr,
-    table_ptr,
-    query_start_ptr,
-    seq_len_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    sinks_ptr,
-    kv_scales_ptr,
+    v_ptr, cache_ptr, out_ptr, table_ptr, query_start_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    sinks_ptr, kv_scales_ptr,
     partial_ptr,  # float32 [S, PARTS, H, E + 2]: of each range sums, largest score and sum of weights
     arrived_ptr,  # [S * K] int32, zero before and after
-    S,
-    Q_ROW: tl.constexpr,
-    Q_HEAD: tl.constexpr,
-    K_ROW: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    V_ROW: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    CACHE_BLOCK: tl.constexpr,
-    CACHE_KV: tl.constexpr,
-    CACHE_HEAD: tl.constexpr,
-    CACHE_POS: tl.constexpr,
-    TABLE_ROW: tl.constexpr,
+    S, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr,
+    V_HEAD: tl.constexpr, CACHE_BLOCK: tl.constexpr, CACHE_KV: tl.constexpr, CACHE_HEAD: tl.constexpr,
+    CACHE_POS: tl.constexpr, TABLE_ROW: tl.constexpr,
     SCALE: tl.constexpr,  # of q.k, times log2(e) without a soft cap, divided by the cap with one
     LOG2E_CAP: tl.constexpr,  # soft cap times log2(e); 0 is off
-    WINDOW: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    F: tl.constexpr,
-    NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    SINKS: tl.constexpr,
-    SCALED: tl.constexpr,
-    EMULATED: tl.constexpr,
+    WINDOW: tl.constexpr, H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+    P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, F: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, EMULATED: tl.constexpr,
     RANGE: tl.constexpr,
     SINGLE: tl.constexpr,  # sequences that have one token, and no others; else all the others
     PARTS: tl.constexpr,  # ranges of the longest context
     PROGRAMS: tl.constexpr,  # that share the ranges of a sequence, if SINGLE
     LINE: tl.constexpr,  # entries in 128 bytes, a line of the cache
     LINES: tl.constexpr,  # such lines that a head's entries surely fill
-):
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     BLOCK_Q: tl.constexpr = BLOCK_M // G
@@ -220,11 +183,7 @@ def range_kernel(
         row0 = tl.load(query_start_ptr + s)
     else:
         block = tl.num_programs(0) // K - 1 - tl.program_id(0) // K  # long rows of work first
-        s = -1
-        for base in range(0, S, BLOCK_S):
-            i = base + tl.arange(0, BLOCK_S)
-            first_block = tl.load(query_start_ptr + i, mask=i < S, other=2147483647) // BLOCK_Q + i
-            s += tl.sum(((first_block <= block) & (i < S)).to(tl.int32))
+        s = find_sequence(query_start_ptr, block, S, BLOCK_Q, BLOCK_S)
         row0 = tl.load(query_start_ptr + s)
         skip = (block - row0 // BLOCK_Q - s) * BLOCK_Q  # query tokens of the sequence before this block
     queries = tl.load(query_start_ptr + s + 1) - row0
@@ -238,9 +197,7 @@ def range_kernel(
     first = full * 0
     inner = first
     if WINDOW > 0:
-        first = tl.maximum(low - WINDOW + 1, 0) // BLOCK_N
-        whole = tl.maximum(end - WINDOW, 0)  # first position that the last row sees
-        inner = tl.maximum(tl.minimum((whole + BLOCK_N - 1) // BLOCK_N, full), first)
+        first, inner = window_tiles(low, end, full, WINDOW, BLOCK_N)
     full = tl.maximum(full, inner)
     TILES: tl.constexpr = RANGE // BLOCK_N
     range_0 = first // TILES
@@ -333,11 +290,7 @@ def range_kernel(
                         more_total = tl.load(edge + at + 1, mask=valid, other=1.0, cache_modifier=".cg")
                         acc, top, total = _join(acc, top, total, more, more_top, more_total)
         if finishes:
-            if SINKS:
-                total += tl.exp2(load_sinks(sinks_ptr, heads, valid) - top)
-            acc = acc * (v_scale / total)[:, None]
-            out = out_ptr + ((row * H + heads) * E)[:, None] + e[None, :]
-            tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
+            write_heads(acc, top, total, v_scale, sinks_ptr, out_ptr, row, heads, valid, H, E, E_PAD, SINKS)
 
 
 def in_ranges(site: CallSite) -> bool:

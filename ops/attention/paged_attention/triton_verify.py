@@ -6,7 +6,6 @@ values are a first, small tile of range 0, which also stores them into the cache
 """
 
 # mypy: allow-untyped-defs
-# ruff: noqa: SIM108  (a branch on a constexpr is not a conditional expression)
 
 from __future__ import annotations
 
@@ -30,11 +29,12 @@ from graphllm.ops.attention.paged_attention.triton_common import (
     load_scales,
     load_sinks,
     multiply,
+    plus_tile,
     power_of_2,
     prefetch_lines,
     problem,
     rotate,
-    soft_cap,
+    scores_of,
     tile_blocks,
     tile_slots,
 )
@@ -44,6 +44,7 @@ from graphllm.ops.attention.paged_attention.triton_decode import (
     join_as_last,
     joined_rows,
     launch_split,
+    load_tile,
     plan_splits,
     split_bounds,
 )
@@ -54,63 +55,31 @@ _MANY, _LONG = 256, 2048  # from _MANY pairs of sequence and KV head on, ranges 
 
 @triton.jit
 def _verify_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cache_ptr,
-    out_ptr,
+    q_ptr, k_ptr, v_ptr, cache_ptr, out_ptr,
     partial_ptr,  # float32 [S, Q, SPLITS, H, E]
     lse_ptr,
     arrived_ptr,  # [S * KV heads] int32, zero before and after
-    table_ptr,
-    query_start_ptr,
-    seq_len_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    sinks_ptr,
-    kv_scales_ptr,
-    ancestors_ptr,
-    Q_ROW: tl.constexpr,
-    Q_HEAD: tl.constexpr,
-    K_ROW: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    V_ROW: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    CACHE_BLOCK: tl.constexpr,
-    CACHE_KV: tl.constexpr,
-    CACHE_HEAD: tl.constexpr,
-    CACHE_POS: tl.constexpr,
-    TABLE_ROW: tl.constexpr,
+    table_ptr, query_start_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, kv_scales_ptr,
+    ancestors_ptr, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
+    V_ROW: tl.constexpr, V_HEAD: tl.constexpr, CACHE_BLOCK: tl.constexpr, CACHE_KV: tl.constexpr,
+    CACHE_HEAD: tl.constexpr, CACHE_POS: tl.constexpr, TABLE_ROW: tl.constexpr,
     SCALE: tl.constexpr,  # of q.k, times log2(e) without a soft cap, divided by the cap with one
     LOG2E_CAP: tl.constexpr,  # soft cap times log2(e); 0 is off
-    WINDOW: tl.constexpr,
-    H: tl.constexpr,
+    WINDOW: tl.constexpr, H: tl.constexpr,
     G: tl.constexpr,  # query heads of a KV head
     Q: tl.constexpr,  # most query tokens of a sequence
     BLOCK_Q: tl.constexpr,  # at least Q
     M: tl.constexpr,  # rows of a tile: at least Q * G
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    P: tl.constexpr,
-    SPLITS: tl.constexpr,
+    E: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
     RANGES: tl.constexpr,  # at least SPLITS, a power of two
-    FEW: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    FEW: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
     LINE: tl.constexpr,  # entries in 128 bytes, a line of the cache
     LINES: tl.constexpr,  # such lines that a head's entries surely fill
     JOINED: tl.constexpr,  # rows that have their ranges joined at once
-    FEW_JOINED: tl.constexpr,
-    F: tl.constexpr,
-    NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    SINKS: tl.constexpr,
-    SCALED: tl.constexpr,
-    EMULATED: tl.constexpr,
+    FEW_JOINED: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, SINKS: tl.constexpr,
+    SCALED: tl.constexpr, EMULATED: tl.constexpr,
     TREE: tl.constexpr,  # rows may be nodes of a tree
-):
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
@@ -170,11 +139,7 @@ def _verify_kernel(
             slot = (head_ptr + new_block * CACHE_BLOCK + ((before + j) % P) * CACHE_POS)[:, None] + e[None, :]
             tl.store(slot, k_entry, mask=new[:, None] & in_e)
             tl.store(slot + CACHE_KV, v_entry, mask=new[:, None] & in_e)
-            new_scores = multiply(q, tl.trans(k_entry.to(q.dtype)), tl.zeros([M, BLOCK_Q], tl.float32), EMULATED)
-            if LOG2E_CAP > 0:
-                new_scores = soft_cap(new_scores, LOG2E_CAP, row_scale)
-            else:
-                new_scores = new_scores * row_scale
+            new_scores = scores_of(q, k_entry.to(q.dtype), row_scale, LOG2E_CAP, EMULATED)
             seen = j[None, :] <= query[:, None]
             if TREE:
                 node = ((bits[:, None] >> j[None, :].to(tl.int64)) & 1) != 0
@@ -198,36 +163,19 @@ def _verify_kernel(
 
         for tile in range(lo, hi):
             at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            there = at < before
-            if WINDOW > 0:
-                there = there & (at >= start)
-            columns = tile_slots(cache_block, tile, CACHE_BLOCK, CACHE_POS, P, BLOCK_N)
-            slots = head_ptr + columns[:, None] + e[None, :]
-            if E_PAD == E:
-                inside = there[:, None]
-            else:
-                inside = there[:, None] & in_e
-            keys = tl.load(slots, mask=inside, other=0.0).to(q.dtype)
-            values = tl.load(slots + CACHE_KV, mask=inside, other=0.0).to(q.dtype)
+            keys, values, there = load_tile(
+                head_ptr, cache_block, tile, start, before, CACHE_BLOCK, CACHE_KV, CACHE_HEAD, CACHE_POS, WINDOW, 1, E,
+                E_PAD, P, BLOCK_N,
+            )  # fmt: skip
+            keys, values = keys.to(q.dtype), values.to(q.dtype)
             cache_block = tile_blocks(table_row, tile + 1, before, P, BLOCK_N)
-            scores = multiply(q, tl.trans(keys), tl.zeros([M, BLOCK_N], tl.float32), EMULATED)
-            if LOG2E_CAP > 0:
-                scores = soft_cap(scores, LOG2E_CAP, row_scale)
-            else:
-                scores = scores * row_scale
+            scores = scores_of(q, keys, row_scale, LOG2E_CAP, EMULATED)
             counts = there[None, :]
             if WINDOW > 0:
                 counts = counts & (at[None, :] > before + stands[:, None] - WINDOW)
             scores = tl.where(counts, scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-            shift = new_top
-            if WINDOW > 0:  # later tokens may see nothing of a tile
-                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            rescale = tl.exp2(top - shift)
-            p = tl.exp2(scores - shift[:, None])
-            total = total * rescale + tl.sum(p, axis=1)
-            acc = multiply(p.to(values.dtype), values, acc * rescale[:, None], EMULATED)
-            top = new_top
+            # Later tokens may see nothing of a tile.
+            top, total, acc = plus_tile(scores, values, top, total, acc, WINDOW > 0, EMULATED)
 
         if WINDOW > 0:
             total = tl.where(total > 0, total, 1.0)

@@ -25,37 +25,12 @@ _WRITE_TOKENS = 32  # tokens for which one program stores keys and values, for o
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
 def _write_kernel(
-    k_ptr,
-    v_ptr,
-    cache_ptr,
-    table_ptr,
-    query_start_ptr,
-    seq_len_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    kv_scales_ptr,
-    S,
-    K_ROW: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    V_ROW: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    CACHE_BLOCK: tl.constexpr,
-    CACHE_KV: tl.constexpr,
-    CACHE_HEAD: tl.constexpr,
-    CACHE_POS: tl.constexpr,
-    TABLE_ROW: tl.constexpr,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    F: tl.constexpr,
-    NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    SCALED: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    k_ptr, v_ptr, cache_ptr, table_ptr, query_start_ptr, seq_len_ptr, k_norm_ptr, cos_ptr, sin_ptr, kv_scales_ptr, S,
+    K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr, V_HEAD: tl.constexpr, CACHE_BLOCK: tl.constexpr,
+    CACHE_KV: tl.constexpr, CACHE_HEAD: tl.constexpr, CACHE_POS: tl.constexpr, TABLE_ROW: tl.constexpr, E: tl.constexpr,
+    E_PAD: tl.constexpr, P: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, F: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, SCALED: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)

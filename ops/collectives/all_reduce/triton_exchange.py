@@ -143,16 +143,12 @@ def sum_over_ranks(own, row, at, inside, few, exchange_ptr, half, DTYPE: tl.cons
 
 @triton.jit(do_not_specialize_on_alignment=["count"])
 def _sum_kernel(
-    x_ptr,
-    out_ptr,
-    exchange_ptr,
+    x_ptr, out_ptr, exchange_ptr,
     count,  # of groups of UNIT numbers
-    UNIT: tl.constexpr,
-    RANKS: tl.constexpr,
+    UNIT: tl.constexpr, RANKS: tl.constexpr,
     FEW: tl.constexpr,  # numbers at most
-    BLOCK: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    BLOCK: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -176,28 +176,14 @@ def _joined(parts, COUNT: gl.constexpr):
 
 @gluon.jit
 def few_rows_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    norm_ptr,
-    residual_ptr,
-    out_ptr,
-    T,
-    X_ROW: gl.constexpr,
-    WEIGHT_ROW: gl.constexpr,
-    RESIDUAL_ROW: gl.constexpr,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    EPS: gl.constexpr,
-    NORM: gl.constexpr,
-    BIAS: gl.constexpr,
-    RESIDUAL: gl.constexpr,
-    GATED: gl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr, T, X_ROW: gl.constexpr, WEIGHT_ROW: gl.constexpr,
+    RESIDUAL_ROW: gl.constexpr, N: gl.constexpr, K: gl.constexpr, EPS: gl.constexpr, NORM: gl.constexpr,
+    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, GATED: gl.constexpr,
     HALVES: gl.constexpr,  # of 16 rows of x
     GROUPS: gl.constexpr,  # of eight rows of weights that a program has; with a gate, of each of the two
     SLOTS: gl.constexpr,  # tiles under way
     WARPS: gl.constexpr,
-):
+):  # fmt: skip
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

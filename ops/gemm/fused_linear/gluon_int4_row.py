@@ -121,13 +121,10 @@ def hopper_int4_row_kernel(
     out_ptr,  # as the residual
     N: gl.constexpr,  # a multiple of 16
     K: gl.constexpr,  # a multiple of 256
-    ZEROS: gl.constexpr,
-    BIAS: gl.constexpr,
-    RESIDUAL: gl.constexpr,
-    GATED: gl.constexpr,
+    ZEROS: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, GATED: gl.constexpr,
     AHEAD: gl.constexpr,  # steps with weights under way
     WARPS: gl.constexpr,
-):
+):  # fmt: skip
     STEPS: gl.constexpr = steps_of(K, WARPS)
     GROUPS: gl.constexpr = _constants_of(K, WARPS)
     words: gl.constexpr = words_of(WARPS)

@@ -212,15 +212,12 @@ def hopper_int4_tile_kernel(
     X_ROW: gl.constexpr,
     N: gl.constexpr,  # a multiple of 16
     K: gl.constexpr,  # a multiple of 256
-    ZEROS: gl.constexpr,
-    BIAS: gl.constexpr,
-    GATED: gl.constexpr,
+    ZEROS: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr,
     GROUPS: gl.constexpr,  # of four warps that multiply: 1 or 2
     BOXES: gl.constexpr,  # of 64 rows of weights that each of them has: 1 or 2
     SPLITS: gl.constexpr,  # of the inner dimension
-    BLOCK_T: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     WORDS: gl.constexpr = K // 4
     OF: gl.constexpr = GROUPS * BOXES
     COUNT: gl.constexpr = (N + _BOX * OF - 1) // (_BOX * OF)

@@ -241,21 +241,13 @@ def encoded_product(
     zero_at,  # and zero points
     in_row,
     x_row,  # [BLOCK_T, 1] pointers
-    there,
-    lo,
-    hi,
+    there, lo, hi,
     SCALE_ROW: tl.constexpr,  # from a group to the next
-    K: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    K: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a span, or half of it
-    EVEN: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    EVEN: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     """[BLOCK_N, BLOCK_T] float32: rows of weights times rows of x, over tiles lo to hi of BLOCK_K inner entries.
 
     A tile that is a part of a span has that part of its int16 numbers, so entries in as many stretches as a number has

@@ -59,31 +59,12 @@ def _gate(acc):
 
 @triton.jit
 def row_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    norm_ptr,
-    residual_ptr,
-    out_ptr,
+    x_ptr, weight_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr,
     low_ptr,  # what adapters add, if RANK is not 0: their x @ A.T, B, and which adapter each token has
-    b_ptr,
-    ids_ptr,
-    WEIGHT_ROW: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    EPS: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    END_0: tl.constexpr,
-    END_1: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    b_ptr, ids_ptr, WEIGHT_ROW: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    END_0: tl.constexpr, END_1: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)
@@ -140,34 +121,12 @@ def _finish_row(
 
 @triton.jit
 def encoded_row_kernel(
-    x_ptr,
-    weight_ptr,
-    scales_ptr,
-    bias_ptr,
-    norm_ptr,
-    residual_ptr,
-    out_ptr,
-    low_ptr,
-    b_ptr,
-    ids_ptr,
-    WEIGHT_ROW: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    EPS: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
-    FORM: tl.constexpr,
-    SPAN: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    END_0: tl.constexpr,
-    END_1: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    x_ptr, weight_ptr, scales_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr, low_ptr, b_ptr, ids_ptr,
+    WEIGHT_ROW: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, FORM: tl.constexpr, SPAN: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     """`row_kernel` for weights with one scale a row."""
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -303,48 +262,22 @@ def fetch_ahead(weight_ptr, weight_row, in_row, first, WEIGHT_ROW: tl.constexpr,
 
 @triton.jit(do_not_specialize_on_alignment=["T"])
 def tile_kernel(
-    x_ptr,
-    weight_ptr,
-    scales_ptr,
-    zeros_ptr,
-    bias_ptr,
-    norm_ptr,
-    residual_ptr,
-    out_ptr,
+    x_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr,
     partial_ptr,  # float32: [SPLITS, T, N] if PARTS, else [token tiles, blocks, SPLITS, BLOCK_N, BLOCK_T]
     arrived_ptr,  # [token tiles * blocks] int32, zero before and after
-    low_ptr,
-    b_ptr,
-    ids_ptr,
-    T,
-    X_ROW: tl.constexpr,
-    WEIGHT_ROW: tl.constexpr,
-    RESIDUAL_ROW: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    EPS: tl.constexpr,
+    low_ptr, b_ptr, ids_ptr, T, X_ROW: tl.constexpr, WEIGHT_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr,
     NORM: tl.constexpr,  # normalize x, which has one row
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
-    RANK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    END_0: tl.constexpr,
-    END_1: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr,
+    END_0: tl.constexpr, END_1: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     PARTS: tl.constexpr,  # leave the parts of the sums to a kernel that follows
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPAN: tl.constexpr,  # of encoded weights
     SPLITS: tl.constexpr,
     AHEAD: tl.constexpr,  # bytes of every weight row that are fetched to the L2 cache before x is there
     DIRECT: tl.constexpr,  # of a program that reads weights into registers: steps under way; or 0
-    WARPS: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    WARPS: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)
@@ -413,25 +346,15 @@ def tile_kernel(
 @triton.jit(do_not_specialize_on_alignment=["T"])
 def norm_kernel(
     x_ptr,  # [T, K], or [PARTS, T, K] float32 parts of a sum
-    bias_ptr,
-    residual_ptr,
-    norm_ptr,
-    sum_ptr,
-    out_ptr,
-    exchange_ptr,
-    T,
-    X_ROW: tl.constexpr,
-    RESIDUAL_ROW: tl.constexpr,
-    K: tl.constexpr,
-    EPS: tl.constexpr,
+    bias_ptr, residual_ptr, norm_ptr, sum_ptr, out_ptr, exchange_ptr, T, X_ROW: tl.constexpr,
+    RESIDUAL_ROW: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr,
     PARTS: tl.constexpr,  # 0: normalize x; else sum the parts, bias and residual, store that, and normalize it
     BIAS: tl.constexpr,
     RANKS: tl.constexpr,  # over which the sum of parts and bias is summed
     FEW: tl.constexpr,  # numbers, at most, that are summed in one trip
     ALIKE: tl.constexpr,  # sum parts, then the bias, then the residual, as products that make all parts themselves
-    BLOCK_K: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)

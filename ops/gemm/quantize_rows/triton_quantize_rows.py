@@ -49,21 +49,10 @@ def _codes(low, high, EMULATED: tl.constexpr):
 
 @triton.jit
 def quantize_kernel(
-    x_ptr,
-    norm_ptr,
-    codes_ptr,
-    scales_ptr,
-    X_ROW: tl.constexpr,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    SPAN: tl.constexpr,
-    EPS: tl.constexpr,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, norm_ptr, codes_ptr, scales_ptr, X_ROW: tl.constexpr, K: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr,
+    EPS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
     EMULATED: tl.constexpr,
-):
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -27,14 +27,9 @@ def place_rows_kernel(
     sorted_ptr,  # [P, K]: rows of x in the order of experts
     order_ptr,  # [P] int32: pairs in that order
     table_ptr,  # [N, 2] int32: of each expert its first place, and its pairs
-    P,
-    X_ROW: tl.constexpr,
-    K: tl.constexpr,
-    A: tl.constexpr,
-    P_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    P, X_ROW: tl.constexpr, K: tl.constexpr, A: tl.constexpr, P_PAD: tl.constexpr, BLOCK: tl.constexpr,
     EMULATED: tl.constexpr,
-):
+):  # fmt: skip
     """The first P programs place a pair each, after the earlier ones of its expert; the others write the table."""
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()

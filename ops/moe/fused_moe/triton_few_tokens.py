@@ -35,17 +35,9 @@ def one_hidden_kernel(
     experts_ptr,  # [A]
     norm_ptr,  # [D]
     h_ptr,  # [A, F]
-    EPS: tl.constexpr,
-    NORM: tl.constexpr,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    EPS: tl.constexpr, NORM: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -90,15 +82,9 @@ def one_sum_kernel(
     experts_ptr,  # [A]
     residual_ptr,  # [D]
     out_ptr,  # [D]
-    RESIDUAL: tl.constexpr,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    A: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    RESIDUAL: tl.constexpr, D: tl.constexpr, F: tl.constexpr, A: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -139,33 +125,19 @@ def few_kernel(
     low_ptr,  # [P, RANK], for each of the gate and up; x @ A.T
     lora_b_ptr,  # [L, N, RANK, ROWS]
     out_ptr,  # [P, ROWS / 2], or [P, ROWS]
-    T,
-    X_ROW: tl.constexpr,
-    WEIGHT_ROW: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ROWS: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    A: tl.constexpr,
-    A_PAD: tl.constexpr,
+    T, X_ROW: tl.constexpr, WEIGHT_ROW: tl.constexpr, GROUPS: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
+    ZEROS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, A: tl.constexpr, A_PAD: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,  # the first of the two products: with an activation, from tokens; else scaled
-    ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
     BY_PAIR: tl.constexpr,  # programs are for pairs, where these are fewer than experts; else for experts
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPAN: tl.constexpr,  # of encoded weights
     BLOCK_S: tl.constexpr,  # tokens of an expert that are multiplied at a time, with weights read into registers; or 0
     WARPS: tl.constexpr,
     RANK: tl.constexpr,  # of adapters, 0 without
-    BLOCK_R: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    BLOCK_R: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

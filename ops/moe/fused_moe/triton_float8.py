@@ -51,14 +51,9 @@ def halves_kernel(
     x_ptr,  # [T, K]
     halves_ptr,  # [T, WIDTH] int16: of each group the high parts in pairs, then the low parts
     scales_ptr,  # [T]
-    X_ROW: tl.constexpr,
-    K: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    X_ROW: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -144,16 +139,9 @@ def _product(
     scale_at,  # [BLOCK_N] pointers to their first scales
     in_row,
     x_row,  # [SLOTS, 1] pointers to rows of halves
-    there,
-    ROWS: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SLOTS: tl.constexpr,
-    EVEN: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    there, ROWS: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLOTS: tl.constexpr, EVEN: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     """[BLOCK_N, SLOTS] float32: rows of weights times rows of halves. Scales are read a span ahead: they are too small
     to go through shared memory as the rest does."""
     acc = tl.zeros([BLOCK_N, SLOTS], tl.float32)
@@ -188,22 +176,12 @@ def halves_experts_kernel(
     out_ptr,  # [P, ROWS / 2], or [P, ROWS]
     T,
     X_ROW: tl.constexpr,  # bytes
-    WEIGHT_ROW: tl.constexpr,
-    ROWS: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
-    A: tl.constexpr,
-    A_PAD: tl.constexpr,
-    BIAS: tl.constexpr,
+    WEIGHT_ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    A: tl.constexpr, A_PAD: tl.constexpr, BIAS: tl.constexpr,
     GATED: tl.constexpr,  # the first of the two products: with an activation, from tokens; else scaled
-    ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SLOTS: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
     EMULATED: tl.constexpr,
-):
+):  # fmt: skip
     """Programs have some weight rows of one expert, and read them once for every SLOTS tokens that chose it."""
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()

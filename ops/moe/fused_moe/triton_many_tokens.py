@@ -56,15 +56,9 @@ def place_kernel(
     scratch_ptr,  # [BLOCKS, N_PAD]
     order_ptr,  # [P] int32: pairs in the order of experts
     tiles_ptr,  # [TILES + 1, 3] int32: expert, first place in that order, pairs; and how many tiles there are
-    P,
-    N: tl.constexpr,
-    N_PAD: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    TILES: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    P, N: tl.constexpr, N_PAD: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
+    TILES: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     """The first BLOCKS programs place pairs, each of the others writes BLOCK tiles."""
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -111,39 +105,21 @@ def experts_kernel(
     zeros_ptr,
     bias_ptr,  # [N, ROWS]
     scale_ptr,  # [P] float32
-    order_ptr,
-    tiles_ptr,
+    order_ptr, tiles_ptr,
     counts_ptr,  # what place_kernel counted with
     ids_ptr,  # of adapters [T]
     low_ptr,  # [P, RANK] by pair, for each of the gate and up; x @ A.T
     lora_b_ptr,  # [L, N, RANK, ROWS]
     out_ptr,  # [P, ROWS / 2] in the order of experts, or [P, ROWS] by pair
-    P,
-    X_ROW: tl.constexpr,
-    WEIGHT_ROW: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ROWS: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    A: tl.constexpr,
-    BIAS: tl.constexpr,
+    P, X_ROW: tl.constexpr, WEIGHT_ROW: tl.constexpr, GROUPS: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
+    ZEROS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, A: tl.constexpr, BIAS: tl.constexpr,
     GATED: tl.constexpr,  # the first of the two products: with an activation, from tokens; else scaled
-    ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPAN: tl.constexpr,  # of encoded weights
-    TILES: tl.constexpr,
-    COUNTS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    TILES: tl.constexpr, COUNTS: tl.constexpr, PROGRAMS: tl.constexpr,
     RANK: tl.constexpr,  # of adapters, 0 without
-    BLOCK_R: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    BLOCK_R: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     """Programs take one block after the other, so that each has its weights' descriptor once."""
     # In this order: see the kernel of `gluon_product`, which writes descriptors before it waits.
     if not EMULATED:

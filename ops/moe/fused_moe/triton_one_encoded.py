@@ -30,24 +30,12 @@ def one_pair_kernel(
     scale_ptr,  # [A] float32
     experts_ptr,  # [A]
     out_ptr,  # [A, ROWS / 2], or [A, ROWS]
-    WEIGHT_ROW: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
-    SPAN: tl.constexpr,
-    ROWS: tl.constexpr,
-    K: tl.constexpr,
-    BIAS: tl.constexpr,
+    WEIGHT_ROW: tl.constexpr, GROUPS: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
     GATED: tl.constexpr,  # the first of the two products: with an activation, of the token; else scaled
-    ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SLOTS: tl.constexpr,
-    WARPS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr, WARPS: tl.constexpr,
+    AHEAD: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

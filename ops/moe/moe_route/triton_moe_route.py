@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
-from graphllm.ops.moe.moe_route.op import moe_route
+from graphllm.ops.moe.moe_route.op import Routing, moe_route
 
 LOWEST = tl.constexpr(-1e30)  # of two groups' sum, too, more than -inf
 
@@ -28,19 +28,10 @@ def route_kernel(
     bias_ptr,  # [N]
     weights_ptr,  # [T, k] float32
     experts_ptr,  # [T, k] int32
-    LOGITS_ROW: tl.constexpr,
-    N: tl.constexpr,
-    N_PAD: tl.constexpr,
-    K: tl.constexpr,
-    K_PAD: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BIAS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    SCALE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KEPT: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    LOGITS_ROW: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
+    SIGMOID: tl.constexpr, BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr,
+    KEPT: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -99,17 +90,8 @@ def _supports(site: CallSite) -> bool:
 
 
 @moe_route.impl("triton", device="cuda", supports=_supports)
-def triton_route(
-    logits_TN: Tensor,
-    k: int,
-    scoring: str = "softmax",
-    renormalize: bool = True,
-    scale: float = 1.0,
-    groups: int = 1,
-    kept_groups: int = 1,
-    bias_N: Tensor | None = None,
-    jitter: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+def triton_route(logits_TN: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    k, scoring, renormalize, scale, groups, kept_groups, bias_N, _ = routing
     T, N = logits_TN.shape
     weights = torch.empty((T, k), dtype=torch.float32, device=logits_TN.device)
     experts = torch.empty((T, k), dtype=torch.int32, device=logits_TN.device)

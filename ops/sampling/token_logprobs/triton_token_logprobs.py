@@ -59,19 +59,12 @@ def _scored(row_ptr, tokens_ptr, target_ptr, s, V, COL: tl.constexpr):
 
 @triton.jit
 def _scan_kernel(
-    logits_ptr,
-    tokens_ptr,
-    target_ptr,
-    wanted_ptr,
+    logits_ptr, tokens_ptr, target_ptr, wanted_ptr,
     best_ptr,  # [S, TILES] the entry of the tile's largest logit
     sum_ptr,  # [S, TILES] sum of exp(logit - largest)
     larger_ptr,  # [S, TILES] logits larger than the scored one
-    V: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    V: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0)
     s = tl.program_id(1)
     if tl.load(wanted_ptr + s) >= 0:
@@ -95,23 +88,10 @@ def _logprob(x, shift, log_sum):
 
 @triton.jit
 def _finish_kernel(
-    logits_ptr,
-    tokens_ptr,
-    target_ptr,
-    wanted_ptr,
-    best_ptr,
-    sum_ptr,
-    larger_ptr,
-    out_ptr,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TABLE: tl.constexpr,
-    V: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, tokens_ptr, target_ptr, wanted_ptr, best_ptr, sum_ptr, larger_ptr, out_ptr, K: tl.constexpr,
+    COLUMNS: tl.constexpr, TABLE: tl.constexpr, V: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     s = tl.program_id(0)
     out_row_ptr = out_ptr + s * (2 + 2 * K)
     if tl.load(wanted_ptr + s) < 0:

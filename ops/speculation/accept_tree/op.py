@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
+
+
+class TreeRows(NamedTuple):
+    """What a step sampled: the arguments of `accept_drafts` of these names, for R rows, T tokens and S sequences."""
+
+    tokens_R: Tensor
+    row_slots_R: Tensor
+    drafts_T: Tensor
+    logits_indices_R: Tensor
+    sequence_ids_T: Tensor
+    query_start_loc: Tensor
+    row_start_loc: Tensor
+    slots_S: Tensor
 
 
 def _cost(tokens_R: Tensor, slots_S: Tensor, path_NL: Tensor) -> Cost:
@@ -14,14 +29,7 @@ def _cost(tokens_R: Tensor, slots_S: Tensor, path_NL: Tensor) -> Cost:
 
 @op(cost=_cost, mutates=("rejected_N", "path_NL"))
 def accept_tree(
-    tokens_R: Tensor,
-    row_slots_R: Tensor,
-    drafts_T: Tensor,
-    logits_indices_R: Tensor,
-    sequence_ids_T: Tensor,
-    query_start_loc: Tensor,
-    row_start_loc: Tensor,
-    slots_S: Tensor,
+    rows: TreeRows,
     rejected_N: Tensor,
     path_NL: Tensor,
     parents: list[int],
@@ -44,6 +52,7 @@ def accept_tree(
     path_NL [N, D + 2], that path, and in the last column the place of the newest kept token in the step, or in the
     path. Of padding all are unspecified. Source: Cai et al. 2024 (Medusa), Miao et al. 2024 (SpecInfer).
     """
+    tokens_R, row_slots_R, drafts_T, _, _, query_start_loc, row_start_loc, _ = rows
     R, T, nodes, scrap = tokens_R.shape[0], drafts_T.shape[0], len(parents), rejected_N.shape[0] - 1
     depths = [0]
     for parent in parents[1:]:
@@ -77,8 +86,7 @@ def accept_tree(
             node_S = torch.where(kept[node], node, node_S)
         kept_S, drafted_S = kept_S + any_S.long(), drafted_S + drafts_S.long()
         path.append(node_S)
-    where = row_slots_R, logits_indices_R, sequence_ids_T, query_start_loc, row_start_loc, slots_S
-    return as_one_run(tokens_R, *where, rejected_N, path_NL, torch.stack(path, -1), tree_S, kept_S, drafted_S)
+    return as_one_run(rows, rejected_N, path_NL, torch.stack(path, -1), tree_S, kept_S, drafted_S)
 
 
 @accept_tree.fake(traceable=True)
@@ -93,13 +101,7 @@ def one_run_like(
 
 
 def as_one_run(
-    tokens_R: Tensor,
-    row_slots_R: Tensor,
-    logits_indices_R: Tensor,
-    sequence_ids_T: Tensor,
-    query_start_loc: Tensor,
-    row_start_loc: Tensor,
-    slots_S: Tensor,
+    rows: TreeRows,
     rejected_N: Tensor,
     path_NL: Tensor,
     path_SD: Tensor,
@@ -109,6 +111,7 @@ def as_one_run(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What `accept_tree` returns and writes, from the path that is kept, which sequences have a tree, and how many
     tokens are kept and drafts were there."""
+    tokens_R, row_slots_R, _, logits_indices_R, sequence_ids_T, query_start_loc, row_start_loc, slots_S = rows
     R, levels, scrap = tokens_R.shape[0], path_SD.shape[1] - 1, rejected_N.shape[0] - 1
     first_S, rows_S = row_start_loc[:-1].long(), (row_start_loc[1:] - row_start_loc[:-1]).long()
     count_S = (query_start_loc[1:] - query_start_loc[:-1]).long()
@@ -129,5 +132,5 @@ def as_one_run(
     newest_R = torch.where(row_R == end_R, row_slots_R, scrap)
     kept_R = torch.where(row_R <= end_R, row_slots_R, scrap)
     int32 = torch.int32
-    rows = from_R.to(int32), newest_R.to(int32), kept_R.to(int32)
-    return tokens_R[from_R], *rows, kept_S.to(int32), drafted_S.to(int32), path_SD.to(int32)
+    made = from_R.to(int32), newest_R.to(int32), kept_R.to(int32)
+    return tokens_R[from_R], *made, kept_S.to(int32), drafted_S.to(int32), path_SD.to(int32)
