@@ -60,8 +60,9 @@ class Operands:
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """A call's arguments by their names in the schema, defaults filled in. The call has either structs, or their
         fields. Raises TypeError for what is neither."""
-        given = [*args, *kwargs.values()]
-        if not any(isinstance(value, operand.kind) for value in given for operand in self.structs.values()):
+        kinds = tuple(operand.kind for operand in self.structs.values())
+        named_so = self.structs.keys() & kwargs.keys()
+        if not named_so and not any(isinstance(value, kinds) for value in (*args, *kwargs.values())):
             bound = self.flat.bind(*args, **kwargs)
             bound.apply_defaults()
             return dict(bound.arguments)

@@ -58,6 +58,7 @@ def test_calls_have_structs_or_their_fields() -> None:
         assert torch.equal(fn(GIVEN["x"], SCALED, 10.0), plain)
         assert torch.equal(fn(GIVEN["x"], SCALED, factor=10.0, table=TABLE), plain + 1)
         assert torch.equal(fn(**GIVEN, **TABLE._asdict()), plain + 1)
+        assert torch.equal(fn(x=GIVEN["x"], scaled=SCALED, factor=10.0, table=None), plain)
     with pytest.raises(TypeError, match="missing a required argument: 'factor'"):
         OP.bind((GIVEN["x"], SCALED), {})
     with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):

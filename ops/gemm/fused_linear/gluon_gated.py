@@ -46,14 +46,7 @@ def _config(site: CallSite, block_t: int, block_n: int) -> Config:
 
 @fused_linear.impl("gluon_gated", device="cuda", supports=_serves, configs=_configs)
 def gluon_gated(
-    x_TI: Tensor,
-    matrix: Matrix,
-    before: Norm | None,
-    *,
-    block_t: int,
-    block_n: int,
-    stages: int,
-    programs: int,
+    x_TI: Tensor, matrix: Matrix, before: Norm | None, *, block_t: int, block_n: int, stages: int, programs: int
 ) -> Tensor:
     """Sums, bias and gate in float32, then rounded."""
     weight_OI, bias_O = matrix[:2]

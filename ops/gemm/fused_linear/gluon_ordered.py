@@ -68,12 +68,7 @@ def _stages(site: CallSite, block_t: int, block_n: int) -> int:
 
 
 def launch_ordered(
-    x_TI: Tensor,
-    matrix: Matrix,
-    out: Tensor,
-    config: Config,
-    residual_TN: Tensor | None = None,
-    gated: bool = False,
+    x_TI: Tensor, matrix: Matrix, out: Tensor, config: Config, residual_TN: Tensor | None = None, gated: bool = False
 ) -> None:
     """Products of x with the weights into ``out`` [T, N], or, with the launch constant "parts", the ranges of their
     sums into [ranges, T, N]."""

@@ -55,12 +55,7 @@ def of_integers(site: CallSite, constants: Mapping[str, Any]) -> str:
 
 @quant_linear.impl("cpu_stream", device="cpu", supports=_supports, row_order=of_integers)
 def streaming_quant_linear(
-    x_TI: Tensor,
-    values_BGLRQ: Tensor,
-    scales_BGR: Tensor,
-    rows: int,
-    bias_O: Tensor | None = None,
-    gated: bool = False,
+    x_TI: Tensor, values_BGLRQ: Tensor, scales_BGR: Tensor, rows: int, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
     """Each group of x's entries is rounded to multiples of a 127th of its largest; integer products of a group are
     exact, and its sum is scaled and added in float32. With AMX, for 32 rows of bfloat16 and more, x is taken as it is

@@ -20,12 +20,7 @@ def _cost(
 
 @op(cost=_cost, rowwise=True)
 def quant_linear(
-    x_TI: Tensor,
-    values_BGLRQ: Tensor,
-    scales_BGR: Tensor,
-    rows: int,
-    bias_O: Tensor | None = None,
-    gated: bool = False,
+    x_TI: Tensor, values_BGLRQ: Tensor, scales_BGR: Tensor, rows: int, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
     """x_TI [T, I] times a quantized weight [O, I] transposed, plus bias_O [O]; returns [T, O] in x's dtype. gated: the
     O results are a gate and a value half; `swiglu` makes [T, O / 2] of them.

@@ -228,11 +228,7 @@ def splits_for(T: int, rows: int, a_LRI: Tensor) -> int:
 
 
 def shrunk(
-    x_TI: Tensor,
-    lora: LowRank | None,
-    low_rows: int = 0,
-    low_splits: int = 1,
-    norm: tuple[Tensor, float] | None = None,
+    x_TI: Tensor, lora: LowRank | None, low_rows: int = 0, low_splits: int = 1, norm: tuple[Tensor, float] | None = None
 ) -> Adapters | None:
     """The first of the halves, if there are tables. low_rows, low_splits: of `low_rank_config`. norm: weight and eps
     of the norm of one row of x."""

@@ -29,6 +29,25 @@ def activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def pairs_of(experts_ptr, expert, T, A: tl.constexpr, A_PAD: tl.constexpr, BLOCK_T: tl.constexpr):
+    """[BLOCK_T]: the pair of each token with an expert, -1 for tokens that have not chosen it."""
+    t = tl.arange(0, BLOCK_T)
+    a = tl.arange(0, A_PAD)
+    choice = t[:, None] * A + a[None, :]
+    chosen = tl.load(experts_ptr + choice, mask=(t < T)[:, None] & (a < A)[None, :], other=-1)
+    return tl.max(tl.where(chosen == expert, choice, -1), axis=1)
+
+
+@triton.jit
+def pairs_in_slots(pair, rank, start, SLOTS: tl.constexpr):
+    """[SLOTS]: the pairs from the start-th on, -1 after the last one. rank: of each pair among those that there are,
+    from 1 on."""
+    s = tl.arange(0, SLOTS)
+    here = (pair >= 0)[:, None] & (rank[:, None] == (start + 1 + s)[None, :])
+    return tl.max(tl.where(here, pair[:, None], -1), axis=0)
+
+
+@triton.jit
 def write_pairs(
     acc, pair, block, scale_ptr, out_ptr,
     ROWS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,

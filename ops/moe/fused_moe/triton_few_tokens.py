@@ -19,10 +19,19 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.gemm.fused_linear.triton_direct import direct_product
 from graphllm.ops.gemm.fused_linear.triton_encoded import encoded_product, tiles_of
+from graphllm.ops.gemm.fused_linear.triton_fused_linear import weight_rows
 from graphllm.ops.moe.fused_moe.op import fused_moe
 from graphllm.ops.moe.fused_moe.operands import ExpertLora, Experts, Residual, Route
 from graphllm.ops.moe.fused_moe.triton_adapters import lora_constants, plus_low_rank, shrink_pairs
-from graphllm.ops.moe.fused_moe.triton_common import activated, added, programs_at_once, supports, write_pairs
+from graphllm.ops.moe.fused_moe.triton_common import (
+    activated,
+    added,
+    pairs_in_slots,
+    pairs_of,
+    programs_at_once,
+    supports,
+    write_pairs,
+)
 from graphllm.ops.moe.fused_moe.triton_float8 import launch_halves, supports_halves
 from graphllm.ops.moe.fused_moe.triton_one_encoded import launch_one
 
@@ -146,10 +155,7 @@ def few_kernel(
     if BY_PAIR:
         expert = tl.load(experts_ptr + tl.program_id(1))
     t = tl.arange(0, BLOCK_T)
-    a = tl.arange(0, A_PAD)
-    choice = t[:, None] * A + a[None, :]
-    chosen = tl.load(experts_ptr + choice, mask=(t < T)[:, None] & (a < A)[None, :], other=-1)
-    pair = tl.max(tl.where(chosen == expert, choice, -1), axis=1)
+    pair = pairs_of(experts_ptr, expert, T, A, A_PAD, BLOCK_T)
     there = pair >= 0
     if BY_PAIR:  # the first pair of an expert works for all of them
         first = tl.min(tl.where(there, pair, T * A), axis=0)
@@ -157,13 +163,7 @@ def few_kernel(
             return
     elif tl.max(pair, axis=0) < 0:
         return
-    r = tl.arange(0, BLOCK_N)
-    if GATED:  # rows of the gate and of up by turns
-        column = block * (BLOCK_N // 2) + r // 2
-        row, in_row = column + (r % 2) * (ROWS // 2), column < ROWS // 2
-    else:
-        row = block * BLOCK_N + r
-        in_row = row < ROWS
+    row, in_row = weight_rows(block, ROWS, GATED, BLOCK_N)
     bias = tl.zeros([BLOCK_N], tl.float32)
     if BIAS:
         bias = tl.load(bias_ptr + expert * ROWS + row, mask=in_row, other=0.0).to(tl.float32)
@@ -171,10 +171,8 @@ def few_kernel(
     scale = expert.to(tl.int64) * (GROUPS * ROWS) + row
     if BLOCK_S:
         rank = tl.cumsum(there.to(tl.int32), axis=0)
-        s = tl.arange(0, BLOCK_S)
         for start in range(0, tl.max(rank, axis=0), BLOCK_S):
-            here = there[:, None] & (rank[:, None] == (start + 1 + s)[None, :])
-            of_slot = tl.max(tl.where(here, pair[:, None], -1), axis=0)
+            of_slot = pairs_in_slots(pair, rank, start, BLOCK_S)
             from_row = of_slot // A if GATED else of_slot
             acc = direct_product(
                 weight_ptr, weight_index, in_row, scales_ptr + scale, zeros_ptr + scale, x_ptr, from_row.to(tl.int64),
@@ -210,7 +208,7 @@ def few_kernel(
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     if RANK:
         for p in tl.static_range(2 if GATED else 1):
-            of_part = in_row & (r % 2 == p) if GATED else in_row
+            of_part = in_row & (tl.arange(0, BLOCK_N) % 2 == p) if GATED else in_row
             acc = plus_low_rank(
                 acc, pair, ids_ptr, low_ptr + p * RANK, lora_b_ptr, expert, row, of_part, A, N, ROWS, RANK,
                 2 * RANK if GATED else RANK, BLOCK_R, EMULATED,

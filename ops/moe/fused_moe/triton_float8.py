@@ -18,10 +18,11 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.encodings.encoded_weights import span_of
 from graphllm.ops.gemm.fused_linear.triton_encoded import number_of
+from graphllm.ops.gemm.fused_linear.triton_fused_linear import weight_rows
 from graphllm.ops.gemm.quantize_rows.op import LARGEST
 from graphllm.ops.gemm.quantize_rows.triton_quantize_rows import float8_code
 from graphllm.ops.moe.fused_moe.operands import Experts, Route
-from graphllm.ops.moe.fused_moe.triton_common import write_pairs
+from graphllm.ops.moe.fused_moe.triton_common import pairs_in_slots, pairs_of, write_pairs
 
 _GROUP = 32  # entries of one scale
 _PADDED = 128  # rows of halves are a multiple of that, in entries
@@ -188,26 +189,13 @@ def halves_experts_kernel(
         tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     expert = tl.program_id(1)
-    r = tl.arange(0, BLOCK_N)
-    if GATED:  # rows of the gate and of up by turns
-        column = block * (BLOCK_N // 2) + r // 2
-        row, in_row = column + (r % 2) * (ROWS // 2), column < ROWS // 2
-    else:
-        row = block * BLOCK_N + r
-        in_row = row < ROWS
+    row, in_row = weight_rows(block, ROWS, GATED, BLOCK_N)
     weight_row = weight_ptr + (expert.to(tl.int64) * ROWS + row)[:, None] * WEIGHT_ROW
     scale_at = scales_ptr + expert.to(tl.int64) * (K // GROUP * ROWS) + row
-    t = tl.arange(0, BLOCK_T)
-    a = tl.arange(0, A_PAD)
-    choice = t[:, None] * A + a[None, :]
-    chosen = tl.load(experts_ptr + choice, mask=(t < T)[:, None] & (a < A)[None, :], other=-1)
-    pair = tl.max(tl.where(chosen == expert, choice, -1), axis=1)
-    there = pair >= 0
-    rank = tl.cumsum(there.to(tl.int32), axis=0)
-    s = tl.arange(0, SLOTS)
+    pair = pairs_of(experts_ptr, expert, T, A, A_PAD, BLOCK_T)
+    rank = tl.cumsum((pair >= 0).to(tl.int32), axis=0)
     for start in range(0, tl.max(rank, axis=0), SLOTS):
-        here = there[:, None] & (rank[:, None] == (start + 1 + s)[None, :])
-        of_slot = tl.max(tl.where(here, pair[:, None], -1), axis=0)
+        of_slot = pairs_in_slots(pair, rank, start, SLOTS)
         from_row = tl.maximum(of_slot // A if GATED else of_slot, 0)
         x_row = x_ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True) + from_row.to(tl.int64)[:, None] * X_ROW
         acc = _product(

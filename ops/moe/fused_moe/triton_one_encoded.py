@@ -14,6 +14,7 @@ from torch import Tensor
 
 from graphllm.ir import launch_triton
 from graphllm.ops.gemm.fused_linear.triton_direct import direct_product
+from graphllm.ops.gemm.fused_linear.triton_fused_linear import weight_rows
 from graphllm.ops.moe.fused_moe.operands import Experts, Route
 from graphllm.ops.moe.fused_moe.triton_common import write_pairs
 
@@ -44,13 +45,7 @@ def one_pair_kernel(
     expert = tl.load(experts_ptr + pair).to(tl.int64)
     if expert < 0:
         return
-    r = tl.arange(0, BLOCK_N)
-    if GATED:  # rows of the gate and of up by turns
-        column = block * (BLOCK_N // 2) + r // 2
-        row, in_row = column + (r % 2) * (ROWS // 2), column < ROWS // 2
-    else:
-        row = block * BLOCK_N + r
-        in_row = row < ROWS
+    row, in_row = weight_rows(block, ROWS, GATED, BLOCK_N)
     slot = tl.arange(0, SLOTS)
     x_row = (slot * 0 + (0 if GATED else pair)).to(tl.int64)
     scale = expert * (GROUPS * ROWS) + row

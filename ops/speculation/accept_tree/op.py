@@ -29,10 +29,7 @@ def _cost(tokens_R: Tensor, slots_S: Tensor, path_NL: Tensor) -> Cost:
 
 @op(cost=_cost, mutates=("rejected_N", "path_NL"))
 def accept_tree(
-    rows: TreeRows,
-    rejected_N: Tensor,
-    path_NL: Tensor,
-    parents: list[int],
+    rows: TreeRows, rejected_N: Tensor, path_NL: Tensor, parents: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Keep of each sequence the longest path from the root on which every draft is what the row before it sampled, and
     the token sampled after it.
