@@ -29,7 +29,7 @@ from graphllm.host.hugepages import zeros
 from graphllm.ir.kernels import c_kernel
 from graphllm.ir.testing import Maker
 from graphllm.ops.attention.paged_attention.cpu import cpu_paged_attention
-from graphllm.ops.attention.paged_attention.operands import Paged, Scores
+from graphllm.ops.attention.paged_attention.operands import Paged, Rows, Scores
 from graphllm.ops.gemm.linear.cpu import streaming_linear
 from graphllm.ops.gemm.quant_linear.cpu import streaming_quant_linear
 from graphllm.ops.sampling.sample import sample
@@ -247,7 +247,9 @@ def attention_row(memory: torch.Tensor, sequences: list[tuple[int, int]], H: int
     q, k, v = (x.unflatten(1, (-1, E)) for x in qkv.split([H * E, K * E, K * E], 1))
     starts = torch.tensor([sum(n for n, _ in sequences[:i]) for i in range(len(sequences) + 1)]).int()
     lengths = torch.tensor([length for _, length in sequences]).int()
-    out = cpu_paged_attention(q, k, v, Paged(cache, tables[0], starts, lengths), Scores(0.1))  # builds the library
+    out = cpu_paged_attention(
+        Rows(q, k, v), Paged(cache, tables[0], starts, lengths), Scores(0.1)
+    )  # builds the library
     kernel = c_kernel(f"graphllm_paged_attention_{'bf16' if dtype == torch.bfloat16 else 'f32'}")._function
     assert kernel is not None
     first = [t.data_ptr() for t in (q, k, v, cache)]

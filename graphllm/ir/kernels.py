@@ -61,6 +61,12 @@ class CKernel:
         self._function(*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args))
 
 
+def float_kernels(symbol: str, schema: str, source: Path, usual: bool = True) -> dict[torch.dtype, CKernel]:
+    """Two kernels by the dtype that they compute with: ``symbol`` with _f32 and with _bf16."""
+    names = {torch.float32: "f32", torch.bfloat16: "bf16"}
+    return {dtype: CKernel(f"{symbol}_{name}", schema, source, usual) for dtype, name in names.items()}
+
+
 def c_kernel(symbol: str) -> CKernel:
     """The declared kernel of that symbol."""
     return _kernels[symbol]

@@ -29,7 +29,7 @@ from graphllm.ops.attention.encoder_attention import encoder_attention
 from graphllm.ops.attention.encoder_attention.cpu import cpu_encoder_attention
 from graphllm.ops.attention.paged_attention import paged_attention
 from graphllm.ops.attention.paged_attention.cpu import cpu_paged_attention
-from graphllm.ops.attention.paged_attention.operands import Paged, Scores
+from graphllm.ops.attention.paged_attention.operands import Paged, Rows, Scores
 from graphllm.ops.gemm.fused_linear import fused_linear
 from graphllm.ops.gemm.fused_linear.cpu import gated_linear
 from graphllm.ops.gemm.linear import linear
@@ -574,7 +574,7 @@ def test_kernels_trace_to_one_call() -> None:
         routing = (torch.empty(5, 2), torch.empty(5, 2, dtype=torch.int32))
 
     def all_of_them(*t: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        attended = cpu_paged_attention(*t[2:4], t[3], Paged(*t[4:8]), Scores(0.2))
+        attended = cpu_paged_attention(Rows(*t[2:4], t[3]), Paged(*t[4:8]), Scores(0.2))
         both_ways = cpu_encoder_attention(*t[2:4], t[3], t[6], 0.2)
         tokens, changed = cpu_sample(*t[8:15]), t[19:]
         scores = cpu_token_logprobs(changed[0], tokens, changed[1], changed[2], 5)
@@ -649,7 +649,7 @@ def test_rows_of_attention_are_what_they_are_alone(
             ends = torch.tensor([done[s] + n for s, n in step]).int()
             own = table[[s for s, _ in step]]
             scores = Scores(E**-0.5, window, softcap, sinks)
-            rows = cpu_paged_attention(*parts, Paged(cache, own, starts, ends), scores, invariant=True)
+            rows = cpu_paged_attention(Rows(*parts), Paged(cache, own, starts, ends), scores, invariant=True)
             for (s, n), some in zip(step, rows.split([n for _, n in step]), strict=True):
                 out[s, done[s] : done[s] + n] = some
                 done[s] += n

@@ -13,7 +13,7 @@ come first. `triton_prefill` has the same kernel for all other GPUs and cases.
 """
 
 # mypy: allow-untyped-defs
-# ruff: noqa: SIM102, SIM108, RUF005, RUF059  (a branch on a constexpr joins no other condition; Gluon unpacks all or nothing)
+# ruff: noqa: SIM108, RUF005, RUF059  (a branch on a constexpr joins no other condition; Gluon unpacks all or nothing)
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def bring_tiles(
 
 
 @gluon.jit
-def _store_queries(
+def store_queries(
     queries, q_ptr, q_norm_ptr, cos_ptr, sin_ptr, row, heads, valid,
     Q_ROW: gl.constexpr, Q_HEAD: gl.constexpr, E: gl.constexpr, F: gl.constexpr, NORM: gl.constexpr,
     EPS: gl.constexpr, layout: gl.constexpr,
@@ -282,7 +282,7 @@ def write_rows(
 
 
 @gluon.jit
-def _attend_tiles(
+def attend_tiles(
     lo, hi, first, n_tile, weights, acc, top, total, position, queries, keys, values, k_full, k_free, v_full, v_free,
     turn, MASKED: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     TURNS: gl.constexpr, GROUP: gl.constexpr, out_layout: gl.constexpr, layout: gl.constexpr,
@@ -306,97 +306,3 @@ def _attend_tiles(
         weights = gl.convert_layout(new.to(weights.dtype), weights.type.layout)
         n_tile += 1
     return n_tile, weights, acc, top, total
-
-
-@gluon.jit
-def attend(
-    all_queries, keys, values, k_full, k_free, v_full, v_free, turn, q_ptr, out_ptr, query_start_ptr, seq_len_ptr,
-    q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items,
-    Q_ROW: gl.constexpr, Q_HEAD: gl.constexpr, SCALE: gl.constexpr, WINDOW: gl.constexpr, H: gl.constexpr,
-    K: gl.constexpr, G: gl.constexpr, E: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, F: gl.constexpr,
-    NORM: gl.constexpr, EPS: gl.constexpr, SINKS: gl.constexpr, TURNS: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """What a group of four warps does: attention for 64 of the rows of each item."""
-    BLOCK_Q: gl.constexpr = 128 // G
-    dtype: gl.constexpr = keys.dtype
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
-    weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
-    q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [512 // E, E // 16], [4, 1], [1, 0])
-    queries_of_group = all_queries.index(GROUP)
-    n_tile = 0
-    _, row0, queries, length, skip = find_item(nth_item(0), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q)
-    for n in range((items + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        item = nth_item(n)
-        next_row0 = row0
-        next_queries = queries
-        next_length = length
-        next_skip = skip
-        if (item < items) & (queries > 1) & (skip < queries):
-            begin, first, inner, full, last = item_tiles(queries, length, skip, WINDOW, BLOCK_Q, BLOCK_N)
-            head = item % K
-            m = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, q_layout))
-            token = skip + m // G
-            valid = (m < BLOCK_Q * G) & (token < queries)
-            _store_queries(
-                queries_of_group, q_ptr, q_norm_ptr, cos_ptr, sin_ptr, (row0 + token).to(gl.int64),
-                head * G + m % G, valid, Q_ROW, Q_HEAD, E, F, NORM, EPS, q_layout,
-            )  # fmt: skip
-            m = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-            position = length - queries + skip + m // G
-            top = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, layout))
-            total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, layout))
-            acc = gl.zeros([64, E], gl.float32, layout=out_layout)
-            stage = n_tile % STAGES
-            scores = first_scores(
-                queries_of_group, keys, k_full, k_free, turn, n_tile, BLOCK_N, STAGES, TURNS, GROUP, layout
-            )
-            new, top, total, rescale = softmax(
-                scores, top, total, position, last - 1, True, WINDOW, SCALE, BLOCK_N, False, layout
-            )
-            weights = gl.convert_layout(new.to(dtype), weights_layout)
-            if last * BLOCK_N > length:
-                mbarrier.wait(v_full.index(stage), (n_tile // STAGES) & 1)
-                clear_values(values.index(stage), 0, length - (last - 1) * BLOCK_N, BLOCK_N, E)
-            mbarrier.wait(k_full.index((n_tile + 1) % STAGES), ((n_tile + 1) // STAGES) & 1, pred=last - 1 > first)
-            n_tile, weights, acc, top, total = _attend_tiles(
-                gl.minimum(gl.maximum(full, first), last - 1), last - 1, first, n_tile, weights, acc, top, total,
-                position, queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, True, WINDOW,
-                SCALE, BLOCK_N, STAGES, TURNS, GROUP, out_layout, layout,
-            )  # fmt: skip
-            n_tile, weights, acc, top, total = _attend_tiles(
-                inner, gl.minimum(full, last - 1), first, n_tile, weights, acc, top, total,
-                position, queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, False, WINDOW,
-                SCALE, BLOCK_N, STAGES, TURNS, GROUP, out_layout, layout,
-            )  # fmt: skip
-            if WINDOW > 0:
-                n_tile, weights, acc, top, total = _attend_tiles(
-                    first, gl.minimum(inner, last - 1), first, n_tile, weights, acc, top, total,
-                    position, queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, True, WINDOW,
-                    SCALE, BLOCK_N, STAGES, TURNS, GROUP, out_layout, layout,
-                )  # fmt: skip
-            stage = n_tile % STAGES
-            mbarrier.wait(v_full.index(stage), (n_tile // STAGES) & 1)
-            if WINDOW > 0:
-                if begin > first * BLOCK_N:
-                    clear_values(values.index(stage), begin - first * BLOCK_N, length - first * BLOCK_N, BLOCK_N, E)
-            product = hopper.warpgroup_mma(weights, values.index(stage), acc, is_async=True)
-            _, next_row0, next_queries, next_length, next_skip = find_item(
-                nth_item(n + 1), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q
-            )
-            acc = hopper.warpgroup_mma_wait(0, deps=[product])
-            mbarrier.arrive(v_free.index(stage), count=1)
-            n_tile += 1
-            if SINKS:
-                known = m < BLOCK_Q * G
-                sink = gl.load(sinks_ptr + head * G + m % G, mask=known, other=0.0).to(gl.float32)
-                total += gl.exp2(sink * 1.4426950408889634 - top)
-            write_rows(acc, total, out_ptr, row0, queries, skip, head, H, G, E, GROUP, out_layout)
-        else:
-            _, next_row0, next_queries, next_length, next_skip = find_item(
-                nth_item(n + 1), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q
-            )
-        row0 = next_row0
-        queries = next_queries
-        length = next_length
-        skip = next_skip

@@ -1,10 +1,11 @@
 """Ragged batches on Hopper: prompts by the warp-specialized kernel of this file, single tokens as in decode.
 
-`gluon_flash` and `gluon_flash_ranges` have what its groups of warps do: the fastest, or each row as if it were the only
-one. `triton_prefill` and `triton_ranges` have the same for all other GPUs and cases.
+`gluon_flash` and `gluon_flash_ranges` have what its groups of warps do for a tile: the fastest way, or each row as if
+it were the only one. `triton_prefill` and `triton_ranges` have the same for all other GPUs and cases.
 """
 
 # mypy: allow-untyped-defs
+# ruff: noqa: SIM102, RUF059  (a branch on a constexpr joins no other condition; Gluon unpacks all or nothing)
 
 from __future__ import annotations
 
@@ -18,10 +19,21 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from graphllm.ir import CallSite, GluonKernel, runs_gluon
-from graphllm.ops.attention.paged_attention.gluon_flash import attend, bring_tiles
-from graphllm.ops.attention.paged_attention.gluon_flash_ranges import attend_ranges
+from graphllm.ops.attention.paged_attention.gluon_flash import (
+    attend_tiles,
+    bring_tiles,
+    clear_values,
+    find_item,
+    first_scores,
+    item_tiles,
+    nth_item,
+    softmax,
+    store_queries,
+    write_rows,
+)
+from graphllm.ops.attention.paged_attention.gluon_flash_ranges import attend_range_tiles, join, store_queries_alike
 from graphllm.ops.attention.paged_attention.op import paged_attention
-from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Scores
+from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Rows, Scores
 from graphllm.ops.attention.paged_attention.triton_common import problem, rotary_arguments, score_constants
 from graphllm.ops.attention.paged_attention.triton_decode import Config, launch_decode, plan_splits
 from graphllm.ops.attention.paged_attention.triton_range_kernel import (
@@ -32,30 +44,150 @@ from graphllm.ops.attention.paged_attention.triton_range_kernel import (
     range_order,
 )
 from graphllm.ops.attention.paged_attention.triton_verify import is_mixed
-from graphllm.ops.attention.paged_attention.triton_write import write_rows
+from graphllm.ops.attention.paged_attention.triton_write import write_rows as store_rows
 
 
 @gluon.jit
-def _attend_group(
-    queries, keys, values, k_full, k_free, v_full, v_free, turn, q_ptr, out_ptr, query_start_ptr, seq_len_ptr,
+def _attend(
+    all_queries, keys, values, k_full, k_free, v_full, v_free, turn, q_ptr, out_ptr, query_start_ptr, seq_len_ptr,
     q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items,
     Q_ROW: gl.constexpr, Q_HEAD: gl.constexpr, SCALE: gl.constexpr, WINDOW: gl.constexpr, H: gl.constexpr,
     K: gl.constexpr, G: gl.constexpr, E: gl.constexpr, BLOCK_N: gl.constexpr, RANGE: gl.constexpr,
     STAGES: gl.constexpr, F: gl.constexpr, NORM: gl.constexpr, EPS: gl.constexpr, SINKS: gl.constexpr,
     TURNS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    if RANGE > 0:
-        attend_ranges(
-            queries, keys, values, k_full, k_free, v_full, v_free, turn, q_ptr, out_ptr, query_start_ptr, seq_len_ptr,
-            q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items, Q_ROW, Q_HEAD, SCALE, WINDOW, H, K, G, E, BLOCK_N, RANGE,
-            STAGES, F, NORM, EPS, SINKS, TURNS, GROUP,
-        )  # fmt: skip
-    else:
-        attend(
-            queries, keys, values, k_full, k_free, v_full, v_free, turn, q_ptr, out_ptr, query_start_ptr, seq_len_ptr,
-            q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items, Q_ROW, Q_HEAD, SCALE, WINDOW, H, K, G, E, BLOCK_N,
-            STAGES, F, NORM, EPS, SINKS, TURNS, GROUP,
-        )  # fmt: skip
+    """What a group of four warps does: attention for 64 of the rows of each item, tiles from the last to the first, or,
+    with ranges, from the first to the last."""
+    BLOCK_Q: gl.constexpr = 128 // G
+    dtype: gl.constexpr = keys.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [512 // E, E // 16], [4, 1], [1, 0])
+    queries_of_group = all_queries.index(GROUP)
+    n_tile = 0
+    _, row0, queries, length, skip = find_item(nth_item(0), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q)
+    for n in range((items + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        item = nth_item(n)
+        next_row0 = row0
+        next_queries = queries
+        next_length = length
+        next_skip = skip
+        if (item < items) & (queries > 1) & (skip < queries):
+            begin, first, inner, full, last = item_tiles(queries, length, skip, WINDOW, BLOCK_Q, BLOCK_N)
+            head = item % K
+            if RANGE > 0:
+                store_queries_alike(
+                    queries_of_group, q_ptr, q_norm_ptr, cos_ptr, sin_ptr, row0, queries, skip, head, GROUP, Q_ROW,
+                    Q_HEAD, G, E, F, NORM, EPS, WINDOW,
+                )  # fmt: skip
+            else:
+                m = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, q_layout))
+                token = skip + m // G
+                valid = (m < BLOCK_Q * G) & (token < queries)
+                store_queries(
+                    queries_of_group, q_ptr, q_norm_ptr, cos_ptr, sin_ptr, (row0 + token).to(gl.int64),
+                    head * G + m % G, valid, Q_ROW, Q_HEAD, E, F, NORM, EPS, q_layout,
+                )  # fmt: skip
+            m = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+            position = length - queries + skip + m // G
+            top = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, layout))
+            total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, layout))
+            acc = gl.zeros([64, E], gl.float32, layout=out_layout)
+            joined = acc
+            joined_top = top
+            joined_total = total
+            stage = n_tile % STAGES
+            scores = first_scores(
+                queries_of_group, keys, k_full, k_free, turn, n_tile, BLOCK_N, STAGES, TURNS, GROUP, layout
+            )
+            if RANGE > 0:
+                new, top, total, _ = softmax(
+                    scores, top, total, position, first, True, WINDOW, SCALE, BLOCK_N, True, layout
+                )
+                weights = gl.convert_layout(new.to(dtype), weights_layout)
+                if WINDOW > 0:
+                    if begin > first * BLOCK_N:
+                        mbarrier.wait(v_full.index(stage), (n_tile // STAGES) & 1)
+                        clear_values(values.index(stage), begin - first * BLOCK_N, BLOCK_N, BLOCK_N, E)
+                mbarrier.wait(k_full.index((n_tile + 1) % STAGES), ((n_tile + 1) // STAGES) & 1, pred=first + 1 < last)
+                second = first + 1
+                whole = gl.maximum(inner, second)
+                if WINDOW > 0:
+                    n_tile, weights, acc, top, total, joined, joined_top, joined_total = attend_range_tiles(
+                        second, whole, last, n_tile, weights, acc, top, total, joined, joined_top, joined_total,
+                        position, queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, True, WINDOW,
+                        SCALE, BLOCK_N, RANGE, STAGES, TURNS, GROUP, out_layout, layout,
+                    )  # fmt: skip
+                n_tile, weights, acc, top, total, joined, joined_top, joined_total = attend_range_tiles(
+                    whole, full, last, n_tile, weights, acc, top, total, joined, joined_top, joined_total, position,
+                    queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, False, WINDOW, SCALE, BLOCK_N,
+                    RANGE, STAGES, TURNS, GROUP, out_layout, layout,
+                )  # fmt: skip
+                n_tile, weights, acc, top, total, joined, joined_top, joined_total = attend_range_tiles(
+                    gl.maximum(full, whole), last, last, n_tile, weights, acc, top, total, joined, joined_top,
+                    joined_total, position, queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, True,
+                    WINDOW, SCALE, BLOCK_N, RANGE, STAGES, TURNS, GROUP, out_layout, layout,
+                )  # fmt: skip
+            else:
+                new, top, total, rescale = softmax(
+                    scores, top, total, position, last - 1, True, WINDOW, SCALE, BLOCK_N, False, layout
+                )
+                weights = gl.convert_layout(new.to(dtype), weights_layout)
+                if last * BLOCK_N > length:
+                    mbarrier.wait(v_full.index(stage), (n_tile // STAGES) & 1)
+                    clear_values(values.index(stage), 0, length - (last - 1) * BLOCK_N, BLOCK_N, E)
+                mbarrier.wait(k_full.index((n_tile + 1) % STAGES), ((n_tile + 1) // STAGES) & 1, pred=last - 1 > first)
+                n_tile, weights, acc, top, total = attend_tiles(
+                    gl.minimum(gl.maximum(full, first), last - 1), last - 1, first, n_tile, weights, acc, top, total,
+                    position, queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, True, WINDOW,
+                    SCALE, BLOCK_N, STAGES, TURNS, GROUP, out_layout, layout,
+                )  # fmt: skip
+                n_tile, weights, acc, top, total = attend_tiles(
+                    inner, gl.minimum(full, last - 1), first, n_tile, weights, acc, top, total,
+                    position, queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, False, WINDOW,
+                    SCALE, BLOCK_N, STAGES, TURNS, GROUP, out_layout, layout,
+                )  # fmt: skip
+                if WINDOW > 0:
+                    n_tile, weights, acc, top, total = attend_tiles(
+                        first, gl.minimum(inner, last - 1), first, n_tile, weights, acc, top, total,
+                        position, queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, True, WINDOW,
+                        SCALE, BLOCK_N, STAGES, TURNS, GROUP, out_layout, layout,
+                    )  # fmt: skip
+            stage = n_tile % STAGES
+            mbarrier.wait(v_full.index(stage), (n_tile // STAGES) & 1)
+            if RANGE > 0:
+                if last * BLOCK_N > length:
+                    clear_values(values.index(stage), 0, length - (last - 1) * BLOCK_N, BLOCK_N, E)
+            else:
+                if WINDOW > 0:
+                    if begin > first * BLOCK_N:
+                        clear_values(values.index(stage), begin - first * BLOCK_N, length - first * BLOCK_N, BLOCK_N, E)
+            product = hopper.warpgroup_mma(weights, values.index(stage), acc, is_async=True)
+            _, next_row0, next_queries, next_length, next_skip = find_item(
+                nth_item(n + 1), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q
+            )
+            acc = hopper.warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(v_free.index(stage), count=1)
+            n_tile += 1
+            if RANGE > 0:
+                acc, top, total = join(joined, joined_top, joined_total, acc, top, total, out_layout)
+            if SINKS:
+                known = m < BLOCK_Q * G
+                sink = gl.load(sinks_ptr + head * G + m % G, mask=known, other=0.0).to(gl.float32)
+                if RANGE > 0:
+                    total += gl.exp2(gl.fma(sink, 1.4426950408889634, -top))
+                else:
+                    total += gl.exp2(sink * 1.4426950408889634 - top)
+            write_rows(acc, total, out_ptr, row0, queries, skip, head, H, G, E, GROUP, out_layout)
+        else:
+            _, next_row0, next_queries, next_length, next_skip = find_item(
+                nth_item(n + 1), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q
+            )
+        row0 = next_row0
+        queries = next_queries
+        length = next_length
+        skip = next_skip
 
 
 @gluon.jit(do_not_specialize=["S", "items"])
@@ -97,12 +229,12 @@ def hopper_flash_kernel(
     mbarrier.arrive(turn.index(0), count=1)
     gl.warp_specialize(
         [
-            (_attend_group, (
+            (_attend, (
                 queries, keys, values, k_full, k_free, v_full, v_free, turn, q_ptr, out_ptr, query_start_ptr,
                 seq_len_ptr, q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items, Q_ROW, Q_HEAD, SCALE, WINDOW, H, K, G,
                 E, BLOCK_N, RANGE, STAGES, F, NORM, EPS, SINKS, TURNS, 0,
             )),
-            (_attend_group, (
+            (_attend, (
                 queries, keys, values, k_full, k_free, v_full, v_free, turn, q_ptr, out_ptr, query_start_ptr,
                 seq_len_ptr, q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items, Q_ROW, Q_HEAD, SCALE, WINDOW, H, K, G,
                 E, BLOCK_N, RANGE, STAGES, F, NORM, EPS, SINKS, TURNS, 1,
@@ -166,16 +298,17 @@ def flash_range_configs(site: CallSite) -> list[Config]:
 
 
 def _launch_prompts(
-    q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, paged: Paged, scores: Scores, rotary: Rotary | None, *,
+    rows: Rows, paged: Paged, scores: Scores, rotary: Rotary | None, *,
     programs: int, block_n: int, stages: int, turns: bool, length: int = 0,
 ) -> Tensor:  # fmt: skip
     """The output, in which rows of prompts are written. length: of a range."""
+    q_THE, k_TKE, v_TKE = rows
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     (T, H, E), (kv_cache, *where) = q_THE.shape, paged
     K, P, S = kv_cache.shape[2], kv_cache.shape[3], paged.seq_lens.shape[0]
     G = H // K
     (q_norm, _, cos, sin), rotation = rotary_arguments(rotary, q_THE)
-    write_rows(k_TKE, v_TKE, paged, None, rotary)
+    store_rows(k_TKE, v_TKE, paged, None, rotary)
     hopper_flash(
         programs, q_THE, kv_cache, out_THE, *where, q_norm, cos, sin,
         q_THE if scores.sinks_H is None else scores.sinks_H, S, (T // (_BLOCK_M // G) + S) * K,
@@ -188,14 +321,12 @@ def _launch_prompts(
 
 
 @paged_attention.impl("gluon_prefill", device="cuda", supports=is_flash, configs=flash_configs, remedy=problem)
-def gluon_prefill(
-    q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, paged: Paged, scores: Scores, rotary: Rotary | None, **config: Any
-) -> Tensor:
+def gluon_prefill(rows: Rows, paged: Paged, scores: Scores, rotary: Rotary | None, **config: Any) -> Tensor:
     """Any ragged batch."""
-    out_THE = _launch_prompts(q_THE, k_TKE, v_TKE, paged, scores, rotary, **config)
-    (H, E), (K, P) = q_THE.shape[1:], paged.kv_cache.shape[2:4]
-    plan = plan_splits(0, H, K, paged.block_table.shape[1] * P, q_THE.dtype, E)
-    launch_decode(q_THE, k_TKE, v_TKE, paged, out_THE, scores, None, rotary, write=False, **plan)
+    out_THE = _launch_prompts(rows, paged, scores, rotary, **config)
+    (H, E), (K, P) = rows.q_THE.shape[1:], paged.kv_cache.shape[2:4]
+    plan = plan_splits(0, H, K, paged.block_table.shape[1] * P, rows.q_THE.dtype, E)
+    launch_decode(rows, paged, out_THE, scores, None, rotary, write=False, **plan)
     return out_THE
 
 
@@ -203,13 +334,11 @@ def gluon_prefill(
     "gluon_ranges", device="cuda", supports=in_flash_ranges, configs=flash_range_configs, row_order=range_order,
     remedy=problem,
 )  # fmt: skip
-def gluon_ranges(
-    q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, paged: Paged, scores: Scores, rotary: Rotary | None, **config: Any
-) -> Tensor:
+def gluon_ranges(rows: Rows, paged: Paged, scores: Scores, rotary: Rotary | None, **config: Any) -> Tensor:
     """Any ragged batch, each row as if it were the only one."""
-    out_THE = _launch_prompts(q_THE, k_TKE, v_TKE, paged, scores, rotary, **config)
+    out_THE = _launch_prompts(rows, paged, scores, rotary, **config)
     launch_ranges(
-        q_THE, k_TKE, v_TKE, paged, out_THE, scores, None, rotary, block_n=config["block_n"], length=config["length"],
+        rows, paged, out_THE, scores, None, rotary, block_n=config["block_n"], length=config["length"],
         single=True, **SINGLE,
     )  # fmt: skip
     return out_THE

@@ -7,15 +7,15 @@ from einops import repeat
 from torch import Tensor
 
 from graphllm.ir import Cost, StateSpec, nbytes, op
-from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Scores
+from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Rows, Scores
 from graphllm.ops.attention.rope import rope
 from graphllm.ops.norms.rms_norm import rms_norm
 
 _E4M3_MOST = 448.0
 
 
-def _cost(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, paged: Paged, window: int, rotary: Rotary | None) -> Cost:
-    kv_cache, _, query_start_loc, seq_lens = paged
+def _cost(rows: Rows, paged: Paged, window: int, rotary: Rotary | None) -> Cost:
+    (q_THE, k_TKE, v_TKE), (kv_cache, _, query_start_loc, seq_lens) = rows, paged
     H, E = q_THE.shape[1:]
     K = k_TKE.shape[1]
     queries = (query_start_loc[1:] - query_start_loc[:-1]).tolist()
@@ -88,9 +88,7 @@ def _seen_of_step(bits_n: Tensor | None, n: int, device: torch.device) -> tuple[
 
 @op(boundary=True, mutates=("kv_cache",), cost=_cost)
 def paged_attention(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
+    rows: Rows,
     paged: Paged,
     scores: Scores,
     kv_scales: Tensor | None = None,
@@ -99,9 +97,7 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of T new tokens over a paged KV cache, grouped-query heads, one ragged batch.
 
-    q_THE [T, H, E], k_TKE and v_TKE [T, K, E]: the step's tokens, sequence after sequence; H is a multiple of K; rows
-    may be strided, the last dimension is contiguous. Row i of a sequence's n rows has position seq_lens - n + i. What
-    no row sees of the cache may be NaN.
+    Row i of a sequence's n rows has position seq_lens - n + i. What no row sees of the cache may be NaN.
     A cache of q's dtype holds keys and values as they are. One of float8_e4m3fn holds them divided by kv_scales,
     float32 [2] for keys and values (None: 1), rounded to the nearest, even in a tie, and no larger than 448. One of
     int8, [B, 2, K, P, E + 4], holds of each head P * E numbers, then P float32 scales: that of a token and head is its
@@ -119,6 +115,7 @@ def paged_attention(
     2023 (grouped queries); Gemma 2 report 2024 (soft cap); OpenAI 2025, gpt-oss (sinks); Miao et al. 2024, SpecInfer
     (trees).
     """
+    q_THE, k_TKE, v_TKE = rows
     if rotary is not None:
         if rotary.q_norm_E is not None and rotary.k_norm_E is not None:
             q_THE = rms_norm.reference(q_THE, rotary.q_norm_E, rotary.eps)
@@ -138,8 +135,8 @@ def paged_attention(
             continue
         positions = torch.arange(length - (b - a), length, device=q_THE.device)
         block = block_table[s, positions // P].long()
-        for kind, rows in enumerate((k_TKE, v_TKE)):
-            store(kv_cache, kind, block, positions % P, rows[a:b], scales[kind])
+        for kind, entries in enumerate((k_TKE, v_TKE)):
+            store(kv_cache, kind, block, positions % P, entries[a:b], scales[kind])
         blocks = block_table[s, : -(-length // P)].long()
         keys, values = (
             repeat(_load(kv_cache, i, blocks, E, scales[i], accumulate), "b k p e -> (b p) (k g) e", g=H // K)[:length]

@@ -7,6 +7,18 @@ from typing import NamedTuple
 from torch import Tensor
 
 
+class Rows(NamedTuple):
+    """The T tokens of a step, sequence after sequence. Rows may be strided, the last dimension is contiguous.
+
+    q_THE: queries, [T, H, E]. H is a multiple of K.
+    k_TKE, v_TKE: keys and values, [T, K, E].
+    """
+
+    q_THE: Tensor
+    k_TKE: Tensor
+    v_TKE: Tensor
+
+
 class Paged(NamedTuple):
     """The cache and a ragged batch of S sequences in it.
 

@@ -153,16 +153,16 @@ def weights_of(scores, top, row_scale, LOG2E_CAP: tl.constexpr, BLIND: tl.conste
 
 @triton.jit
 def write_heads(
-    acc, top, total, v_scale, sinks_ptr, out_ptr, row, heads, valid,
-    H: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, SINKS: tl.constexpr,
+    acc, top, total, v_scale, sinks_ptr, out_ptr, row, heads, valid, e, inside,
+    H: tl.constexpr, E: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The output of rows, with the sinks of their heads."""
-    e = tl.arange(0, E_PAD)
+    """The output of rows, with the sinks of their heads. e, inside: entries of a head [E_PAD], and where they exist in
+    rows that are valid."""
     if SINKS:
         total += tl.exp2(load_sinks(sinks_ptr, heads, valid) - top)
     acc = acc * (v_scale / total)[:, None]
     out = out_ptr + ((row * H + heads) * E)[:, None] + e[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (e < E)[None, :])
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.attention.paged_attention.op import paged_attention
-from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Scores
+from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Rows, Scores
 from graphllm.ops.attention.paged_attention.triton_common import (
     as_entries,
     as_queries,
@@ -49,6 +49,7 @@ from graphllm.ops.attention.paged_attention.triton_common import (
     tile_slots,
     tile_tokens,
 )
+from graphllm.ops.attention.paged_attention.triton_write import head_strides
 
 Config = Mapping[str, int]
 _JOINED = 8192  # float32 values of the ranges that a program holds at once
@@ -317,9 +318,7 @@ def joined_rows(rows: int, E: int, ranges: int) -> int:
 
 def launch_split(
     kernel: Any,
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
+    rows: Rows,
     paged: Paged,
     out_THE: Tensor,
     scores: Scores,
@@ -340,7 +339,7 @@ def launch_split(
     """Start a kernel that divides contexts into ranges. heads: KV heads of a program. tokens: most query tokens of a
     sequence. joined, few_joined: rows that have their ranges joined at once, and if there are few. pointers, own:
     tensors and constants that only this kernel has."""
-    H, E = q_THE.shape[1:]
+    q_THE, (H, E) = rows.q_THE, rows.q_THE.shape[1:]
     kv_cache, *where = paged
     K, P = kv_cache.shape[2], kv_cache.shape[3]
     S = paged.seq_lens.shape[0]
@@ -352,11 +351,10 @@ def launch_split(
     line = 128 // kv_cache.element_size()
     launch_triton(
         kernel, (K // heads, S, splits),
-        q_THE, k_TKE, v_TKE, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
+        *rows, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
         *where, *rotated, q_THE if scores.sinks_H is None else scores.sinks_H,
         q_THE if kv_scales is None else kv_scales, *pointers,
-        Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
-        V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), CACHE_BLOCK=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
+        **head_strides(rows), CACHE_BLOCK=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
         CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=paged.block_table.stride(0),
         SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=scores.window, H=H, G=H // K, E=E, E_PAD=power_of_2(E), P=P,
         SPLITS=splits, RANGES=power_of_2(splits, 2), FEW=FEW_RANGES, MIN_TILES=min_tiles, BLOCK_N=block_n,
@@ -367,17 +365,16 @@ def launch_split(
 
 
 def launch_decode(
-    q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, paged: Paged, *others: Any, write: bool, heads: int, joined: int,
-    early: int = 0, **plan: Any,
-) -> None:  # fmt: skip
+    rows: Rows, paged: Paged, *others: Any, write: bool, heads: int, joined: int, early: int = 0, **plan: Any
+) -> None:
     """Attend for the sequences of the batch that have exactly one query token; the others are not touched. heads: KV
     heads of a program, which share a tile of ``block_n`` columns. others: as of `launch_split`."""
-    H, E, K = *q_THE.shape[1:], paged.kv_cache.shape[2]
-    rows = H // K * heads
+    H, E, K = *rows.q_THE.shape[1:], paged.kv_cache.shape[2]
+    packed = H // K * heads
     launch_split(
-        _split_kernel, q_THE, k_TKE, v_TKE, paged, *others, heads=heads, tokens=1, joined=joined,
-        few_joined=_joined(rows, E, FEW_RANGES) if joined > 1 else 1, WRITE=write, HEADS=heads, GROUPS=K // heads,
-        EARLY=early, G_PAD=power_of_2(rows), **plan,
+        _split_kernel, rows, paged, *others, heads=heads, tokens=1, joined=joined,
+        few_joined=_joined(packed, E, FEW_RANGES) if joined > 1 else 1, WRITE=write, HEADS=heads, GROUPS=K // heads,
+        EARLY=early, G_PAD=power_of_2(packed), **plan,
     )  # fmt: skip
 
 
@@ -444,16 +441,9 @@ def decode_configs(site: CallSite) -> list[Config]:
 
 @paged_attention.impl("triton_decode", device="cuda", supports=is_decode, configs=decode_configs, remedy=problem)
 def triton_decode(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    paged: Paged,
-    scores: Scores,
-    kv_scales: Tensor | None,
-    rotary: Rotary | None,
-    **config: int,
+    rows: Rows, paged: Paged, scores: Scores, kv_scales: Tensor | None, rotary: Rotary | None, **config: int
 ) -> Tensor:
     """Pure decode: every sequence has zero or one query token, and no trees."""
-    out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
-    launch_decode(q_THE, k_TKE, v_TKE, paged, out_THE, scores, kv_scales, rotary, write=True, **config)
+    out_THE = torch.empty_like(rows.q_THE, memory_format=torch.contiguous_format)
+    launch_decode(rows, paged, out_THE, scores, kv_scales, rotary, write=True, **config)
     return out_THE

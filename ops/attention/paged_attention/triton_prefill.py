@@ -18,9 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.attention.paged_attention.gluon_prefill import is_flash
 from graphllm.ops.attention.paged_attention.op import paged_attention
-from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Scores
+from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Rows, Scores
 from graphllm.ops.attention.paged_attention.triton_common import (
     as_queries,
     count_bits,
@@ -109,9 +110,7 @@ def _flash_kernel(
     NORM: tl.constexpr, EPS: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, EMULATED: tl.constexpr,
     TREE: tl.constexpr,
 ):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     BLOCK_Q: tl.constexpr = BLOCK_M // G
     blocks = tl.num_programs(0) // K
     head = tl.program_id(0) % K
@@ -123,11 +122,13 @@ def _flash_kernel(
     skip = (block - row0 // BLOCK_Q - s) * BLOCK_Q  # query tokens of the sequence before this block
     if (queries > 1) & (skip < queries):
         m = tl.arange(0, BLOCK_M)
+        e = tl.arange(0, E_PAD)
         token = skip + m // G
         valid = (m < BLOCK_Q * G) & (token < queries)
         position = length - queries + token
         row = (row0 + token).to(tl.int64)
         heads = head * G + m % G
+        inside = valid[:, None] & (e < E)[None, :]
         q_row = q_ptr + (row * Q_ROW + heads * Q_HEAD)[:, None]
         in_row = valid[:, None]
         q = load_rotated(q_row, row[:, None], in_row, q_norm_ptr, cos_ptr, sin_ptr, E, E_PAD, F, NORM, EPS)
@@ -171,7 +172,7 @@ def _flash_kernel(
             begin, bits,
             CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, TREE, True, E, E_PAD, P, BLOCK_N, EMULATED,
         )  # fmt: skip
-        write_heads(acc, top, total, v_scale, sinks_ptr, out_ptr, row, heads, valid, H, E, E_PAD, SINKS)
+        write_heads(acc, top, total, v_scale, sinks_ptr, out_ptr, row, heads, valid, e, inside, H, E, SINKS)
 
 
 def prefill_configs(site: CallSite) -> list[Config]:
@@ -198,21 +199,11 @@ def _serves(site: CallSite) -> bool:
 
 @paged_attention.impl("triton_prefill", device="cuda", supports=_serves, configs=prefill_configs, remedy=problem)
 def triton_prefill(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    paged: Paged,
-    scores: Scores,
-    kv_scales: Tensor | None,
-    ancestors_T: Tensor | None,
-    rotary: Rotary | None,
-    *,
-    block_m: int,
-    block_n: int,
-    warps: int,
-    stages: int,
-) -> Tensor:
+    rows: Rows, paged: Paged, scores: Scores, kv_scales: Tensor | None, ancestors_T: Tensor | None,
+    rotary: Rotary | None, *, block_m: int, block_n: int, warps: int, stages: int,
+) -> Tensor:  # fmt: skip
     """Any ragged batch."""
+    q_THE, k_TKE, v_TKE = rows
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     T, H, E = q_THE.shape
     kv_cache, *where = paged
@@ -233,7 +224,7 @@ def triton_prefill(
         num_warps=warps, num_stages=stages, **cache, **rotation,
     )  # fmt: skip
     launch_decode(
-        q_THE, k_TKE, v_TKE, paged, out_THE, scores, kv_scales, rotary, write=False,
+        rows, paged, out_THE, scores, kv_scales, rotary, write=False,
         **plan_splits(0, H, K, paged.block_table.shape[1] * P, q_THE.dtype, E),
     )  # fmt: skip
     return out_THE

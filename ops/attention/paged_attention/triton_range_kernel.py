@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
-from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Scores
+from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Rows, Scores
 from graphllm.ops.attention.paged_attention.triton_common import (
     as_entries,
     as_queries,
@@ -43,7 +43,7 @@ from graphllm.ops.attention.paged_attention.triton_common import (
     window_tiles,
     write_heads,
 )
-from graphllm.ops.attention.paged_attention.triton_write import cache_constants
+from graphllm.ops.attention.paged_attention.triton_write import cache_constants, head_strides
 
 RANGE = 256  # tokens of a range
 PROMPT_ROWS = 128  # of a tile for prompts
@@ -290,7 +290,7 @@ def range_kernel(
                         more_total = tl.load(edge + at + 1, mask=valid, other=1.0, cache_modifier=".cg")
                         acc, top, total = _join(acc, top, total, more, more_top, more_total)
         if finishes:
-            write_heads(acc, top, total, v_scale, sinks_ptr, out_ptr, row, heads, valid, H, E, E_PAD, SINKS)
+            write_heads(acc, top, total, v_scale, sinks_ptr, out_ptr, row, heads, valid, e, inside, H, E, SINKS)
 
 
 def in_ranges(site: CallSite) -> bool:
@@ -309,26 +309,11 @@ def range_order(site: CallSite, constants: Mapping[str, int]) -> str:
 
 
 def launch_ranges(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    paged: Paged,
-    out_THE: Tensor,
-    scores: Scores,
-    kv_scales: Tensor | None,
-    rotary: Rotary | None,
-    *,
-    block_m: int,
-    block_n: int,
-    warps: int,
-    stages: int,
-    length: int,
-    parts: int = 1,
-    programs: int = 1,
-    single: bool,
-) -> None:
+    rows: Rows, paged: Paged, out_THE: Tensor, scores: Scores, kv_scales: Tensor | None, rotary: Rotary | None, *,
+    block_m: int, block_n: int, warps: int, stages: int, length: int, parts: int = 1, programs: int = 1, single: bool,
+) -> None:  # fmt: skip
     """Attention of the sequences that have one token, or of all others; their keys and values are in the cache then."""
-    T, H, E = q_THE.shape
+    q_THE, (T, H, E) = rows.q_THE, rows.q_THE.shape
     kv_cache, *where = paged
     K, S = kv_cache.shape[2], paged.seq_lens.shape[0]
     rotated, rotation = rotary_arguments(rotary, q_THE)
@@ -341,11 +326,10 @@ def launch_ranges(
     items = S if single else T // (block_m // (H // K)) + S
     launch_triton(
         range_kernel, (items * K, programs),
-        q_THE, k_TKE, v_TKE, kv_cache, out_THE, *where, *rotated,
+        *rows, kv_cache, out_THE, *where, *rotated,
         q_THE if scores.sinks_H is None else scores.sinks_H, q_THE if kv_scales is None else kv_scales,
         partial, arrived, S,
-        Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
-        V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=scores.window,
+        **head_strides(rows), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=scores.window,
         SINKS=scores.sinks_H is not None, H=H, K=K, G=H // K, BLOCK_M=block_m, BLOCK_N=block_n, RANGE=length,
         SINGLE=single, PARTS=parts, PROGRAMS=programs, LINE=line, LINES=1 << (max(1, E // line).bit_length() - 1),
         num_warps=warps, num_stages=stages, **cache_constants(paged, E, kv_scales), **rotation,

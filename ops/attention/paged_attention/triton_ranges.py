@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite
 from graphllm.ops.attention.paged_attention.op import paged_attention
-from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Scores
+from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Rows, Scores
 from graphllm.ops.attention.paged_attention.triton_common import problem
 from graphllm.ops.attention.paged_attention.triton_decode import Config
 from graphllm.ops.attention.paged_attention.triton_range_kernel import (
@@ -47,33 +47,19 @@ def range_configs(site: CallSite) -> list[Config]:
     "triton_ranges", device="cuda", supports=in_ranges, configs=range_configs, row_order=range_order, remedy=problem
 )
 def triton_ranges(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    paged: Paged,
-    scores: Scores,
-    kv_scales: Tensor | None,
-    rotary: Rotary | None,
-    *,
-    block_m: int,
-    block_n: int,
-    warps: int,
-    stages: int,
-    length: int,
-    parts: int,
-    programs: int,
-    single: int,
-) -> Tensor:
+    rows: Rows, paged: Paged, scores: Scores, kv_scales: Tensor | None, rotary: Rotary | None, *, block_m: int,
+    block_n: int, warps: int, stages: int, length: int, parts: int, programs: int, single: int,
+) -> Tensor:  # fmt: skip
     """Any ragged batch without trees, each row as if it were the only one."""
-    out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
+    out_THE = torch.empty_like(rows.q_THE, memory_format=torch.contiguous_format)
     launch = functools.partial(
-        launch_ranges, q_THE, k_TKE, v_TKE, paged, out_THE, scores, kv_scales, rotary, block_n=block_n, length=length,
+        launch_ranges, rows, paged, out_THE, scores, kv_scales, rotary, block_n=block_n, length=length,
         parts=parts, programs=programs,
     )  # fmt: skip
     if single:
         launch(block_m=block_m, warps=warps, stages=stages, single=True)
     else:
-        write_rows(k_TKE, v_TKE, paged, kv_scales, rotary)
+        write_rows(rows.k_TKE, rows.v_TKE, paged, kv_scales, rotary)
         launch(block_m=block_m, warps=warps, stages=stages, single=False)
         launch(**SINGLE, single=True)
     return out_THE

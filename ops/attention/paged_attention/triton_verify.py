@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite
 from graphllm.ops.attention.paged_attention.op import paged_attention
-from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Scores
+from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Rows, Scores
 from graphllm.ops.attention.paged_attention.triton_common import (
     as_entries,
     as_queries,
@@ -229,26 +229,17 @@ def verify_configs(site: CallSite) -> list[Config]:
 
 @paged_attention.impl("triton_verify", device="cuda", supports=is_verification, configs=verify_configs, remedy=problem)
 def triton_verify(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    paged: Paged,
-    scores: Scores,
-    kv_scales: Tensor | None,
-    ancestors_T: Tensor | None,
-    rotary: Rotary | None,
-    *,
-    queries: int,
-    **plan: int,
-) -> Tensor:
+    rows: Rows, paged: Paged, scores: Scores, kv_scales: Tensor | None, ancestors_T: Tensor | None,
+    rotary: Rotary | None, *, queries: int, **plan: int,
+) -> Tensor:  # fmt: skip
     """Every sequence has at most ``queries`` query tokens."""
-    out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
-    H, E, K = *q_THE.shape[1:], paged.kv_cache.shape[2]
-    rows = queries * H // K
+    out_THE = torch.empty_like(rows.q_THE, memory_format=torch.contiguous_format)
+    H, E, K = *rows.q_THE.shape[1:], paged.kv_cache.shape[2]
+    packed = queries * H // K
     launch_split(
-        _verify_kernel, q_THE, k_TKE, v_TKE, paged, out_THE, scores, kv_scales, rotary,
-        q_THE if ancestors_T is None else ancestors_T,
-        heads=1, tokens=queries, few_joined=joined_rows(rows, E, FEW_RANGES),
-        Q=queries, BLOCK_Q=power_of_2(queries), M=power_of_2(rows), TREE=ancestors_T is not None, **plan,
+        _verify_kernel, rows, paged, out_THE, scores, kv_scales, rotary,
+        rows.q_THE if ancestors_T is None else ancestors_T, heads=1, tokens=queries,
+        few_joined=joined_rows(packed, E, FEW_RANGES), Q=queries, BLOCK_Q=power_of_2(queries), M=power_of_2(packed),
+        TREE=ancestors_T is not None, **plan,
     )  # fmt: skip
     return out_THE

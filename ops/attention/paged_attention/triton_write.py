@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import launch_triton
-from graphllm.ops.attention.paged_attention.operands import Paged, Rotary
+from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Rows
 from graphllm.ops.attention.paged_attention.triton_common import (
     as_entries,
     load_rotated,
@@ -59,8 +59,14 @@ def _write_kernel(
     tl.store(slots + CACHE_KV, as_entries(values, v_scale, dtype, SCALED, EMULATED), mask=inside)
 
 
+def head_strides(rows: Rows) -> dict[str, Any]:
+    """Constants of kernels that read queries, keys and values."""
+    tensors = zip("QKV", rows, strict=True)
+    return {f"{n}_{of}": t.stride(i) for n, t in tensors for i, of in enumerate(("ROW", "HEAD"))}
+
+
 def cache_constants(paged: Paged, E: int, kv_scales: Tensor | None) -> dict[str, Any]:
-    """Constants of both kernels: strides and sizes of the cache."""
+    """Constants of kernels that find a token's sequence: strides and sizes of the cache."""
     kv_cache = paged.kv_cache
     return {
         "CACHE_BLOCK": kv_cache.stride(0), "CACHE_KV": kv_cache.stride(1), "CACHE_HEAD": kv_cache.stride(2),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, exchange, launch_triton
 from graphllm.ir.exchange import COUNTER, GIVE, MOST_RANKS, OWN, TAKE, exchange_bytes
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.collectives.all_reduce.op import all_reduce
 
 _COUNTER, _OWN, _GIVE, _TAKE = (tl.constexpr(place) for place in (COUNTER, OWN, GIVE, TAKE))
@@ -149,9 +150,7 @@ def _sum_kernel(
     FEW: tl.constexpr,  # numbers at most
     BLOCK: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count * UNIT
     own = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, exchange, launch_triton, zeroed
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.collectives.all_reduce.triton_exchange import exchange_half, one_trip, sum_over_ranks
 from graphllm.ops.encodings.encoded_weights import BITS, span_of
 from graphllm.ops.gemm.fused_linear.launch_constants import Config, beside_rows, read_by_tma, row_configs, sum_order
@@ -398,9 +399,7 @@ def norm_kernel(
 
 @triton.jit
 def _gate_kernel(gate_up_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, EMULATED: tl.constexpr):
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = gate_up_ptr + token * (2 * N) + n

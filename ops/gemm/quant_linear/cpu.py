@@ -22,16 +22,22 @@ from graphllm.ops.gemm.quant_linear.op import quant_linear
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _LINES = {torch.int8: 16, torch.uint8: 4}  # of the groups that the kernels are compiled for
 
-_kernels = {
-    (values, x): CKernel(
-        f"graphllm_quant_linear_{name}_{kind}",
-        "(Tensor x, Tensor values, Tensor scales, Tensor? bias, Tensor(a!) out, SymInt M, SymInt N, SymInt K,"
-        " SymInt x_stride, bool gated) -> ()",
-        Path(__file__).with_name("cpu.cpp"),
-    )
-    for values, name in ((torch.int8, "int8"), (torch.uint8, "int4"))
-    for x, kind in _DTYPES.items()
-}
+
+def integer_kernels(symbol: str, schema: str, source: Path) -> dict[tuple[torch.dtype, torch.dtype], CKernel]:
+    """A kernel for each dtype of packed values and of x."""
+    return {
+        (values, x): CKernel(f"{symbol}_{name}_{kind}", schema, source)
+        for values, name in ((torch.int8, "int8"), (torch.uint8, "int4"))
+        for x, kind in _DTYPES.items()
+    }
+
+
+_kernels = integer_kernels(
+    "graphllm_quant_linear",
+    "(Tensor x, Tensor values, Tensor scales, Tensor? bias, Tensor(a!) out, SymInt M, SymInt N, SymInt K,"
+    " SymInt x_stride, bool gated) -> ()",
+    Path(__file__).with_name("cpu.cpp"),
+)
 
 
 def _supports(site: CallSite) -> bool:

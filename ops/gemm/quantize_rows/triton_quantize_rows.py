@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.encodings.encoded_weights import span_of, width_of
 from graphllm.ops.gemm.quantize_rows.op import LARGEST, quantize_rows
 
@@ -53,9 +54,7 @@ def quantize_kernel(
     EPS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
     EMULATED: tl.constexpr,
 ):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = SPAN // 2
     w = tl.arange(0, BLOCK)

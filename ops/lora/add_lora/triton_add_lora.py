@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.lora.add_lora.op import add_lora
 from graphllm.ops.lora.add_lora.operands import LowRank
 from graphllm.ops.lora.add_lora.triton_low_rank import shrink_tiles
@@ -45,9 +46,7 @@ def _expand_kernel(
     o = start + tl.arange(0, BO)
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, BR)
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     ids = tl.load(ids_ptr + t, mask=t < T, other=0)
     whole = (t < T)[:, None] & (o < width)[None, :]
     total = tl.load(y_ptr + t.to(tl.int64)[:, None] * y_stride + o[None, :], mask=whole, other=0.0).to(tl.float32)

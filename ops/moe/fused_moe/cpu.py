@@ -7,23 +7,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphllm.ir.kernels import CKernel
+from graphllm.ir.kernels import float_kernels
 from graphllm.ir.op import CallSite, by_site, each_alone
 from graphllm.ops.moe.fused_moe.op import fused_moe
 from graphllm.ops.moe.fused_moe.operands import LORA_TABLES, ExpertLora, Experts, Route
 
 _ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # in the order of cpu.cpp
-_KERNELS = {
-    dtype: CKernel(
-        f"graphllm_fused_moe_{name}",
-        "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor experts, Tensor? gate_up_bias,"
-        " Tensor? down_bias, Tensor? gate_up_a, Tensor? gate_up_b, Tensor? down_a, Tensor? down_b, Tensor? ids,"
-        " Tensor(a!) out, SymInt T, SymInt A, SymInt N, SymInt D, SymInt F, SymInt x_stride, int activation,"
-        " float limit, int rank, bool invariant) -> ()",
-        Path(__file__).with_name("cpu.cpp"),
-    )
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "f32"))
-}
+_KERNELS = float_kernels(
+    "graphllm_fused_moe",
+    "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor experts, Tensor? gate_up_bias,"
+    " Tensor? down_bias, Tensor? gate_up_a, Tensor? gate_up_b, Tensor? down_a, Tensor? down_b, Tensor? ids,"
+    " Tensor(a!) out, SymInt T, SymInt A, SymInt N, SymInt D, SymInt F, SymInt x_stride, int activation,"
+    " float limit, int rank, bool invariant) -> ()",
+    Path(__file__).with_name("cpu.cpp"),
+)
 
 
 def _supports(site: CallSite) -> bool:

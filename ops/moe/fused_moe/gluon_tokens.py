@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, runs_gluon
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.moe.fused_moe.gluon_experts import hopper_experts
 from graphllm.ops.moe.fused_moe.op import fused_moe
 from graphllm.ops.moe.fused_moe.operands import Experts, Residual, Route
@@ -31,9 +32,7 @@ def place_rows_kernel(
     EMULATED: tl.constexpr,
 ):  # fmt: skip
     """The first P programs place a pair each, after the earlier ones of its expert; the others write the table."""
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     i = tl.program_id(0)
     p = tl.arange(0, P_PAD)
     experts = tl.load(experts_ptr + p, mask=p < P, other=-1)

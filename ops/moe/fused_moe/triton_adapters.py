@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import launch_triton
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.moe.fused_moe.operands import ExpertLora
 
 _MOST_RANKS = 64  # columns of B, or rows of A, that are multiplied at a time
@@ -23,9 +24,7 @@ def _shrink_pairs_kernel(
     x_ptr, a_ptr, experts_ptr, ids_ptr, low_ptr, X_ROW: tl.constexpr, A: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     K: tl.constexpr, GATED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     pair = tl.program_id(1)
     expert = tl.load(experts_ptr + pair)
     own_id = tl.load(ids_ptr + pair // A)
@@ -49,9 +48,7 @@ def _shrink_tiles_kernel(
     R: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, TILES: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     if tl.program_id(0) >= tl.load(tiles_ptr + TILES * 3):
         return
     tile = tiles_ptr + tl.program_id(0) * 3

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.encodings.encoded_weights import BITS
 from graphllm.ops.moe.fused_moe.operands import LORA_TABLES, Experts, Residual
 
@@ -74,9 +75,7 @@ def _add_kernel(
     y_ptr, experts_ptr, residual_ptr, out_ptr, A: tl.constexpr, D: tl.constexpr, RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.gemm.fused_linear.triton_direct import direct_product
 from graphllm.ops.gemm.fused_linear.triton_encoded import encoded_product, tiles_of
 from graphllm.ops.gemm.fused_linear.triton_fused_linear import weight_rows
@@ -47,9 +48,7 @@ def one_hidden_kernel(
     EPS: tl.constexpr, NORM: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     block = tl.program_id(0)
     a = tl.program_id(1)
     expert = tl.load(experts_ptr + a).to(tl.int64)
@@ -94,9 +93,7 @@ def one_sum_kernel(
     RESIDUAL: tl.constexpr, D: tl.constexpr, F: tl.constexpr, A: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -147,9 +144,7 @@ def few_kernel(
     RANK: tl.constexpr,  # of adapters, 0 without
     BLOCK_R: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     block = tl.program_id(0)
     expert = tl.program_id(1)
     if BY_PAIR:

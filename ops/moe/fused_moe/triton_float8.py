@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.encodings.encoded_weights import span_of
 from graphllm.ops.gemm.fused_linear.triton_encoded import number_of
 from graphllm.ops.gemm.fused_linear.triton_fused_linear import weight_rows
@@ -55,9 +56,7 @@ def halves_kernel(
     X_ROW: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr,
     BLOCK: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * X_ROW + k, mask=k < K, other=0.0).to(tl.float32)
@@ -184,9 +183,7 @@ def halves_experts_kernel(
     EMULATED: tl.constexpr,
 ):  # fmt: skip
     """Programs have some weight rows of one expert, and read them once for every SLOTS tokens that chose it."""
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     block = tl.program_id(0)
     expert = tl.program_id(1)
     row, in_row = weight_rows(block, ROWS, GATED, BLOCK_N)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.gemm.fused_linear.triton_encoded import encoded_product, tiles_of
 from graphllm.ops.moe.fused_moe.op import fused_moe
 from graphllm.ops.moe.fused_moe.operands import ExpertLora, Experts, Residual, Route
@@ -33,9 +34,7 @@ def count_kernel(
     BLOCK: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     counts = _counts(experts_ptr, tl.program_id(0) * BLOCK, P, N_PAD, BLOCK)
     tl.atomic_add(counts_ptr + tl.arange(0, N_PAD), counts, mask=counts > 0, sem="relaxed")
 
@@ -60,9 +59,7 @@ def place_kernel(
     TILES: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """The first BLOCKS programs place pairs, each of the others writes BLOCK tiles."""
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     block = tl.program_id(0)
     n = tl.arange(0, N_PAD)
     total = tl.load(counts_ptr + n)

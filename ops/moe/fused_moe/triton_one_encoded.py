@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import launch_triton
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.gemm.fused_linear.triton_direct import direct_product
 from graphllm.ops.gemm.fused_linear.triton_fused_linear import weight_rows
 from graphllm.ops.moe.fused_moe.operands import Experts, Route
@@ -37,9 +38,7 @@ def one_pair_kernel(
     ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr, WARPS: tl.constexpr,
     AHEAD: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     block = tl.program_id(0)
     pair = tl.program_id(1)
     expert = tl.load(experts_ptr + pair).to(tl.int64)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.moe.moe_route.op import Routing, moe_route
 
 LOWEST = tl.constexpr(-1e30)  # of two groups' sum, too, more than -inf
@@ -32,9 +33,7 @@ def route_kernel(
     SIGMOID: tl.constexpr, BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr,
     KEPT: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     t = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, N_PAD)
     logits = tl.load(logits_ptr + t * LOGITS_ROW + n, mask=n < N, other=float("-inf")).to(tl.float32)

@@ -7,27 +7,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphllm.ir.kernels import CKernel
 from graphllm.ir.op import CallSite
-from graphllm.ops.gemm.quant_linear.cpu import of_integers
+from graphllm.ops.gemm.quant_linear.cpu import integer_kernels, of_integers
 from graphllm.ops.moe.fused_moe.operands import LORA_TABLES, ExpertLora, Route
 from graphllm.ops.moe.quant_moe.op import QuantExperts, quant_moe
 
 _ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # in the order of cpu/experts.h
-_DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _LINES = {torch.int8: 16, torch.uint8: 4}  # of the groups that the kernels are compiled for
-_kernels = {
-    (values, x): CKernel(
-        f"graphllm_quant_moe_{name}_{kind}",
-        "(Tensor x, Tensor gate_up, Tensor gate_up_scales, Tensor down, Tensor down_scales, Tensor weights,"
-        " Tensor experts, Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_a, Tensor? gate_up_b,"
-        " Tensor? down_a, Tensor? down_b, Tensor? ids, Tensor(a!) out, SymInt T, SymInt A, SymInt N, SymInt D,"
-        " SymInt F, SymInt x_stride, int activation, float limit, int rank) -> ()",
-        Path(__file__).with_name("cpu.cpp"),
-    )
-    for values, name in ((torch.int8, "int8"), (torch.uint8, "int4"))
-    for x, kind in _DTYPES.items()
-}
+_kernels = integer_kernels(
+    "graphllm_quant_moe",
+    "(Tensor x, Tensor gate_up, Tensor gate_up_scales, Tensor down, Tensor down_scales, Tensor weights,"
+    " Tensor experts, Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_a, Tensor? gate_up_b,"
+    " Tensor? down_a, Tensor? down_b, Tensor? ids, Tensor(a!) out, SymInt T, SymInt A, SymInt N, SymInt D,"
+    " SymInt F, SymInt x_stride, int activation, float limit, int rank) -> ()",
+    Path(__file__).with_name("cpu.cpp"),
+)
 
 
 def _supports(site: CallSite) -> bool:

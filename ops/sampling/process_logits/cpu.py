@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphllm.ir.kernels import CKernel
+from graphllm.ir.kernels import float_kernels
 from graphllm.ir.op import CallSite, each_alone
 from graphllm.ops.sampling.process_logits.op import process_logits
 from graphllm.ops.sampling.process_logits.operands import Changes, StepDrafts
@@ -18,11 +18,7 @@ _SCHEMA = (
     " Tensor place, Tensor? ancestors, Tensor(a!) out, SymInt S, SymInt V,"
     " SymInt logits_stride, SymInt mask_stride, SymInt counts_stride, SymInt token_stride, SymInt value_stride) -> ()"
 )
-_SOURCE = Path(__file__).with_name("cpu.cpp")
-_kernels = {
-    torch.float32: CKernel("graphllm_process_logits_f32", _SCHEMA, _SOURCE),
-    torch.bfloat16: CKernel("graphllm_process_logits_bf16", _SCHEMA, _SOURCE),
-}
+_kernels = float_kernels("graphllm_process_logits", _SCHEMA, Path(__file__).with_name("cpu.cpp"))
 _INTS = (
     "slot_S", "mask_row_S", "mask_SW", "bias_count_S", "counts_NV", "bias_token_NB", "drafts_T", "logits_indices_S",
     "place_S",

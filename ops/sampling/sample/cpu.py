@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphllm.ir.kernels import CKernel
+from graphllm.ir.kernels import float_kernels
 from graphllm.ir.op import CallSite, each_alone
 from graphllm.ops.sampling.sample.op import sample
 from graphllm.ops.sampling.sample.operands import Sampling
@@ -16,11 +16,7 @@ _SCHEMA = (
     "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed,"
     " Tensor sample_index, Tensor(a!) out, SymInt S, SymInt V, SymInt stride) -> ()"
 )
-_SOURCE = Path(__file__).with_name("cpu.cpp")
-_kernels = {
-    torch.float32: CKernel("graphllm_sample_f32", _SCHEMA, _SOURCE),
-    torch.bfloat16: CKernel("graphllm_sample_bf16", _SCHEMA, _SOURCE),
-}
+_kernels = float_kernels("graphllm_sample", _SCHEMA, Path(__file__).with_name("cpu.cpp"))
 _PARAMETERS = {
     "temperature_S": torch.float32,
     "top_k_S": torch.int32,

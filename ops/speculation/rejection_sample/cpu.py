@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphllm.ir.kernels import CKernel
+from graphllm.ir.kernels import float_kernels
 from graphllm.ir.op import CallSite
 from graphllm.ops.speculation.rejection_sample.op import rejection_sample
 from graphllm.ops.speculation.rejection_sample.operands import Proposal, RowSampling
@@ -17,11 +17,7 @@ _SCHEMA = (
     " Tensor drafts, Tensor slots, Tensor place, Tensor? probs, Tensor(a!) out, SymInt S, SymInt V, SymInt K,"
     " SymInt stride, SymInt slot_stride, SymInt place_stride, float threshold, float alpha, float synthetic) -> ()"
 )
-_SOURCE = Path(__file__).with_name("cpu.cpp")
-_kernels = {
-    torch.float32: CKernel("graphllm_rejection_sample_f32", _SCHEMA, _SOURCE),
-    torch.bfloat16: CKernel("graphllm_rejection_sample_bf16", _SCHEMA, _SOURCE),
-}
+_kernels = float_kernels("graphllm_rejection_sample", _SCHEMA, Path(__file__).with_name("cpu.cpp"))
 _FLOATS, _INTS = (
     ("temperature_R", "top_p_R", "min_p_R"),
     ("top_k_R", "sample_index_R", "drafts_R", "slots_R", "place_R"),
