@@ -1,4 +1,4 @@
-"""Kernels of several ranks that give each other numbers: processes with Triton's interpreter, any of which may be late;
+"""Kernels of several ranks that give each other numbers: processes with Triton's interpreter, any may be late;
 and the process that builds them, which has no other."""
 
 from __future__ import annotations
