@@ -1,5 +1,5 @@
-"""add_adapters: the low-rank products of a step's adapters, behind the linear layers of the model's layers and, where
-that is asked for, in its experts and behind its embedding and its head."""
+"""add_adapters: the low-rank products of a step's adapters, after the linear layers of the model's layers and, where
+that is asked for, in its experts and after its embedding and its head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphllm.ops.gemm.linear import linear
 from graphllm.ops.lora.add_embedding_lora import add_embedding_lora
 from graphllm.ops.lora.add_lora import add_lora
 from graphllm.ops.moe.fused_moe import fused_moe
-from graphllm.ops.moe.fused_moe.op import LORA_TABLES
+from graphllm.ops.moe.fused_moe.operands import LORA_TABLES
 from graphllm.program.specs import InputSpec, StateSpec
 from graphllm.rewrite import PassReport, Unit, fake_values, register_pass
 from graphllm.weights.adapters.adapted import AdaptedLinear, adapted_layer
@@ -29,10 +29,10 @@ _OF_ROWS = InputSpec("row_adapter_ids", ("R",), provider="adapter_ids")
 
 @register_pass(numerics="changes")
 def add_adapters(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
-    """Put `add_lora` behind every `linear` of a layer whose weight is made of modules of the checkpoint, such as q, k
-    and v. Its tables are states of axis "adapter". It stands before quantization and fusion: steps without an adapter
-    run programs without it (`compile/variants.py`), which keep each of these. The head, experts (which have adapters
-    as arguments) and the embedding have some only if `lora_target_modules` names them: their tables are large."""
+    """Put `add_lora` after every `linear` of a layer with a weight made of modules of the checkpoint, such as q, k and
+    v. Its tables are states of axis "adapter". It stands before quantization and fusion: steps without an adapter run
+    programs without it (`compile/variants.py`), which keep each of these. The head, experts (which have adapters as
+    arguments) and the embedding have some only if `lora_target_modules` names them: their tables are large."""
     if not config.enable_lora or unit.prefix or not (unit.layers or unit.name in ("embed", "head")):
         return PassReport(0)
     ids = _OF_ROWS if unit.name == "head" else _OF_TOKENS
@@ -56,7 +56,7 @@ def add_adapters(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassRep
         tables = [_tables(unit, layer, config) for layer in layers]
         change(unit, node, layers, [t for pair in tables for t in pair], _ids(unit, ids))
         states += [state for layer in layers for state in layer.states]
-        notes += [f"{layer.name}: {layer.told}" for layer in layers]
+        notes += [f"{layer.name}: {layer.modules}" for layer in layers]
     return PassReport(len(notes), tuple(notes), None, tuple(states), (ids,) if notes else ())
 
 
@@ -68,7 +68,7 @@ class _Layer(NamedTuple):
     states: tuple[StateSpec, StateSpec]
 
     @property
-    def told(self) -> str:
+    def modules(self) -> str:
         modules = (
             [part.modules for part in self.adapted.parts] if self.adapted.parts[0].modules else [self.adapted.stacked]
         )
@@ -97,11 +97,11 @@ def _layer(unit: Unit, plan: WeightPlan, weight: Any, config: CompileConfig) -> 
 def _tables(unit: Unit, layer: _Layer, config: CompileConfig) -> tuple[Node, ...]:
     entries = config.max_loras + 1
     specs = (TensorSpec.contiguous(config.dtype, entries, *state.shape) for state in layer.states)
-    return tuple(_input(unit, f"state.{s.name}", spec) for s, spec in zip(layer.states, specs, strict=True))
+    return tuple(unit.input(f"state.{s.name}", spec) for s, spec in zip(layer.states, specs, strict=True))
 
 
 def _ids(unit: Unit, ids: InputSpec) -> Node:
-    return _input(unit, f"step.{ids.name}", TensorSpec.contiguous(ids.dtype, *ids.shape))
+    return unit.input(f"step.{ids.name}", TensorSpec.contiguous(ids.dtype, *ids.shape))
 
 
 def _behind_linear(unit: Unit, node: Node, layers: list[_Layer], tables: list[Node], ids: Node) -> None:
@@ -130,21 +130,9 @@ _CHANGES: dict[str, tuple[tuple[str, ...], Callable[..., None]]] = {
 
 
 def _behind(unit: Unit, node: Node, op: Op, arguments: dict[str, Any]) -> None:
-    """A call of an op behind a node, for everything that reads the node."""
+    """A call of an op after a node, for everything that reads the node."""
     with unit.graph.inserting_after(node):
         made = unit.graph.call_function(op.overload, kwargs=arguments)
     with unit.shapes.mode, torch.no_grad():
         made.meta["val"] = op.overload(**fake_values(arguments))
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
-
-
-def _input(unit: Unit, label: str, spec: TensorSpec) -> Node:
-    """The unit's input of that name, which is made where there is none."""
-    nodes = unit.graph.find_nodes(op="placeholder")
-    for node in nodes:
-        if node.meta["label"] == label:
-            return node
-    with unit.graph.inserting_before(nodes[0]):
-        made = unit.graph.placeholder(label.replace(".", "_"))
-    made.meta.update(val=unit.shapes.tensor(spec), label=label)
-    return made

@@ -1,5 +1,5 @@
-"""fuse_gate: a product with integer weights ends with the gate that alone reads it, so that its halves, of all the rows
-of a long step, are never written."""
+"""fuse_gate: a product with integer weights ends with the gate that is its only reader, so that its halves, of all the
+rows of a long step, are never written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphllm.weights.plan.plan import WeightPlan
 
 @register_pass(numerics="reorders")
 def fuse_gate(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
-    """Give `gguf_linear` and `quant_linear` the `swiglu` behind them where an implementation takes it."""
+    """Give `gguf_linear` and `quant_linear` the `swiglu` after them where an implementation takes it."""
     notes: list[str] = []
     for gate in list(unit.graph.nodes):
         if op_of(gate.target) is not swiglu:

@@ -14,14 +14,23 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from graphllm.config import CompileConfig
-from graphllm.ir.op import Op, op_of
+from graphllm.ir.op import op_of
 from graphllm.ops.activations.swiglu import swiglu
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.gemm.quantize_rows import quantize_rows
 from graphllm.ops.gemm.scaled_linear import scaled_linear
 from graphllm.ops.norms.rms_norm import rms_norm
-from graphllm.passes.fuse_linear import sum_with
-from graphllm.rewrite import PassReport, Unit, fake_values, is_implemented, register_pass
+from graphllm.rewrite import (
+    PassReport,
+    Unit,
+    bound,
+    bound_once,
+    fake_values,
+    is_implemented,
+    only_user,
+    register_pass,
+    sum_with,
+)
 from graphllm.weights.plan.plan import WeightPlan
 
 
@@ -31,7 +40,7 @@ def quantize_activations(unit: Unit, plan: WeightPlan, config: CompileConfig) ->
     implementations."""
     notes: list[str] = []
     for node in list(unit.graph.nodes):
-        given = _bound(node, linear)
+        given = bound(node, linear)
         if given is None or given["form"] != "float8" or given["group"] or given["bias_O"] is not None:
             continue
         rows = _rows(given["x_TI"])
@@ -69,7 +78,7 @@ class _Form(NamedTuple):
 
 def _forms(node: Node) -> Iterator[_Form]:
     """The ways to end a linear layer, those that take in more first."""
-    user = next(iter(node.users)) if len(node.users) == 1 else None
+    user = only_user(node)
     if user is not None and op_of(user.target) is swiglu:
         yield _Form({"gated": True}, user, ("gate",))
     add, residual = sum_with(node)
@@ -80,7 +89,7 @@ def _forms(node: Node) -> Iterator[_Form]:
 
 def _rows(x: Node) -> dict[str, Any]:
     """Arguments of `quantize_rows` for the rows that a node makes."""
-    norm, gate = (_bound(x, op) if len(x.users) == 1 else None for op in (rms_norm, swiglu))
+    norm, gate = (bound_once(x, op) for op in (rms_norm, swiglu))
     if norm is not None and not norm["offset"]:
         return {"x_TI": norm["x"], "norm_I": norm["weight"], "eps": norm["eps"], "gated": False}
     if gate is not None:
@@ -90,7 +99,3 @@ def _rows(x: Node) -> dict[str, Any]:
 
 def _said(rows: dict[str, Any]) -> list[str]:
     return ["norm"] * (rows["norm_I"] is not None) + ["gate"] * rows["gated"] + ["rows of float8", "linear"]
-
-
-def _bound(node: Any, op: Op) -> dict[str, Any] | None:
-    return op.bind(node.args, node.kwargs) if isinstance(node, Node) and op_of(node.target) is op else None

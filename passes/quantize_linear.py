@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from graphllm.config import CompileConfig
+from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import Op, all_ops, op_of
 from graphllm.ops.embeddings.embedding import embedding
 from graphllm.ops.gemm.linear import linear
@@ -83,7 +84,7 @@ def _calls(op: Op, weight: Node, argument: str) -> dict[Node, dict[str, Any]] | 
 
 def _pieces(plan: WeightPlan, entry: str, config: CompileConfig) -> tuple[_Piece, ...]:
     """How a matrix is to be read: as the checkpoint stores it, or in encodings equal to that, if ops read it so; else
-    in the wanted encoding. Empty for what is to be left alone."""
+    in the wanted encoding. Empty for what is not to change."""
     expr, shape = plan.expr_of(entry), plan[entry].shape
     if len(shape) != 2:
         return ()
@@ -188,13 +189,8 @@ def _inputs(unit: Unit, weight: Node, name: str, pieces: tuple[_Piece, ...]) -> 
         parts = []
         for part in encoding_of(chosen).parts:
             label = f"{_part_name(name, number, pieces)}.{part.name}"
-            with unit.graph.inserting_before(weight):
-                node = unit.graph.placeholder(f"{weight.name}_{label.removeprefix(name)[1:].replace('.', '_')}")
-            with unit.shapes.mode:
-                shape, dtype = part.shape(stop - start, inner), getattr(torch, part.dtype)
-                fake = torch.empty(shape, dtype=dtype, device=unit.shapes.device)
-            node.meta.update(val=fake, label=f"w.{label}")
-            parts.append(node)
+            spec = TensorSpec.contiguous(part.dtype, *part.shape(stop - start, inner))
+            parts.append(unit.input(f"w.{label}", spec, before=weight))
         made.append(parts)
         start = stop
     return made

@@ -7,10 +7,10 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from graphllm.config import CompileConfig
+from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import Op, all_ops, op_of
 from graphllm.ops.moe.fused_moe import fused_moe
 from graphllm.rewrite import PassReport, Unit, register_pass
@@ -70,7 +70,7 @@ def _call(encoding: Encoding, op: Op, parts: list[list[Node]], given: dict[str, 
 
 
 def _encoding(plan: WeightPlan, entry: str, config: CompileConfig) -> str | None:
-    """The encoding in which a stack is to be read; None for what is to be left alone."""
+    """The encoding in which a stack is to be read; None for what is not to change."""
     expr = plan.expr_of(entry)
     for name in same_encodings(_expert(expr, 0)):
         encoding = encoding_of(name)
@@ -124,12 +124,6 @@ def _inputs(unit: Unit, stack: Node, name: str, encoding: Encoding) -> list[Node
     N, rows, inner = (int(n) for n in stack.meta["val"].shape)
     made = []
     for part in encoding.parts:
-        with unit.graph.inserting_before(stack):
-            node = unit.graph.placeholder(f"{stack.name}_{part.name}")
-        with unit.shapes.mode:
-            fake = torch.empty(
-                (N, *part.shape(rows, inner)), dtype=getattr(torch, part.dtype), device=unit.shapes.device
-            )
-        node.meta.update(val=fake, label=f"w.{name}.{part.name}")
-        made.append(node)
+        spec = TensorSpec.contiguous(part.dtype, N, *part.shape(rows, inner))
+        made.append(unit.input(f"w.{name}.{part.name}", spec, before=stack))
     return made

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from graphllm.config import CompileConfig
+from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import op_of
 from graphllm.ops.attention.paged_attention import paged_attention
 from graphllm.ops.attention.store_kv import store_kv
@@ -19,11 +18,7 @@ def scale_cache(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassRepo
     calls = {node: op for node in unit.graph.nodes if (op := op_of(node.target)) in (paged_attention, store_kv)}
     if not calls or not {entry.name for entry in plan}.issuperset(unit.entries(NAME)):
         return PassReport(0)
-    with unit.graph.inserting_before(next(iter(unit.graph.nodes))):
-        scales = unit.graph.placeholder(NAME)
-    with unit.shapes.mode:
-        fake = torch.empty(2, dtype=torch.float32, device=unit.shapes.device)
-    scales.meta.update(val=fake, label=f"w.{NAME}")
+    scales = unit.input(f"w.{NAME}", TensorSpec.contiguous("float32", 2))
     for node, op in calls.items():
         unit.replace(node, op, **op.bind(node.args, node.kwargs) | {NAME: scales})
     return PassReport(len(calls))

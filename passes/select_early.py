@@ -25,8 +25,8 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops
 
 @register_pass(numerics="reorders")
 def select_early(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
-    """Move an `index_select` of rows to before the row-wise nodes that make what it selects from, in steps whose number
-    of tokens is dynamic and may exceed that of sampled rows."""
+    """Move an `index_select` of rows to before the row-wise nodes that make what it selects from, in steps with a
+    dynamic number of tokens, which may exceed the number of sampled rows."""
     notes: list[str] = []
     if unit.bucket is None:
         return PassReport(0)

@@ -1,7 +1,7 @@
 """shard: what tensor-parallel ranks compute apart is put together. The weights were divided with the plan.
 
 Products over divided inputs and the share of experts that a rank has are parts of a sum, `all_reduce`. Of a divided
-vocabulary, a rank looks up the tokens that it has, and its logits are put beside those of the others.
+vocabulary, a rank looks up the tokens that it has, and its logits are concatenated with the other ranks'.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from graphllm.config import CompileConfig
+from graphllm.ir.graph import TensorSpec
 from graphllm.ir.groups import EXPERTS, TENSOR
 from graphllm.ir.op import op_of
 from graphllm.ops.collectives.all_gather import all_gather
@@ -34,8 +35,8 @@ aten = torch.ops.aten
 
 @register_pass(numerics="reorders")
 def shard(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
-    """Put collectives behind the ops that read divided weights. A bias that is added to a part of a sum is kept by the
-    first rank alone."""
+    """Put collectives after the ops that read divided weights. A bias that is added to a part of a sum is kept only by
+    the first rank."""
     if config.tensor_parallel_size == config.data_parallel_experts == 1:
         return PassReport(0)
     work = _Sharding(unit, plan, config)
@@ -47,7 +48,7 @@ def shard(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
 
 
 class _Sharding:
-    """One unit. plan: with the entries that the unit needs beside its weights."""
+    """One unit. plan: with the entries that the unit needs in addition to its weights."""
 
     def __init__(self, unit: Unit, plan: WeightPlan, config: CompileConfig) -> None:
         self.unit, self.plan = unit, plan
@@ -175,19 +176,14 @@ class _Sharding:
         has."""
         first = self._numbers(name, [rank * count for rank in range(self.ranks)], per_rank=1)
         local = self.unit.insert(before, aten.sub.Tensor, ids, first)
-        behind = self.unit.insert(before, aten.ge.Scalar, local, 0)
+        reached = self.unit.insert(before, aten.ge.Scalar, local, 0)
         inside = self.unit.insert(before, aten.lt.Scalar, local, count)
-        return local, self.unit.insert(before, aten.logical_and.default, behind, inside)
+        return local, self.unit.insert(before, aten.logical_and.default, reached, inside)
 
     def _numbers(self, name: str, numbers: list[int], per_rank: int) -> Node:
-        """An input of the unit with these numbers, int32: so many on each rank, or all of them for 0."""
+        """An input of the unit with these numbers, int32: ``per_rank`` on each rank, or all of them for 0."""
         count = per_rank or len(numbers)
-        first = next(iter(self.unit.graph.nodes))
-        with self.unit.graph.inserting_before(first):
-            node = self.unit.graph.placeholder(name)
-        with self.unit.shapes.mode:
-            fake = torch.empty((count,), dtype=torch.int32, device=self.unit.shapes.device)
-        node.meta.update(val=fake, label=f"w.{name}")
+        node = self.unit.input(f"w.{name}", TensorSpec.contiguous("int32", count))
         whole: Expr = Values(tuple(map(float, numbers)), (len(numbers),))
         expr = Slice(whole, 0, 0, per_rank, per_rank) if per_rank else whole
         for entry in self.unit.entries(name):
@@ -207,7 +203,7 @@ class _Sharding:
         self._note(node, given, "all_gather")
 
     def _normalize(self, node: Node, given: dict[str, Any]) -> None:
-        """The norm of rows of which the rank has a part: their mean squares are of all parts. Heads that several ranks
+        """The norm of rows that the rank has a part of: their mean squares are of all parts. Heads that several ranks
         have count as often in the sum as in the number of entries."""
         x, weight, offset = given["x"], given["weight"], given["offset"]
         value, add = x.meta["val"], self.unit.insert
@@ -228,7 +224,7 @@ class _Sharding:
         self._note(node, given, "all_reduce of mean squares")
 
     def _merge(self) -> None:
-        """One reduction in place of two whose results, times something that all ranks have, are added."""
+        """One reduction in place of two, where their results, times something that all ranks have, are added."""
         for node in list(self.unit.graph.find_nodes(op="call_function", target=aten.add.Tensor)):
             if len(node.args) != 2 or node.kwargs:
                 continue

@@ -2,9 +2,8 @@
 
 Every rank has a buffer with a slot for each rank that gives it something, twice: calls take turns with the two halves.
 A slot is full of ones, in bits, where nothing has arrived; who reads a number puts the ones back. So a kernel needs no
-signal beside the numbers, waits for as long as the others are behind, and can be captured: what a call needs to know,
-which half it uses, is counted on the device. `graphllm.ops.collectives.all_reduce.triton_exchange` has the kernels'
-side.
+signal in addition to the numbers, waits for slower ranks, and can be captured: what a call needs to know, which half it
+uses, is counted on the device. `graphllm.ops.collectives.all_reduce.triton_exchange` has the kernels' side.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MOST_RANKS = TAKE - GIVE
 
 
 def exchange_bytes(ranks: int) -> int:
-    """That each of so many ranks may give another one in a call: as many as kernels were measured with
+    """Bytes that each rank may give another one in a call: as many as kernels were measured with
     (all_reduce.json of bench/results/h200-x2 and h100-x4)."""
     return 4 << 20 if ranks == 2 else 16 << 20
 
@@ -37,8 +36,8 @@ def buffer_bytes(ranks: int) -> int:
 
 def exchange_table(rank: int, buffers: Sequence[int], device: torch.device) -> Tensor:
     """What kernels of a rank read, int64 [EXCHANGE_WORDS]: addresses in the buffers, which are given by their addresses
-    in this process, by rank. Of two ranks the peer alone has a place; of more every rank, this one too, in the order
-    in which all add up."""
+    in this process, by rank. With two ranks only the peer has a place; with more every rank has one, this one too, in
+    the order of the sum."""
     ranks = len(buffers)
     peers = [1 - rank] if ranks == 2 else range(ranks)
     words, slot = [0] * EXCHANGE_WORDS, exchange_bytes(ranks)
@@ -63,8 +62,8 @@ def _alone(ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op(f"{C_NAMESPACE}::exchange", mutates_args=())
 def exchange(like: Tensor, ranks: int) -> Tensor:
-    """The table of this process in the tensor-parallel group of so many ranks, on the device of ``like``, for a kernel
-    that counts in it. In an artifact it is that of the group that runs it."""
+    """The table of this process in the tensor-parallel group of ``ranks`` ranks, on the device of ``like``, for a
+    kernel that counts in it. In an artifact it is that of the group that runs it."""
     group = joined_group(TENSOR)
     if group is None or group.size != ranks or group.exchange is None:
         return _alone(ranks, like.device)[0][:]

@@ -21,7 +21,7 @@ _kernels: dict[str, GluonKernel] = {}
 
 
 def runs_gluon(target: Target) -> bool:
-    """Whether kernels in Gluon run there: on Hopper, whose units they name, and not in Triton's interpreter."""
+    """Whether kernels in Gluon run there: on Hopper, as they name its units, and not in Triton's interpreter."""
     import triton
 
     return target.arch[:1] == ("sm_90",) and not triton.knobs.runtime.interpret
@@ -46,7 +46,8 @@ class GluonKernel:
         _kernels[self.name] = self
 
     def __call__(self, programs: int | torch.SymInt, *args: Any, **constants: Any) -> None:
-        """Launch so many programs. args: as the schema has them. constants: the function's, and options of Triton's
+        """Launch ``programs`` programs. args: as the schema has them. constants: the function's, and options of
+        Triton's
         compiler: maxnreg, the registers of a thread where a program begins, says how many programs fit; num_warps takes
         the place of the kernel's ``warps``."""
         self.overload(*args, programs, json.dumps(constants))

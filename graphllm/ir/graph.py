@@ -157,7 +157,7 @@ def target_name(target: Any) -> str:
 
 
 def target_of(name: str) -> Callable[..., Any]:
-    """The callable behind a printed name. Raises ConfigError for an unknown op."""
+    """The callable that a printed name stands for. Raises ConfigError for an unknown op."""
     if name in _PYTHON_OPERATORS:
         return _PYTHON_OPERATORS[name]
     namespace, rest = name.split("::")

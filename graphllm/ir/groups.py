@@ -1,5 +1,5 @@
 """Process groups by name: what collective ops of a graph run in. A process joins them at its start
-(`graphllm.runtime.ranks.groups`); without, every group has this process alone."""
+(`graphllm.runtime.ranks.groups`); without, every group has only this process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Group(Protocol):
         on. After one of the ranks is gone; what follows waits again."""
 
 
-class Alone:
+class OneProcess:
     """The group of one process."""
 
     rank, size = 0, 1
@@ -68,7 +68,7 @@ class Alone:
 
 
 class Links(Protocol):
-    """Messages between the stages of a model, of which this process has the number ``stage`` of ``count``. What goes
+    """Messages between the stages of a model, this process is number ``stage`` of ``count``. What goes
     from one stage to another arrives in the order in which it was sent. On a GPU a call works on the current stream,
     without waiting for it; it may not be captured."""
 
@@ -83,7 +83,7 @@ class Links(Protocol):
         """Write into values, any views, what a stage has sent of the same sizes."""
 
     def reserve(self, sent: int, received: int) -> None:
-        """Have memory for messages of up to so many bytes now."""
+        """Have memory for messages of up to that number of bytes now."""
 
     def settle(self) -> None:
         """Wait, on a GPU on the current stream, until all that was sent is taken."""
@@ -112,7 +112,8 @@ def set_links(links: Links | None) -> None:
 
 
 def links_of(stages: int) -> Links:
-    """The links between so many stages. Raises RuntimeError where this process is in no such pipeline."""
+    """The links of a pipeline with that number of stages. Raises RuntimeError where this process is in no such
+    pipeline."""
     count = _links[0].count if _links else 1
     if count != stages:
         raise RuntimeError(f"made for {stages} stages, this process is in a pipeline of {count}")
@@ -120,9 +121,9 @@ def links_of(stages: int) -> Links:
 
 
 def group_of(name: str, ranks: int) -> Group:
-    """The group of that name. Raises RuntimeError where it has not so many ranks: a graph is made for a number of
-    them, and the parts of another would not make the whole."""
-    group = _groups.get(name, Alone())
+    """The group of that name. Raises RuntimeError where it has another number of ranks: the graph is made for that
+    number."""
+    group = _groups.get(name, OneProcess())
     if group.size != ranks:
         raise RuntimeError(f"compiled for {ranks} ranks of the group {name!r}, this process is in one of {group.size}")
     return group

@@ -32,9 +32,9 @@ class CKernel:
     schema: torch schema of the arguments after the name, as ``(Tensor x, Tensor(a!) out, SymInt T, float eps) -> ()``;
     it must return nothing and mark every written tensor. ABI: Tensor -> pointer to its first element (None -> null),
     SymInt/int/bool -> int64_t, float -> double, in schema order. Sizes and strides that the kernel needs are arguments.
-    source: the C++ file; it may include only the headers beside it and in the ops folder, the standard library, OpenMP
-    and the compiler's intrinsics. usual: whether most models with the op call it, so that compiling it begins before it
-    is known. Raises ConfigError when the source does not exist.
+    source: the C++ file; it may include only the headers in its folder and in the ops folder, the standard library,
+    OpenMP and the compiler's intrinsics. usual: whether most models with the op call it, so that compiling it begins
+    before it is known. Raises ConfigError when the source does not exist.
     """
 
     def __init__(self, symbol: str, schema: str, source: Path, usual: bool = True) -> None:
@@ -61,6 +61,12 @@ class CKernel:
         self._function(*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args))
 
 
+def float_kernels(symbol: str, schema: str, source: Path, usual: bool = True) -> dict[torch.dtype, CKernel]:
+    """Two kernels by the dtype that they compute with: ``symbol`` with _f32 and with _bf16."""
+    names = {torch.float32: "f32", torch.bfloat16: "bf16"}
+    return {dtype: CKernel(f"{symbol}_{name}", schema, source, usual) for dtype, name in names.items()}
+
+
 def c_kernel(symbol: str) -> CKernel:
     """The declared kernel of that symbol."""
     return _kernels[symbol]
@@ -72,7 +78,7 @@ def sources_in(folders: Collection[Path]) -> list[Path]:
 
 
 def bind_symbol(library: ctypes.CDLL, symbol: str, argument_types: Sequence[str]) -> Callable[..., None]:
-    """The C function behind ``symbol`` with its ctypes signature set from torch schema types."""
+    """The C function of ``symbol`` with its ctypes signature set from torch schema types."""
     function = getattr(library, symbol)
     function.restype = None
     function.argtypes = [c_type(t) for t in argument_types]

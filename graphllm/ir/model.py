@@ -21,11 +21,11 @@ Task = Literal["generate", "pool", "encode", "draft"]
 
 
 class AttentionMetadata(NamedTuple):
-    """Where each sequence's tokens and their blocks are, in the argument order of `paged_attention` behind the cache.
+    """Where each sequence's tokens and their blocks are, in the order of `paged_attention`'s arguments after the cache.
 
-    block_table [S, B] int32: block ids of the layer's cache group; entries behind seq_lens, and what blocks hold behind
-    it, may be anything. query_start_loc [S+1] int32: sequence s owns rows
-    query_start_loc[s]:query_start_loc[s+1]. seq_lens [S] int32: tokens of the sequence including this step's.
+    block_table [S, B] int32: block ids of the layer's cache group; entries after seq_lens, and what blocks hold after
+    it, may be anything. query_start_loc [S+1] int32: sequence s owns rows query_start_loc[s]:query_start_loc[s+1].
+    seq_lens [S] int32: tokens of the sequence including this step's.
     """
 
     block_table: Tensor
@@ -34,14 +34,14 @@ class AttentionMetadata(NamedTuple):
 
 
 class ForwardContext(NamedTuple):
-    """What a model function may read beside its weights and x; all tensors live on the device.
+    """What a model function may read in addition to its weights and x; all tensors live on the device.
 
-    inputs: the step's arrays by name. Those of every graph: token_ids [T], positions [T] (of the token in its
+    inputs: the step's arrays by name. Every graph has token_ids [T], positions [T] (of the token in its
     sequence), context_lens [T] (tokens of the sequence known when the token was scheduled, the prompt's length during
     prefill, for position encodings that depend on length), logits_indices [R] (rows of x that are wanted),
     query_start_loc [S+1], seq_lens [S], slots [S] (entries of slot states; padding has the scrap one), all int32; and
     what the graph declares. state: a layer's own states and the family's, by name. attn: of a layer with block states.
-    shared: what ``embed`` returned beside x (rotary cos and sin).
+    shared: what ``embed`` returned in addition to x (rotary cos and sin).
     """
 
     inputs: SimpleNamespace
@@ -51,9 +51,9 @@ class ForwardContext(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """The hidden states that a draft graph reads: those behind layers of the main graph (-1: the last one), side by
-    side, each of so many numbers. normed: behind the main graph's last norm, too. width: of the draft graph's own x,
-    where it reads that in further runs, else 0."""
+    """The hidden states that a draft graph reads. layers: of the main graph, after which they are taken (-1: the last
+    one), concatenated. size: numbers of each. normed: also after the main graph's last norm. width: of the draft
+    graph's own x, where it reads that in further runs, else 0."""
 
     layers: tuple[int, ...]
     size: int
@@ -62,8 +62,8 @@ class Hidden(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What the head of a draft graph may make: logits [S, V] of several drafts, one behind the other; ids [V]: the
-    tokens that they are of, where the graph has a vocabulary of its own."""
+    """What the head of a draft graph may make: logits [S, V] of several drafts, one after the other; ids [V]: the
+    tokens they stand for, where the graph has a vocabulary of its own."""
 
     logits: tuple[Tensor, ...]
     ids: Tensor | None = None
@@ -93,18 +93,18 @@ class Graph:
     """One graph of a family: a decoder, an encoder, a draft head.
 
     layer_types: the type of each layer, in order (one name repeated, or e.g. "full" and "sliding"); layers of one type
-    differ in their parameters only. *_weights: the parameters of each unit as data. states: those of a layer, by its
-    type; block states of one layer have one retention. embed(c, w, ctx) -> (x_TD, shared). layer(c, layer_type, w,
-    x_TD, ctx) -> x_TD. head(c, w, x_TD, ctx) -> what the task makes: logits [R, V] for "generate", a vector for each
-    sampled row [R, D] for "pool", nothing for "encode", whose layers or head write states. inputs: beside those of
-    every graph, each with a provider. buckets: the sizes it is compiled for, None for the config's. norm(c, w, x): of
-    head's, what comes before the matrix of the vocabulary; draft graphs read it.
+    differ only in their parameters. *_weights: the parameters of each unit as data. states: a layer's, by its type;
+    block states of one layer have one retention. embed(c, w, ctx) -> (x_TD, shared). layer(c, layer_type, w, x_TD, ctx)
+    -> x_TD. head(c, w, x_TD, ctx) -> what the task makes: logits [R, V] for "generate", a vector for each sampled row
+    [R, D] for "pool", nothing for "encode": its layers or head write states. inputs: in addition to every graph's, each
+    with a provider. buckets: the sizes it is compiled for, None for the config's. norm(c, w, x): of head's, what comes
+    before the matrix of the vocabulary; draft graphs read it.
 
     A graph of the task "draft" guesses next tokens of another family; docs/adding-a-model.md shows one. hidden(c,
-    layers): what it reads of the main graph, which has so many layers; None: only tokens. project(c, w, hidden_TD):
-    makes of those the hidden states [T, D] that embed finds as ctx.inputs.hidden; those that x is behind the layers
-    are what embed finds in further runs. head: logits [S, V] of the rows logits_indices, or `Drafts`. drafts_at_once:
-    how many one run makes where no further run follows, 0 where runs follow and each makes one.
+    layers): what it reads of the main graph, which has ``layers`` layers; None: only tokens. project(c, w, hidden_TD):
+    makes of those the hidden states [T, D] that embed finds as ctx.inputs.hidden; in further runs embed finds what x is
+    after the layers. head: logits [S, V] of the rows logits_indices, or `Drafts`. drafts_at_once: how many one run
+    makes where no further run follows, 0 where runs follow and each makes one.
 
     context(c, layer_type, w, ctx): of a graph that guesses a block in one run over masks, mask_token(c), writes what a
     layer keeps of the step's tokens from their hidden states, in a run of its own before. In the run over the block,
@@ -145,8 +145,8 @@ class Model:
     architectures: names in ``config.json`` that it serves. config: builds the family's frozen Config from that file's
     dict. graphs: the first one is the main one, without a name. states: those that belong to no layer; every graph may
     read and write them. shardable: the fields of Config that a tensor-parallel rank has a share of; empty where that is
-    not supported. method: of a family of draft graphs, what users call it. part_of: the architectures in whose
-    checkpoints it is found; empty for one that has its own.
+    not supported. method: of a family of draft graphs, what users call it. part_of: the architectures with it in their
+    checkpoints; empty where it has a checkpoint of its own.
 
     Of the shardable fields, shared: heads that several ranks may have the same of, where they are fewer than ranks;
     of_experts: what stays whole where experts are divided by number. inner: the field of Config that has all of them,

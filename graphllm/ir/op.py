@@ -12,17 +12,19 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphllm.config import Bucket, Target
+from graphllm.ir.operands import Operands
 
 NAMESPACE = "graphllm"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _ops: dict[str, Op] = {}
+Struct = TypeVar("Struct", bound=tuple[Any, ...])
 
 
 class Cost(NamedTuple):
@@ -50,6 +52,10 @@ class CallSite(NamedTuple):
     largest: Callable[[int | torch.SymInt], int] = int
     deterministic: bool = False
 
+    def struct(self, kind: type[Struct]) -> Struct:
+        """The arguments that a struct of the op has as its fields, together."""
+        return kind(**{name: self.args[name] for name in kind._fields})  # type: ignore[attr-defined]
+
     def rows(self, name: str) -> int:
         """The most rows that a tensor may have: of tokens as many as the bucket, of sampled rows often far fewer."""
         return self.largest(self.args[name].shape[0])
@@ -68,13 +74,13 @@ def _unknown(site: CallSite, constants: Mapping[str, Any]) -> str:
 
 
 def each_alone(site: CallSite, constants: Mapping[str, Any]) -> str:
-    """`Impl.row_order` of what computes every row as if it were alone, whatever its launch constants are."""
-    return "each alone"
+    """`Impl.row_order` of an implementation that computes every row independently of the others, with any constants."""
+    return "independent"
 
 
 def by_site(site: CallSite) -> Sequence[Mapping[str, Any]]:
-    """`Impl.configs` of what computes each row as if it were alone where the site asks for that, else the fastest way
-    for their number."""
+    """`Impl.configs` of an implementation that computes each row independently where the site asks for that, else the
+    fastest way for their number."""
     return ({"invariant": site.deterministic},)
 
 
@@ -121,11 +127,13 @@ class Op:
     impls: dict[str, Impl] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.operands = Operands(self.reference)
+        self.reference = self.operands.flattened(self.reference)
         schema = torch.library.infer_schema(self.reference, mutates_args=self.mutates)
         _library.define(self.name + schema)
         _library.impl(self.name, self.reference, "CompositeExplicitAutograd")
         self.overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
-        self.signature = inspect.signature(self.reference)
+        self.signature = self.operands.flat
         self.cost = self._by_name(self.cost)
         self._fake: Callable[..., Any] | None = None
         self._traceable = False
@@ -136,8 +144,8 @@ class Op:
 
     @property
     def folder(self) -> Path:
-        """Where the op is defined, and its kernels beside it."""
-        return Path(self.reference.__code__.co_filename).parent
+        """Where the op and its kernels are."""
+        return Path(inspect.unwrap(self.reference).__code__.co_filename).parent
 
     @property
     def untraceable(self) -> bool:
@@ -145,20 +153,20 @@ class Op:
         return self._fake is not None and not self._traceable
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.overload(*args, **kwargs)
+        return self.overload(**self.bind(args, kwargs)) if self.operands.structs else self.overload(*args, **kwargs)
 
     def fake(self, fn: Callable[..., Any] | None = None, *, traceable: bool = False) -> Callable[..., Any]:
-        """Describe the results without data: same shapes, dtypes *and strides* as the reference. For an op whose
-        reference cannot run on tensors without data, or talks to other processes; and, ``traceable``, to save the time
-        of tracing it. ``fn`` takes the arguments that it names."""
+        """Describe the results without data: same shapes, dtypes *and strides* as the reference. For a reference that
+        cannot run on tensors without data, or talks to other processes; and, ``traceable``, to save the time of tracing
+        it. ``fn`` takes the arguments that it names."""
         if fn is None:
             return functools.partial(self.fake, traceable=traceable)
         self._fake, self._traceable = self._by_name(fn), traceable
         return fn
 
     def tuning_inputs(self, fn: Callable[..., Mapping[str, torch.Tensor]]) -> Callable[..., Any]:
-        """What implementations are timed on, for an op whose work depends on values or that writes in place: from
-        tensors of a site's shapes and dtypes, those that it names, ``fn`` makes the arguments whose values matter."""
+        """What implementations are timed on, where the work depends on values or the op writes in place: from the
+        arguments that it names, tensors of a site's shapes and dtypes, ``fn`` makes those with values that matter."""
         self._tuning = self._by_name(fn)
         return fn
 
@@ -169,7 +177,8 @@ class Op:
         return (self._tuning is not None or not self.mutates) and not self.collective
 
     def with_tuning_inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """All arguments of a call to time, from tensors of its shapes and dtypes: those of `tuning_inputs` replaced."""
+        """All arguments of a call to time, from tensors of its shapes and dtypes, with what `tuning_inputs` gives in
+        their places."""
         return {**arguments, **(self._tuning(**arguments) if self._tuning else {})}
 
     def _describe(self, *args: Any, **kwargs: Any) -> Any:
@@ -189,11 +198,11 @@ class Op:
 
     def _by_name(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn``, called with all arguments of the op, takes those that it names. Raises TypeError for other names."""
-        own = inspect.signature(fn).parameters
-        if unknown := [n for n, p in own.items() if p.kind is not p.VAR_KEYWORD and n not in self.signature.parameters]:
-            known = ", ".join(self.signature.parameters)
+        own, arguments = inspect.signature(fn).parameters, [*self.signature.parameters, *self.operands.structs]
+        if unknown := [n for n, p in own.items() if p.kind is not p.VAR_KEYWORD and n not in arguments]:
+            known = ", ".join(arguments)
             raise TypeError(f"op {self.name}: {', '.join(unknown)} of a cost or fake is none of its arguments, {known}")
-        return _taking(fn)
+        return self.operands.taking(fn)
 
     def impl(
         self,
@@ -205,22 +214,21 @@ class Op:
         row_order: Callable[[CallSite, Mapping[str, Any]], str] = _unknown,
         remedy: Callable[[CallSite], str] = _nothing,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Register a faster implementation, which takes the arguments and launch constants that it names. The first
-        registered one whose ``supports`` holds is chosen where nothing was tuned."""
+        """Register a faster implementation, which takes the arguments and launch constants that it names. Where nothing
+        was tuned, the first registered one is chosen for which ``supports`` holds."""
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
             if name in self.impls:
                 raise ValueError(f"op {self.name} already has an implementation named {name!r}; choose another name")
-            self.impls[name] = Impl(self.name, name, _taking(fn), device, supports, configs, row_order, remedy)
+            taking = self.operands.taking(fn)
+            self.impls[name] = Impl(self.name, name, taking, device, supports, configs, row_order, remedy)
             return fn
 
         return register
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The call's arguments by parameter name, defaults filled in."""
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return dict(bound.arguments)
+        return self.operands.bind(args, kwargs)
 
 
 def _moved(values: Any, device: torch.device) -> Any:
@@ -230,20 +238,6 @@ def _moved(values: Any, device: torch.device) -> Any:
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
 
     return tree_map_only(torch.Tensor, move, values)
-
-
-def _taking(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, which takes of some keyword arguments those that it names."""
-    parameters = inspect.signature(fn).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return fn
-    names = [p.name for p in parameters]
-
-    @functools.wraps(fn)
-    def call(**arguments: Any) -> Any:
-        return fn(**{name: arguments[name] for name in names if name in arguments})
-
-    return call
 
 
 def op(
@@ -281,7 +275,7 @@ def all_ops() -> dict[str, Op]:
 
 
 def op_of(target: object) -> Op | None:
-    """The `Op` behind an FX node's target, or None for aten and Python operators."""
+    """The `Op` of an FX node's target, or None for aten and Python operators."""
     if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
         return _ops.get(target._schema.name.split("::")[1])
     return None

@@ -22,7 +22,7 @@ def all_reduce_into(x: Tensor, out: Tensor, group: str, ranks: int) -> None:
 
 
 def send_to_stage(stages: int, to: int, *values: Tensor) -> None:
-    """Give values to another one of so many stages, which calls `receive_from_stage`."""
+    """Give values to another one of the ``stages`` stages, which calls `receive_from_stage`."""
     links_of(stages).send(values, [to])
 
 

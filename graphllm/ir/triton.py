@@ -27,7 +27,7 @@ class TritonCall(NamedTuple):
     """What is known of a launch when a graph is made. What the kernel writes is not: it may be any of its tensors.
 
     kernel: see `triton_kernel`. tensors, numbers: names of the arguments that are tensors and integers, in the node's
-    order. unaligned: those of the tensors that need not begin at a multiple of 16 bytes. fixed: the other arguments,
+    order. unaligned: tensors that need not begin at a multiple of 16 bytes. fixed: the other arguments,
     and options of Triton's compiler.
     """
 
@@ -44,7 +44,7 @@ class TritonCall(NamedTuple):
 
 
 def triton_kernel(name: str) -> Any:
-    """The kernel of that name, made of its module and function, whose launch was recorded in this process."""
+    """The kernel of that name, made of its module and function. Its launch was recorded in this process."""
     return _kernels[name]
 
 
@@ -102,9 +102,7 @@ def _in_turn(size: int, stream: int | None) -> Iterator[Tensor]:
 
 def _record(kernel: Any, grid: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if not hasattr(kernel, "params"):
-        raise TypeError(
-            f"{kernel} is not made by triton.jit alone; tune its constants by the implementation's configs="
-        )
+        raise TypeError(f"{kernel} is not made by triton.jit only; tune its constants by the implementation's configs=")
     defaults = {n: p.default for n, p in kernel.signature.parameters.items() if p.default is not p.empty}
     given = {**defaults, **dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
     arguments = {p.name for p in kernel.params if not p.is_constexpr}
@@ -120,7 +118,7 @@ def _record(kernel: Any, grid: Sequence[Any], args: Sequence[Any], kwargs: Mappi
 
 
 def _named(kernel: Any) -> str:
-    """The kernel's name for `triton_kernel`, with a number behind it where the function was defined again."""
+    """The kernel's name for `triton_kernel`, with a number after it where the function was defined again."""
     own = f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"
     names = itertools.chain([own], (f"{own}_{number}" for number in itertools.count(2)))
     return next(name for name in names if _kernels.setdefault(name, kernel) is kernel)
@@ -143,9 +141,9 @@ def _made_fixed(constant: Any) -> int | bool:
 
 
 def _run(tensors: Sequence[Tensor], numbers: Sequence[int], grid: Sequence[int], call: str) -> None:
-    told = TritonCall.of(call)
-    named = {**dict(zip(told.tensors, tensors, strict=True)), **dict(zip(told.numbers, numbers, strict=True))}
-    launch_triton(triton_kernel(told.kernel), tuple(grid), **named, **told.fixed)
+    known = TritonCall.of(call)
+    named = {**dict(zip(known.tensors, tensors, strict=True)), **dict(zip(known.numbers, numbers, strict=True))}
+    launch_triton(triton_kernel(known.kernel), tuple(grid), **named, **known.fixed)
 
 
 _library.define("launch(Tensor(a!)[] tensors, SymInt[] numbers, SymInt[] grid, str call) -> ()")

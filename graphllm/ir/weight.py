@@ -24,9 +24,9 @@ class Weight:
     shard: how tensor parallelism divides it: "output" makes a part of the outputs on each rank (dimension 0, each
     segment by itself), "input" takes a part of the inputs (the last dimension), "vocab" holds a part of the vocabulary
     (dimension 0), "expert" some of the experts; None is copied. expert_axis: the dimension that counts experts, if
-    there is one. heads: of each segment, the heads that it is of, which are not cut: those of keys and values may be
-    fewer than ranks, and several ranks then have the same. dtype: "model" (the artifact's dtype) or "float32". exact:
-    ``quantization`` leaves it alone, because it decides and does not only compute, as a router does.
+    there is one. heads: of each segment, its number of heads, which are not cut. Heads of keys and values may be fewer
+    than ranks; several ranks then have the same. dtype: "model" (the artifact's dtype) or "float32". exact:
+    ``quantization`` does not change it, because it decides and does not only compute, as a router does.
     """
 
     shape: tuple[int, ...]

@@ -25,14 +25,14 @@ class ImplChoice(NamedTuple):
 
 
 def candidates(op: Op, site: CallSite) -> list[Impl]:
-    """The implementations for the target's device whose ``supports`` holds, in the order of their registration."""
+    """The implementations for the target's device for which ``supports`` holds, in the order of their registration."""
     there = [i for i in op.impls.values() if i.device == site.target.device]
     return [i for i in there if i.supports(site)]
 
 
 def choices(op: Op, site: CallSite) -> list[ImplChoice]:
-    """The candidates with each of their launch constants. At deterministic sites only those of which it is known how
-    they compute a row (`Impl.row_order`)."""
+    """The candidates with each of their launch constants. At deterministic sites only those with a known order of sums
+    (`Impl.row_order`)."""
     found = [(i, constants) for i in candidates(op, site) for constants in i.configs(site)]
     return [ImplChoice(i.name, c) for i, c in found if not site.deterministic or i.row_order(site, c)]
 

@@ -33,7 +33,7 @@ class Pass:
     """A registered pass; call it to run it on a unit.
 
     numerics: "bitwise" leaves every result as it was, "reorders" changes rounding only, "changes" alters the
-    computation (quantization). after: the pass behind which it runs; empty for those that the pipeline lists.
+    computation (quantization). after: the pass after which it runs; empty for passes that the pipeline lists.
     """
 
     name: str
@@ -67,7 +67,7 @@ def register_pass(
 ) -> Callable[[Callable[[Unit, WeightPlan, CompileConfig], PassReport]], Pass]:
     """Make a pass known. It edits ``unit.graph`` in place and reads nothing else than its arguments.
 
-    after: for a pass that the pipeline does not list, such as a plugin's: the name of the pass behind which it runs.
+    after: for a pass that the pipeline does not list, such as a plugin's: the name of the pass after which it runs.
     Raises ValueError when the name is taken.
     """
 

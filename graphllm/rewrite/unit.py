@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from graphllm.config import Bucket
-from graphllm.ir.graph import Shapes
+from graphllm.ir.graph import Shapes, TensorSpec
 from graphllm.ir.op import Op
 
 
@@ -40,6 +40,19 @@ class Unit(NamedTuple):
         """The names in the weight plan of what the unit takes as "w.<weight>": one, or one for each layer."""
         owners = tuple(f"{self.prefix}layers.{i}" for i in self.layers) or (self.name,)
         return tuple(f"{owner}.{weight}" for owner in owners)
+
+    def input(self, label: str, spec: TensorSpec, before: Node | None = None) -> Node:
+        """The input of that label, such as "w.<weight>" or "step.<input>", made if there is none yet.
+
+        before: the input that it stands before; the first node of the graph if not given.
+        """
+        for node in self.graph.find_nodes(op="placeholder"):
+            if node.meta["label"] == label:
+                return node
+        with self.graph.inserting_before(before or next(iter(self.graph.nodes))):
+            made = self.graph.placeholder(label.replace(".", "_"))
+        made.meta.update(val=self.shapes.tensor(spec), label=label)
+        return made
 
     def insert(self, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call of an op's overload or of aten that stands before a node; the call."""

@@ -1,5 +1,5 @@
 // The elementary functions that generated kernels call by the names of a library within torch's: here, so that an
-// artifact's library needs none of torch's, whose loading takes longer than a model's.
+// artifact's library needs none of torch's: loading them takes longer than loading a model.
 #ifdef __x86_64__
 #include <immintrin.h>
 

@@ -45,7 +45,7 @@ inline Vec activate(Vec gate, Vec up, Activation kind, float limit) {
   return (up + 1.0f) * gate * sigmoid(1.702f * gate);
 }
 
-// Entries [from, to) of rows of h, from those of [2 F] with gate and up.
+// Entries [from, to) of rows of h, from rows of [2 F] with gate and up.
 template <typename T>
 void activate(const T* halves, T* h, const Group& g, i64 F, Range mine, Activation kind, float limit) {
   for (i64 m = g.from; m < g.from + g.count; m++)

@@ -54,7 +54,7 @@ struct ExpertsLora {
     return sum;
   }
 
-  // Adds it to rows [.., stride] of an expert's results, where those of matrix `part` begin; outputs `mine` of them.
+  // Adds it to rows [.., stride] of an expert's results, from where matrix `part` begins; only outputs `mine`.
   void add(T* out, i64 stride, const Group& g, i64 part, Range mine) const {
     if (!ids) return;
     for (i64 pair = g.from; pair < g.from + g.count; pair++) {

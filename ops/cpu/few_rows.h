@@ -54,7 +54,7 @@ void dot_pairs(const Product& a, Range rows) {
 }
 
 // On Xeons with AMX, of one to eight weight rows side by side, either cache level, many distances and orders, these read
-// fastest: rows of which two lie in a page of 4 KB, and longer ones.
+// fastest: rows that lie two to a page of 4 KB, and longer ones.
 void dot_row(const Product& a, Range rows) {
   a.K <= 1024 ? dot_pairs<28, _MM_HINT_T1>(a, rows) : dot_pairs<40, _MM_HINT_T0>(a, rows);
 }
@@ -210,7 +210,7 @@ void dot(const Product& a, Range rows) {
   kM * a.K * 2 <= kNearBytes ? dot_rows<kM>(a, rows) : dot_parts<kM>(a, rows);
 }
 
-// One row of x, summed as several are: sixteen weight rows in turn, whose lines are asked for as `dot_row` does.
+// One row of x, summed as several are: sixteen weight rows in turn, with lines asked for as `dot_row` does.
 inline void dot_one(const Product& a, Range rows) {
   constexpr i64 ahead = 64 * 32;
   for (i64 n = rows.from; n < rows.to; n += 16) {
@@ -233,15 +233,15 @@ inline void dot_one(const Product& a, Range rows) {
       finish_rows<1, 16>(a, 0, n, sums);
     } else {
       for (i64 i = 0; i < count; i++) {
-        __m512 alone[16] = {sums[i]};
-        finish_rows<1, 1>(a, 0, n + i, alone);
+        __m512 own[16] = {sums[i]};
+        finish_rows<1, 1>(a, 0, n + i, own);
       }
     }
   }
 }
 
-// kM rows of x from m on, of many. Asked for meanwhile are the next rows of x, and weight rows from `next` on, one for every
-// four; null for none.
+// kM rows of x from m on, of many. Asked for during the product are the next rows of x, and weight rows from `next` on,
+// one for every four; null for none.
 template <int kM>
 void dot_near(const Product& a, i64 m, Range rows, const bf16* next) {
   static thread_local Scratch scratch;
@@ -277,7 +277,7 @@ inline void dot_many(const Product& a, Range rows) {
   }
 }
 
-// Few rows of x, by weight rows. invariant: or many, each computed as if it were alone.
+// Few rows of x, by weight rows. invariant: or many, each computed independently.
 class FewRows {
  public:
   explicit FewRows(const Product& a, bool invariant = false) : a_(a), invariant_(invariant) {}
@@ -335,7 +335,8 @@ void plain_dots(const float* x, i64 stride, const bf16* const* w, i64 depth, i64
       for (int r = 0; r < kR; r++) sums[m * kR + r] += x[m * stride + k] * to_float(w[r][k]);
 }
 
-// Few rows of x as floats, in parts of k, `depth` long, of which all rows stay in the first-level cache: [part][M][stride].
+// Few rows of x as floats, in parts of k, `depth` long, so that all rows of a part stay in the first-level cache:
+// [part][M][stride].
 struct Widened {
   float* x;
   i64 depth, stride;
@@ -385,8 +386,8 @@ void plain_rows(const Product& a, const Widened& wide, Range rows,
 }
 
 // Few rows of x, by weight rows. One or two read memory fastest where a thread has four streams, far apart; more of them have
-// nothing to wait for, and do best with one weight row after the other. invariant: or many, some at a time, each computed as if it
-// were alone.
+// nothing to wait for, and do best with one weight row after the other. invariant: or many, some at a time, each
+// computed independently.
 class FewRows {
  public:
   explicit FewRows(const Product& a, bool invariant = false) : a_(a), invariant_(invariant), wide_(some(0), invariant) {}

@@ -30,7 +30,7 @@ constexpr i64 kRun = 8;
 constexpr i64 kPanel = 2 * kRun;
 constexpr i64 kUnit = 64;  // parts of k are multiples of it, as groups of quantized weights are its divisors
 
-// The weight rows of a panel: two runs, of which `valid` exist each. With a gate, one run is of each half of the weight.
+// The weight rows of a panel: two runs; `valid` rows of each exist. With a gate, one run is of each half of the weight.
 struct Panel {
   i64 row[2], valid[2];
 };
@@ -88,7 +88,7 @@ void dot_tile(const TileWork<bf16>& t) {
         add(k + 2 * p, pair);
       }
   for (; k + 2 <= t.depth; k += 2) add(k, pair);
-  // The last pair's second half lies behind the row: nobody knows what it is.
+  // The last pair's second half lies after the row: nobody knows what it is.
   if (k < t.depth) add(k, [](const bf16* at) { return std::int32_t(at->bits); });
 #pragma GCC unroll 16
   for (int i = 0; i < kRowsOfX; i++)
@@ -106,7 +106,7 @@ struct DotTile {
   static constexpr bool one_by_one = true;
   static constexpr i64 rows = 14;
   static constexpr i64 depth = 1280;             // k values of a panel: 14 rows of x stay near the first-level cache
-  static constexpr i64 panel_bytes = 384 << 10;  // panels that stay in the second-level cache, beside the rows of x
+  static constexpr i64 panel_bytes = 384 << 10;  // panels that stay in the second-level cache, with the rows of x
 
   // Equal tiles: 16 rows are two of eight, not 14 and two.
   static i64 begin(i64 tile, i64 tiles, i64 count) { return count * tile / tiles; }

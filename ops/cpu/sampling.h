@@ -164,7 +164,7 @@ class Row {
   Row(const T* logits, i64 V, float temperature, Best top)
       : logits_(logits), V_(V), temperature_(temperature), top_(top), scaled_top_(top.value / temperature) {}
 
-  // The lowest `off` that min-p, top-k and top-p keep; above that of banned tokens, whose logit is -inf.
+  // The lowest `off` that min-p, top-k and top-p keep; above that of banned tokens, which have a logit of -inf.
   float lowest(i64 k, float p, float min_p) const {
     const float low = min_p > 0 ? std::min(0.0f, std::log(min_p)) : kLeast;
     const bool by_count = k > 0 && k < V_, by_mass = p < 1;

@@ -43,8 +43,8 @@ inline Range share(i64 count) {
 }
 
 // `count` equal items for the threads of a team: each takes of its share, in order and a quarter of what is left at a time, at
-// least `part` items, then of the others' shares. A thread that the machine holds up, or whose half of the memory is slower,
-// is then not waited for. Few takes: at each the processor stops to read ahead.
+// least `part` items, then of the others' shares. A thread that the machine holds up, or that has the slower half of
+// the memory, is then not waited for. Few takes: at each the processor stops to read ahead.
 class Shares {
  public:
   Shares(i64 count, i64 part, i64 threads) : part_(part), shares_(std::min<i64>(threads, kMost)) {

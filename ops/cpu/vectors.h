@@ -75,7 +75,7 @@ inline __m512 add_lanes(const __m512 v[16]) {
 
 #endif  // GRAPHLLM_AVX512
 
-// So many values of each kind. The compiler splits them into what the machine has; where it has no good translation of
+// kCount values of each kind. The compiler splits them into what the machine has; where it has no good translation of
 // what is meant, the instruction is named. Typedefs, because gcc drops a dependent size from an alias.
 template <int kCount>
 struct Wide {

@@ -22,8 +22,8 @@ BITS = {"float8": 8, "int8": 8, "int4": 4, "e2m1": 4}
 
 
 def span_of(form: str, inner: int, group: int) -> int:
-    """Inner entries whose codes share int16 numbers, for groups of so many (0: a row). The j-th codes of a span are of
-    one group."""
+    """Inner entries with codes in the same int16 numbers, for groups of ``group`` (0: a row). The j-th codes of a span
+    are of one group."""
     fits = BITS[form] == 4 and group % 64 == 0 and -inner % 256 <= max(-inner % 128, inner // 32)
     return 256 if fits else 128
 
@@ -35,7 +35,7 @@ def width_of(form: str, inner: int, group: int) -> int:
 
 
 def packed(codes_OI: Tensor, form: str, group: int) -> Tensor:
-    """The codes [O, I], unsigned, as int16 [O, W], of a weight with groups of so many inner entries."""
+    """The codes [O, I], unsigned, as int16 [O, W], of a weight with groups of ``group`` inner entries."""
     bits, inner = BITS[form], codes_OI.shape[1]
     span = span_of(form, inner, group)
     codes = torch.nn.functional.pad(codes_OI.to(torch.int32), (0, -inner % span))

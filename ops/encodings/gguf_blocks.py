@@ -52,7 +52,7 @@ def dequantize(tiles_BGN: Tensor, kind: str, rows: int) -> Tensor:
 
 
 def _as_units(part: Tensor, unit: int) -> Tensor:
-    """The last dimension as whole numbers of so many bytes, if it is not single bytes."""
+    """The last dimension as whole numbers of ``unit`` bytes, if it is not single bytes."""
     dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[unit]
     if part.storage_offset() % unit or any(s % unit for s in part.stride()[:-1]):
         part = part.contiguous()

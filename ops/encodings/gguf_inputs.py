@@ -10,7 +10,7 @@ from graphllm.ops.encodings.gguf_blocks import ROWS, TILED
 
 
 def random_tiles(make: Maker, kind: str, rows: int, inner: int, scale: float) -> Tensor:
-    """Tiles of random bytes, whose scales and minima are normal numbers times ``scale``."""
+    """Tiles of random bytes, with normal numbers times ``scale`` as scales and minima."""
     form = TILED[kind]
     shape = (-(-rows // ROWS), inner // form.entries)
     tiles, at = make.integers(0, 256, *shape, ROWS * form.nbytes, dtype=torch.uint8), 0

@@ -20,14 +20,14 @@ from graphllm.compile.codegen import inductor
 from graphllm.compile.codegen.translate import Bundle, translate
 from graphllm.config import Bucket
 from graphllm.ir.graph import Shapes, TensorSpec
-from graphllm.ops.attention.paged_attention.gluon_flash import hopper_flash
+from graphllm.ops.attention.paged_attention.gluon_prefill import hopper_flash
 from tests.waiting import PATIENCE
 
 H, K, E, P, S = 4, 2, 64, 16, 3
 CONSTANTS: dict[str, Any] = {
     "Q_ROW": H * E, "Q_HEAD": E, "CACHE_BLOCK": 2 * K * P * E, "CACHE_KV": K * P * E, "CACHE_HEAD": P * E,
     "CACHE_POS": E, "TABLE_ROW": 8, "SCALE": 0.125, "WINDOW": 0, "H": H, "K": K, "G": H // K, "E": E, "P": P,
-    "BLOCK_N": 64, "STAGES": 2, "F": 0, "NORM": False, "EPS": 0.0, "SINKS": False, "TURNS": True,
+    "BLOCK_N": 64, "RANGE": 0, "STAGES": 2, "F": 0, "NORM": False, "EPS": 0.0, "SINKS": False, "TURNS": True,
 }  # fmt: skip
 SPECS = {
     "q": TensorSpec.contiguous("bfloat16", "T", H, E),

@@ -92,7 +92,7 @@ def _middle(linked: Linked) -> Any:
 
 
 def test_decode_of_a_layer_is_five_kernels(linked: Linked, config: CompileConfig) -> None:
-    assert any(p.label == "rope_attention" for p in linked.pieces.values())
+    assert any(p.label == "paged_attention" for p in linked.pieces.values())
     unit, reports = specialize(_middle(linked).json, config.buckets[0], config, PIPELINE.pieces)
     assert [op.name for n in unit.graph.nodes if (op := op_of(n.target))] == ["fused_linear"] * 4
     assert [(r["pass"], r["changed"]) for r in reports] == [("fuse_linear", 4)]
@@ -185,7 +185,7 @@ def test_a_size_that_became_a_constant_is_an_error(monkeypatch: pytest.MonkeyPat
 def test_sites_to_tune(linked: Linked, config: CompileConfig, tmp_path: Path) -> None:
     """Each distinct linear layer and attention once a bucket, with every implementation among the candidates."""
     sites = tune.tunables([(p.json, b) for p in linked.pieces.values() for b in config.buckets], config)
-    linear, attention = {"fused_linear", "linear_add_norm"}, {"rope_attention"}
+    linear, attention = {"fused_linear", "linear_add_norm"}, {"paged_attention"}
     assert {s.op for s in sites.values()} == linear | attention
     found = {key: {c.impl for c in s.candidates} for key, s in sites.items() if s.op in attention}
     assert list(found.values()) == [{"triton_prefill"}]  # in decode there is nothing to choose among
@@ -227,7 +227,7 @@ def test_processes_find_the_same_sites(linked: Linked, config: CompileConfig) ->
 
 def test_attention_is_tuned_on_a_step_as_they_are(linked: Linked, config: CompileConfig) -> None:
     """Every token lies in a block of its own sequence, the step is full, and copies do not share a cache."""
-    pieces = [p.json for p in linked.pieces.values() if p.label == "rope_attention"]
+    pieces = [p.json for p in linked.pieces.values() if p.label == "paged_attention"]
     (site,) = tune.tunables([(piece, config.buckets[-1]) for piece in pieces], config).values()
     args, other = tune.inputs_of(site, 2, "cpu")
     T, S = site.sizes["T"], site.sizes["S"]
@@ -238,7 +238,7 @@ def test_attention_is_tuned_on_a_step_as_they_are(linked: Linked, config: Compil
     used = [b for row, length in zip(table, lengths, strict=True) for b in row[: -(-length // config.block_size)]]
     assert len(set(used)) == len(used) == args["kv_cache"].shape[0]
     before = args["kv_cache"].clone()
-    OPS["rope_attention"](**args)
+    OPS["paged_attention"](**args)
     assert not torch.equal(before, args["kv_cache"])
     assert torch.equal(before, other["kv_cache"])
 

@@ -169,7 +169,7 @@ def test_rows_of_attention_are_those_of_any_other_batch(heads: str) -> None:
     angle = torch.rand(S, max(lengths), E // 2, device="cuda") * 6
     norms = {"q_norm_E": _draw(E), "k_norm_E": _draw(E), "eps": 1e-6} if more.get("norm") else {}
     others = {n: value for n, value in more.items() if n != "norm"}
-    op, columns = OPS["rope_attention"], 320  # a table that is longer than the contexts
+    op, columns = OPS["paged_attention"], 320  # a table that is longer than the contexts
     ranges = [impl for impl in op.impls.values() if impl.name.endswith("_ranges")]
     used: set[str] = set()
 

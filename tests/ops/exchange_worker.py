@@ -24,7 +24,7 @@ from graphllm.runtime.ranks.collectives import LibraryGroup
 from graphllm.runtime.ranks.host_exchange import HostExchange
 
 ROWS, WIDTH, INNER = (1, 3, 2), 40, 64
-WIDE = 4096  # of the calls whose numbers take two trips
+WIDE = 4096  # of the calls with numbers that take two trips
 
 
 def numbers(rank: int, call: int, *shape: int) -> Tensor:
@@ -69,7 +69,7 @@ def check_same(found: Tensor) -> None:
 
 
 def check_sample(rank: int, ranks: int, call: int) -> None:
-    """The tokens of `sample` of all logits; where many rows may come, those of a row go over in several turns."""
+    """The tokens of `sample` of all logits; where many rows may come, a row's go over in several turns."""
     rows, share = (4, 3000) if call % 2 else (6, 900)
     width = ranks * share - 11
     logits = torch.cat([3 * numbers(r, call + 300, rows, share).nan_to_num() for r in range(ranks)], 1)[:, :width]

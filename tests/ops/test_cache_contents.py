@@ -1,4 +1,4 @@
-"""What attention does not see of the cache may be anything: blocks behind a sequence, the rest of its last block, and
+"""What attention does not see of the cache may be anything: blocks after a sequence, the rest of its last block, and
 blocks before a window, which others may have by now."""
 
 from __future__ import annotations
@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from graphllm.ops.attention.paged_attention import paged_attention
-from graphllm.ops.attention.paged_attention.triton_prefill import triton_prefill
 
 P, K, H, E, WINDOW = 16, 1, 2, 32, 20
 NAN = float("nan")
 
 
 def _batch(queries: list[int], lengths: list[int]) -> tuple[dict[str, object], torch.Tensor]:
-    """Sequences whose blocks before the window are given back, and what is to come out, from plain keys and values."""
+    """Sequences that have given back their blocks before the window, and what is to come out, from plain keys and
+    values."""
     torch.manual_seed(1)
     T, per = sum(queries), -(-max(lengths) // P)
     cache = torch.full((1 + len(queries) * per, 2, K, P, E), NAN)
@@ -46,7 +46,9 @@ def _batch(queries: list[int], lengths: list[int]) -> tuple[dict[str, object], t
 @pytest.mark.parametrize(("block_m", "block_n"), [(16, 32), (32, 16)])
 def test_prompts_by_triton(block_m: int, block_n: int) -> None:
     arguments, expected = _batch([9, 5, 24, 9], [61, 5, 40, 49])
-    found = triton_prefill(**arguments, block_m=block_m, block_n=block_n, warps=4, stages=2)
+    found = paged_attention.impls["triton_prefill"].fn(
+        **paged_attention.bind((), arguments), block_m=block_m, block_n=block_n, warps=4, stages=2
+    )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -78,12 +78,12 @@ def test_rows_that_depend_on_others_are_found() -> None:
     made = _op("rowwise", total)
     assert _problems(made) == ""
     made.rowwise = True
-    assert "rows alone give something else" in _problems(made)
+    assert "rows by themselves give something else" in _problems(made)
 
 
 def test_a_number_of_rows_that_becomes_a_constant_is_found() -> None:
     def fixes(x: Tensor, state: Tensor) -> Tensor:
-        """2 x, whose rows are counted in Python."""
+        """2 x, with rows counted in Python."""
         state += 0
         return 2 * x.narrow(0, 0, int(x.shape[0]))
 
@@ -144,7 +144,7 @@ def test_relative_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shapes", "more", "told"),
+    ("name", "shapes", "more", "message"),
     [
         ("rms_norm", [(3, 8), (7,)], (1e-6,), "weight .*7.* for rows of 8"),
         ("layer_norm", [(3, 8), (7,), (7,)], (1e-6,), "weight .*7.* for rows of 8"),
@@ -155,7 +155,7 @@ def test_relative_error() -> None:
     ],
 )
 def test_what_does_not_fit_is_named_while_a_model_is_traced(
-    name: str, shapes: list[tuple[int, ...]], more: tuple[Any, ...], told: str
+    name: str, shapes: list[tuple[int, ...]], more: tuple[Any, ...], message: str
 ) -> None:
-    with FakeTensorMode(), pytest.raises(RuntimeError, match=told):
+    with FakeTensorMode(), pytest.raises(RuntimeError, match=message):
         load_ops()[name](*(torch.empty(shape) for shape in shapes), *more)

@@ -29,24 +29,25 @@ from graphllm.ops.attention.encoder_attention import encoder_attention
 from graphllm.ops.attention.encoder_attention.cpu import cpu_encoder_attention
 from graphllm.ops.attention.paged_attention import paged_attention
 from graphllm.ops.attention.paged_attention.cpu import cpu_paged_attention
+from graphllm.ops.attention.paged_attention.operands import Paged, Rows, Scores
 from graphllm.ops.gemm.fused_linear import fused_linear
 from graphllm.ops.gemm.fused_linear.cpu import gated_linear
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.gemm.linear.cpu import float_linear, streaming_linear
 from graphllm.ops.moe.fused_moe import fused_moe
 from graphllm.ops.moe.fused_moe.cpu import experts_in_turn
-from graphllm.ops.moe.fused_moe.op import LORA_TABLES
+from graphllm.ops.moe.fused_moe.operands import ExpertLora, Experts, Route
 from graphllm.ops.sampling.process_logits import process_logits
-from graphllm.ops.sampling.process_logits.cpu import cpu_process_logits
 from graphllm.ops.sampling.record_tokens.cpu import cpu_record_tokens
 from graphllm.ops.sampling.sample import sample
-from graphllm.ops.sampling.sample.cpu import cpu_sample
 from graphllm.ops.sampling.sample.op import uniform_bits
 from graphllm.ops.sampling.token_logprobs import token_logprobs
 from graphllm.ops.sampling.token_logprobs.cpu import cpu_token_logprobs
+from tests.ops.implementations import implementation
 from tests.ops.levels import LEVELS, PARAMS
 
 CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
+cpu_sample, cpu_process_logits = implementation(sample, "cpu"), implementation(process_logits, "cpu")
 TYPED = ("fused_moe", "paged_attention", "encoder_attention", "sample", "process_logits", "token_logprobs")
 SYMBOLS = (
     *("graphllm_linear", "graphllm_linear_gated", "graphllm_linear_float", "graphllm_record_tokens"),
@@ -162,8 +163,7 @@ def test_experts_with_many_rows(level: str, threads: int, T: int, experts: int, 
 
     given = [t.to(dtype) for t in (normal(T, 80), normal(8, 208, 80) / 9, normal(8, 80, 104) / 10)]
     weights, chosen = torch.softmax(normal(T, 2), -1), normal(T, experts).topk(2, -1).indices.int()
-    names = dict(zip(("x_TD", "gate_up_N2FD", "down_NDF"), given, strict=True))
-    found = experts_in_turn(**names, weights_TA=weights, experts_TA=chosen)
+    found = experts_in_turn(given[0], Experts(*given[1:]), Route(weights, chosen))
     assert _error(found, fused_moe(*(t.double() for t in given), weights, chosen)) < TOLERANCE[dtype]
 
 
@@ -178,9 +178,10 @@ def test_adapters_of_experts(level: str, threads: int, T: int, dtype: torch.dtyp
     ids = torch.arange(T, dtype=torch.int32) % 3
     for table in tables:
         table[0] = float("nan")  # never read
-    found = experts_in_turn(x, first, second, weights, chosen, "silu", 0.0, None, None, *tables, ids)
-    wide = dict(zip(LORA_TABLES, (t.double() for t in tables), strict=True))
-    truth = fused_moe(*(t.double() for t in (x, first, second)), weights, chosen, **wide, adapter_ids_T=ids)
+    route = Route(weights, chosen)
+    found = experts_in_turn(x, Experts(first, second), route, ExpertLora(*tables, ids))
+    wide = ExpertLora(*(t.double() for t in tables), ids)
+    truth = fused_moe(x.double(), Experts(first.double(), second.double()), route, wide)
     assert _error(found, truth) < TOLERANCE[dtype]
 
 
@@ -226,7 +227,7 @@ def _check_attention(
     args: dict[str, object], tolerance: float, exact: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> None:
     reference, written = exact or _exact_attention(args)
-    out = cpu_paged_attention(**args)  # type: ignore[arg-type]
+    out = implementation(paged_attention, "cpu")(**args)
     rows = int(args["query_start_loc"][-1])  # type: ignore[index]
     assert torch.equal(args["kv_cache"].double().nan_to_num(), written)  # type: ignore[attr-defined]
     assert torch.isfinite(out).all()
@@ -307,7 +308,8 @@ def test_attention_of_nothing(level: str) -> None:
 def test_attention_both_ways(
     level: str, threads: int, heads: tuple[int, int, int], window: int, dtype: torch.dtype
 ) -> None:
-    """Sequences longer than an item, whose last chunks are not whole; what lies behind the last row is never read."""
+    """Sequences longer than an item, with last chunks that are not whole; what lies after the last row is never
+    read."""
     torch.manual_seed(0)
     lengths = [1, 500, 0, 63, 64, 130]
     args = _batch([(n, n) for n in lengths], heads, 16, dtype)
@@ -382,7 +384,7 @@ def test_sample_ignores_nan_and_hidden_tokens(level: str) -> None:
 
 @functools.cache
 def _known_choices(allowed: int) -> list[tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]]:
-    """Requests of which so many tokens are allowed, which, and the reference's, once for all levels and threads."""
+    """Requests with numbers of allowed tokens, the tokens, and the reference's, once for all levels and threads."""
     torch.manual_seed(allowed)
     rows = [*ROWS, (1.0, 50, 0.9, 0.0), (0.7, 3000, 0.99, 0.1), (0.01, 5, 0.5, 0.0)]
     known = []
@@ -572,13 +574,13 @@ def test_kernels_trace_to_one_call() -> None:
         routing = (torch.empty(5, 2), torch.empty(5, 2, dtype=torch.int32))
 
     def all_of_them(*t: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        attended = cpu_paged_attention(*t[2:4], t[3], *t[4:8], 0.2)
+        attended = cpu_paged_attention(Rows(*t[2:4], t[3]), Paged(*t[4:8]), Scores(0.2))
         both_ways = cpu_encoder_attention(*t[2:4], t[3], t[6], 0.2)
         tokens, changed = cpu_sample(*t[8:15]), t[19:]
         scores = cpu_token_logprobs(changed[0], tokens, changed[1], changed[2], 5)
         last, counts = changed[1].clone(), changed[8].clone()
         recorded = cpu_record_tokens(tokens, changed[1], changed[1], changed[2], last, counts)
-        mixed = experts_in_turn(t[0], *t[15:19])
+        mixed = experts_in_turn(t[0], Experts(*t[15:17]), Route(*t[17:19]))
         return streaming_linear(t[0], t[1]), attended, both_ways, mixed, cpu_process_logits(*changed), scores, recorded
 
     inputs = (x, weight, q, k, cache, table, starts, lengths, *args.values(), *experts, *routing)
@@ -631,7 +633,7 @@ def test_rows_of_attention_are_what_they_are_alone(
     softcap: float,
     sunk: bool,
 ) -> None:
-    """Prompts whole and alone, and in random chunks and single tokens beside each other."""
+    """Prompts whole and by themselves, and in random chunks and single tokens in one batch."""
     draw = torch.Generator().manual_seed(H)
     lengths, S = (70, 150, 33), 3
     q, k, v = (torch.randn(S, 150, heads, E, generator=draw).to(dtype) for heads in (H, K, K))
@@ -646,21 +648,20 @@ def test_rows_of_attention_are_what_they_are_alone(
             starts = torch.tensor([0, *(n for _, n in step)]).cumsum(0).int()
             ends = torch.tensor([done[s] + n for s, n in step]).int()
             own = table[[s for s, _ in step]]
-            rows = cpu_paged_attention(
-                *parts, cache, own, starts, ends, E**-0.5, window, softcap, sinks, invariant=True
-            )
+            scores = Scores(E**-0.5, window, softcap, sinks)
+            rows = cpu_paged_attention(Rows(*parts), Paged(cache, own, starts, ends), scores, invariant=True)
             for (s, n), some in zip(step, rows.split([n for _, n in step]), strict=True):
                 out[s, done[s] : done[s] + n] = some
                 done[s] += n
         return out
 
-    alone = run([[(s, n)] for s, n in enumerate(lengths)])
+    single = run([[(s, n)] for s, n in enumerate(lengths)])
     left, steps = list(lengths), []
     while any(left):
         sizes = [min(n, int(torch.randint(1, (2, 5, 40)[len(steps) % 3], (), generator=draw))) for n in left]
         steps.append([(s, n) for s, n in enumerate(sizes) if n])
         left = [n - taken for n, taken in zip(left, sizes, strict=True)]
-    assert torch.equal(run(steps), alone)
+    assert torch.equal(run(steps), single)
 
 
 def test_log_probabilities_do_not_depend_on_other_rows(level: str, threads: int) -> None:

@@ -1,4 +1,4 @@
-"""Kernels of several ranks that give each other numbers: processes with Triton's interpreter, of which any may be late;
+"""Kernels of several ranks that give each other numbers: processes with Triton's interpreter, any may be late;
 and the process that builds them, which has no other."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_ranks_that_take_turns_in_being_late(ranks: int, tmp_path: Path) -> None
     assert all(text.endswith("same\n") for text in said), "\n".join(said)
 
 
-def _wait_for_a_rank_that_is_gone(rank: int, meeting: str, told: Any) -> None:
+def _wait_for_a_rank_that_is_gone(rank: int, meeting: str, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     assert dist.group.WORLD is not None
     group = LibraryGroup(dist.group.WORLD, HostExchange(dist.group.WORLD, torch.device("cpu")))
@@ -63,7 +63,7 @@ def _wait_for_a_rank_that_is_gone(rank: int, meeting: str, told: Any) -> None:
     sums = [all_reduce.impls["exchange"].fn(x=torch.ones(2000) + call, ranks=2).tolist() for call in range(3)]
     ended.set()
     thread.join()
-    told.put(sums)
+    results.put(sums)
 
 
 @pytest.mark.thorough
@@ -71,12 +71,12 @@ def test_kernels_are_let_go_that_wait_for_a_rank_that_is_gone(tmp_path: Path, mo
     """Zeros take the place of its numbers, in as many calls as there are."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     context = torch.multiprocessing.get_context("spawn")
-    told = context.Queue()
-    arguments = (str(tmp_path / "meeting"), told)
+    results = context.Queue()
+    arguments = (str(tmp_path / "meeting"), results)
     processes = [context.Process(target=_wait_for_a_rank_that_is_gone, args=(r, *arguments)) for r in range(2)]
     for process in processes:
         process.start()
-    assert told.get(timeout=PATIENCE) == [[1.0 + call] * 2000 for call in range(3)]
+    assert results.get(timeout=PATIENCE) == [[1.0 + call] * 2000 for call in range(3)]
     for process in processes:
         process.join()
 
@@ -104,8 +104,8 @@ def test_alone_tokens_are_those_of_the_first_rank(ranks: int) -> None:
         "temperature_S": torch.tensor([0.0, 1.0] * 3), "top_k_S": zeros.int(), "top_p_S": ones, "min_p_S": zeros,
         "seed_S": torch.arange(rows), "sample_index_S": torch.arange(rows, dtype=torch.int32),
     }  # fmt: skip
-    alone = sample_shares.impls["triton_sample_shares"].fn
-    found = alone(logits_SN=logits, **given, ranks=ranks, width=ranks * share, rows=rows)
+    sample_alike = sample_shares.impls["triton_sample_shares"].fn
+    found = sample_alike(logits_SN=logits, **given, ranks=ranks, width=ranks * share, rows=rows)
     assert torch.equal(found, sample.reference(logits, **given))
     assert found[:4].tolist() == [share - 1] * 4
     assert (_alone(ranks, logits.device)[1] == 255).all()

@@ -58,7 +58,7 @@ def level(library: Path, request: pytest.FixtureRequest) -> str:
 
 
 def _blocks(kind: str, rows: int, inner: int) -> torch.Tensor:
-    """Rows of random bytes whose scales and minima are normal numbers."""
+    """Rows of random bytes with normal numbers as scales and minima."""
     form, draw = TILED[kind], np.random.default_rng(rows)
     blocks, at = draw.integers(0, 256, (rows, inner // form.entries, form.nbytes), dtype=np.uint8), 0
     for field in form.fields:
@@ -136,7 +136,7 @@ def test_gate(level: str, threads: int, rows: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", FEW)
 def test_bitwise_the_same_for_any_thread_count_and_batch(level: str, kind: str) -> None:
-    """A row's result depends neither on the threads nor on the rows beside it, but for the side of MANY with AMX."""
+    """A row's result depends neither on the threads nor on the other rows, but for the side of MANY with AMX."""
     packed = tiles(_blocks(kind, 992, 768), kind)
     x = torch.randn(MANY - 1, 768).bfloat16()
     before = torch.get_num_threads()
@@ -206,8 +206,8 @@ def test_tiles_are_made_as_specified(library: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", FEW)
 def test_tiles_loaded_without_torch_are_those_of_the_loader(library: Path, kind: str, tmp_path: Path) -> None:
-    """Of one matrix, of several below each other, of rows in heads, and in more than one piece; with plain numbers
-    beside them."""
+    """Of one matrix, of several below each other, of rows in heads, and in more than one piece; and plain numbers as
+    well."""
     rows = {"table": 3000, "q": 64, "k": 32, "v": 19}
     blocks = {name: _blocks(kind, n, 768).numpy() for name, n in rows.items()}
     plain = {"norm": np.random.default_rng(0).standard_normal(768).astype(np.float32)}
@@ -267,7 +267,7 @@ def test_all_types(compiled_for: CompiledFor, name: str) -> None:
 
 @pytest.mark.parametrize("kind", TILED)
 def test_layout(kind: str) -> None:
-    """Tiles have the bytes of their blocks, whose numbers they stand for."""
+    """Tiles have the bytes of their blocks and stand for their numbers."""
     blocks = _blocks(kind, 21, 512)
     made = tiles(blocks, kind)
     assert torch.equal(untiled(made, kind)[:21], blocks)

@@ -45,7 +45,7 @@ def _candidates(op: str, rows: int, weights: int, inner: int) -> list[tuple[str,
 
 
 def test_what_was_the_fastest_is_tried() -> None:
-    """At each of the sites of two models where all candidates were timed, a third of which is tried now."""
+    """At each of the sites of two models where all candidates were timed; a third of them is tried now."""
     tried = timed = 0
     for name, row in MEASURED.items():
         found = _candidates(row["op"], row["rows"], row["weights"], row["inner"])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from graphllm.ops.moe.fused_moe import fused_moe
 from graphllm.ops.moe.moe_route import moe_route
+from tests.ops.implementations import implementation
 
 D, N, K = 64, 16, 4
 
@@ -40,7 +41,7 @@ def _same_choice(found: tuple[Tensor, Tensor], weights: Tensor, experts: Tensor)
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("route", [moe_route, moe_route.impls["triton"].fn], ids=["reference", "triton"])
+@pytest.mark.parametrize("route", [moe_route, implementation(moe_route, "triton")], ids=["reference", "triton"])
 def test_rows_without_numbers_choose_experts_that_exist(route: Any, groups: int) -> None:
     """Weights that overflow make such rows; what then multiplies with experts reads where these numbers say."""
     logits = torch.randn(6, N)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="
 
 
 def _attention(tokens: tuple[int, ...], lengths: tuple[int, ...], window: int) -> dict[str, Any]:
-    """A step of sequences with so many new tokens and of such lengths, in scattered blocks."""
+    """A step of sequences with these numbers of new tokens and these lengths, in scattered blocks."""
     H, K, E, P, columns = 6, 2, 24, 16, 20
     drawn = torch.Generator().manual_seed(0)
     T, S = sum(tokens), len(tokens)

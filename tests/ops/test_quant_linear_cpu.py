@@ -15,8 +15,10 @@ import torch
 from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.ops.gemm.quant_linear.cpu import streaming_quant_linear
 from graphllm.ops.gemm.quant_linear.op import dequantize
+from graphllm.ops.moe.fused_moe.operands import ExpertLora, Route
 from graphllm.ops.moe.quant_moe import quant_moe
 from graphllm.ops.moe.quant_moe.cpu import experts_in_turn
+from graphllm.ops.moe.quant_moe.op import QuantExperts
 from graphllm.weights.formats.integers import INTEGERS, pack, routines
 from tests.ops.levels import AMX, LEVELS, PARAMS
 from tests.ops.rounding import MANY, TOLERANCE, gated, rounded_x
@@ -147,7 +149,7 @@ def test_zeros_and_what_is_not_finite(level: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_bitwise_the_same_for_any_thread_count_and_batch(level: str, name: str) -> None:
-    """A row's result depends neither on the threads nor on the rows beside it, but for the side of MANY with AMX."""
+    """A row's result depends neither on the threads nor on the other rows, but for the side of MANY with AMX."""
     values, scales = _packed(1000, 896, name)
     few, more = (1, 2, 7, 13), (MANY, 40, 65, 130)
     sides = ((MANY - 1, few), (300, more)) if _keeps_x(level) else ((300, few + more),)
@@ -172,18 +174,19 @@ def test_without_rows(level: str) -> None:
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-@pytest.mark.parametrize(("T", "experts", "biased"), [(1, 7, True), (5, 7, False), (40, 4, True), (300, 7, False)])
-def test_experts(level: str, threads: int, name: str, T: int, experts: int, biased: bool) -> None:
-    """One row an expert, some, and so many that AMX takes them as they are; experts that nobody chose; strided x."""
+@pytest.mark.parametrize(("T", "several", "biased"), [(1, 7, True), (5, 7, False), (40, 4, True), (300, 7, False)])
+def test_experts(level: str, threads: int, name: str, T: int, several: int, biased: bool) -> None:
+    """One row an expert, some, and enough for AMX to take them as they are; experts that nobody chose; strided x."""
     torch.manual_seed(T)
     A, D, F = 2, 100, 208
     stacks = [[torch.stack(p) for p in zip(*(_packed(*matrix, name) for _ in range(8)), strict=True)]
               for matrix in ((2 * F, D), (D, F))]  # fmt: skip
-    weights, chosen = torch.softmax(torch.randn(T, A), -1), torch.randn(T, experts).topk(A, -1).indices.int()
+    weights, chosen = torch.softmax(torch.randn(T, A), -1), torch.randn(T, several).topk(A, -1).indices.int()
     for dtype in TOLERANCE:
         biases = [torch.randn(8, n).to(dtype) * 0.3 if biased else None for n in (2 * F, D)]
         x = torch.randn(T, D + 8).to(dtype)[:, :D]
-        given = (*stacks[0], *stacks[1], weights, chosen, F, "clamped" if biased else "silu", 1.0, *biases)
+        experts = QuantExperts(*stacks[0], *stacks[1], F, "clamped" if biased else "silu", 1.0, *biases)
+        given = (experts, Route(weights, chosen))
         found = experts_in_turn(x, *given)
         truth = quant_moe.reference(x.double(), *given)
         assert found.dtype == dtype
@@ -192,7 +195,7 @@ def test_experts(level: str, threads: int, name: str, T: int, experts: int, bias
             continue
         sizes = ((3, 8, 2 * 5, D), (3, 8, 5, 2 * F), (3, 8, 5, F), (3, 8, 5, D))
         tables = [torch.randn(s).div(s[-1] ** 0.5).to(dtype) for s in sizes]
-        given = (*given, *tables, torch.arange(T, dtype=torch.int32) % 3)
+        given = (*given, ExpertLora(*tables, torch.arange(T, dtype=torch.int32) % 3))
         found, truth = experts_in_turn(x, *given), quant_moe.reference(x.double(), *given)
         assert float((found - truth).norm() / truth.norm()) < 0.02, dtype
 

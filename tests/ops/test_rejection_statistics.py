@@ -11,14 +11,10 @@ import pytest
 import torch
 
 from graphllm.ops.sampling.process_logits import process_logits
-from graphllm.ops.sampling.process_logits.cpu import cpu_process_logits
-from graphllm.ops.sampling.process_logits.triton_process_logits import triton_process_logits
 from graphllm.ops.sampling.sample import sample
-from graphllm.ops.sampling.sample.cpu import cpu_sample
 from graphllm.ops.speculation.accept_drafts import accept_drafts
 from graphllm.ops.speculation.rejection_sample import draft_seed, rejection_sample
-from graphllm.ops.speculation.rejection_sample.cpu import cpu_rejection_sample
-from graphllm.ops.speculation.rejection_sample.triton_rejection_sample import triton_rejection_sample
+from tests.ops.implementations import implementation
 from tests.ops.sampling_statistics import (
     COMBINATIONS,
     DRAWS,
@@ -33,13 +29,15 @@ from tests.ops.sampling_statistics import (
 )
 
 Sampler = Callable[..., torch.Tensor]
+cpu_sample, cpu_rejection_sample = implementation(sample, "cpu"), implementation(rejection_sample, "cpu")
+triton_rejection_sample = implementation(rejection_sample, "triton_rejection_sample")
 SAMPLERS: dict[str, Sampler] = {"reference": rejection_sample.reference, "cpu": cpu_rejection_sample}
 if torch.cuda.is_available():  # the interpreter takes an hour for a case
     SAMPLERS["triton"] = on_gpu(triton_rejection_sample)
 ADJUSTERS: dict[str, Sampler] = {
     "reference": process_logits.reference,
-    "cpu": cpu_process_logits,
-    "triton": on_gpu(triton_process_logits),
+    "cpu": implementation(process_logits, "cpu"),
+    "triton": on_gpu(implementation(process_logits, "triton_process_logits")),
 }
 
 
@@ -111,7 +109,7 @@ def test_drafts_near_and_far(sampler: str, spread: float) -> None:
 @pytest.mark.parametrize("adjuster", ADJUSTERS)
 @pytest.mark.parametrize("place", [0, 3])
 def test_penalties_of_drafts(place: int, adjuster: str, sampler: str) -> None:
-    """The row behind three drafts is penalized for them; then the distribution is that of plain decoding there."""
+    """The row after three drafts is penalized for them; then the distribution is as in plain decoding there."""
     logits, filters = made_logits(Filters()), Filters(0.9, top_k=30, top_p=0.95)
     before, counts = [7, 7, 12], np.zeros(V, dtype=np.int64)
     counts[[3, 7]] = [2, 1]
@@ -178,7 +176,7 @@ def test_two_tokens_of_a_chain() -> None:
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_row_does_not_depend_on_the_others(sampler: str) -> None:
-    """A row gives the same token alone and in a batch; without a draft, what `sample` gives."""
+    """A row gives the same token by itself and in a batch; without a draft, what `sample` gives."""
     n = 40
     filters = COMBINATIONS[6]
     q = torch.from_numpy(np.stack([_other(s, 1.0) for s in range(4)]).astype(np.float32))[:, None]
@@ -190,8 +188,8 @@ def test_a_row_does_not_depend_on_the_others(sampler: str) -> None:
     tokens = run(**args, drafts_R=drafts, slots_R=slots, place_R=zeros, draft_probs_NKV=q)
     for r in range(n):
         one = {k: v[r : r + 1] for k, v in args.items()}
-        alone = run(**one, drafts_R=drafts[r : r + 1], slots_R=slots[r : r + 1], place_R=zeros[:1], draft_probs_NKV=q)
-        assert alone[0] == tokens[r]
+        single = run(**one, drafts_R=drafts[r : r + 1], slots_R=slots[r : r + 1], place_R=zeros[:1], draft_probs_NKV=q)
+        assert single[0] == tokens[r]
     none = drafts < 0
     plain = sample.reference(**{k.replace("_RV", "_SV").replace("_R", "_S"): v for k, v in args.items()})
     assert none.any()

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from graphllm.ops.sampling.sample import sample
-from graphllm.ops.sampling.sample.cpu import cpu_sample
-from graphllm.ops.sampling.sample.triton_sample import triton_sample
+from tests.ops.implementations import implementation
 from tests.ops.sampling_statistics import (
     COMBINATIONS,
     DRAWS,
@@ -28,7 +27,8 @@ from tests.ops.sampling_statistics import (
 )
 
 Sampler = Callable[..., torch.Tensor]
-SAMPLERS: dict[str, Sampler] = {"reference": sample.reference, "cpu": cpu_sample}
+triton_sample = implementation(sample, "triton_sample")
+SAMPLERS: dict[str, Sampler] = {"reference": sample.reference, "cpu": implementation(sample, "cpu")}
 if torch.cuda.is_available():  # the interpreter takes hours
     SAMPLERS["triton"] = on_gpu(triton_sample)
 
@@ -77,15 +77,15 @@ def test_distribution_of_the_triton_kernel() -> None:
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_row_does_not_depend_on_the_others(sampler: str) -> None:
-    """A (seed, draw) pair gives the same token alone and anywhere in a batch of rows with other parameters."""
+    """A (seed, draw) pair gives the same token by itself and anywhere in a batch of rows with other parameters."""
     shuffle = torch.Generator().manual_seed(3)
     rows = [(f, seed) for f in COMBINATIONS for seed in (0, 5, -9, 2**62)]
     columns = [
         arguments(made_logits(f), f, torch.tensor([seed]), torch.tensor([i])) for i, (f, seed) in enumerate(rows)
     ]
-    alone = torch.cat([SAMPLERS[sampler](**c) for c in columns])
-    assert len(set(alone.tolist())) > 5
+    single = torch.cat([SAMPLERS[sampler](**c) for c in columns])
+    assert len(set(single.tolist())) > 5
     for _ in range(3):
         order = torch.randperm(len(rows), generator=shuffle)
         batch = {name: torch.cat([columns[i][name] for i in order]) for name in columns[0]}
-        assert torch.equal(SAMPLERS[sampler](**batch), alone[order])
+        assert torch.equal(SAMPLERS[sampler](**batch), single[order])

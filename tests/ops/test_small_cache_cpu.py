@@ -14,6 +14,7 @@ from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.ir.testing.check import cases_of, check_impl
 from graphllm.ops.attention.paged_attention import paged_attention
 from graphllm.ops.attention.paged_attention.cpu import cpu_paged_attention
+from graphllm.ops.attention.paged_attention.operands import Paged, Rows, Scores
 from tests.ops.levels import LEVELS
 
 KERNELS = [c_kernel(f"graphllm_paged_attention_{t}_{c}") for t in ("f32", "bf16") for c in ("e4m3", "int8")]
@@ -49,7 +50,7 @@ def attended(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, length: int,
     starts, lengths = torch.tensor([0, T], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
     table = torch.arange(cache.shape[0], dtype=torch.int32)[None]
     q = torch.zeros(T, K, E, dtype=k.dtype)
-    return cpu_paged_attention(q, k, v, cache, table, starts, lengths, 1.0, kv_scales=scales)
+    return cpu_paged_attention(Rows(q, k, v), Paged(cache, table, starts, lengths), Scores(1.0), scales)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a node of a tree of drafts sees: the same as if its path alone had been said, token by token."""
+"""What a node of a tree of drafts sees: the same as if only its path had been said, token by token."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from graphllm.config.token_tree import token_tree
 from graphllm.ops.attention.paged_attention import paged_attention
 from graphllm.ops.attention.paged_attention.cpu import cpu_paged_attention
+from graphllm.ops.attention.paged_attention.operands import Paged, Rows, Scores
 from graphllm.ops.speculation.keep_path import keep_path
 from graphllm.ops.speculation.keep_path.cpu import cpu_keep_path
 
@@ -25,7 +26,7 @@ def _said(attend: object, tokens: list[int], rows: dict[str, torch.Tensor], wind
         given = {f"{n}_{shape}": rows[n][token : token + 1] for n, shape in (("q", "THE"), ("k", "TKE"), ("v", "TKE"))}
         starts, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([i + 1], dtype=torch.int32)
         where = {"kv_cache": cache, "block_table": table, "query_start_loc": starts, "seq_lens": lengths}
-        out = attend(**given, **where, scale=0.3, window=window)  # type: ignore[operator]
+        out = attend(rows=Rows(**given), paged=Paged(**where), scores=Scores(0.3, window))  # type: ignore[operator]
     return out[0]
 
 
@@ -44,14 +45,14 @@ def test_nodes_see_their_path(attend: object, window: int) -> None:
             "kv_cache": cache, "block_table": table, "query_start_loc": torch.tensor([0, len(bits)]).int(),
             "seq_lens": torch.tensor([length]).int(),
         }  # fmt: skip
-        out = attend(**given, **where, scale=0.3, window=window, ancestors_T=bits)  # type: ignore[operator]
+        out = attend(rows=Rows(**given), paged=Paged(**where), scores=Scores(0.3, window), ancestors_T=bits)  # type: ignore[operator]
     for node in range(nodes):
         path, at = [START + node], node
         while at:
             at = TREE.parents[at]
             path.insert(0, START + at)
-        alone = _said(attend, [*range(START), *path], rows, window)
-        torch.testing.assert_close(out[node], alone, rtol=1e-5, atol=1e-5)
+        own = _said(attend, [*range(START), *path], rows, window)
+        torch.testing.assert_close(out[node], own, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("keep", [keep_path, cpu_keep_path], ids=["reference", "cpu"])

@@ -35,7 +35,7 @@ load_passes()
 
 
 def _linked(config: CompileConfig) -> tuple[Linked, list[str]]:
-    """The linked model, whose calls all have an implementation; and what has tables."""
+    """The linked model, in which all calls have an implementation; and what has tables."""
     hf = transformers.MixtralConfig(**SIZES).to_dict() | {"architectures": ["MixtralForCausalLM"]}
     model = find_model(hf)
     c = model.config(hf)

@@ -74,7 +74,7 @@ def test_it_is_one_op_with_the_same_result(norm: bool) -> None:
 
     fn = _both if norm else plain
     unit, report, targets = _run(fn)
-    assert targets == ["graphllm::rope_attention"]
+    assert targets == ["graphllm::paged_attention"]
     assert report.changed == 1
     assert ("norm" in report.notes[0]) == norm
     values, expected_values = _values(), _values()
@@ -100,7 +100,7 @@ def test_arguments_are_kept() -> None:
         lambda v: (_attend(v, _rope(v, v["q"]), OPS["rope"](v["k"], v["sin"], v["cos"])),),
         lambda v: (_attend(v, (q := _rope(v, v["q"])), _rope(v, v["k"])), q),
     ],
-    ids=["no rotation", "queries alone", "other tables", "read elsewhere"],
+    ids=["no rotation", "only queries", "other tables", "read elsewhere"],
 )
 def test_near_misses(fn: Callable[[Values], tuple[Tensor, ...]]) -> None:
     _, report, targets = _run(fn)
@@ -121,7 +121,7 @@ def test_norms_that_stay(fn: Callable[[Values], tuple[Tensor, ...]]) -> None:
     assert report.changed == 1
     assert "graphllm::rms_norm" in targets
     calls = [n for n in unit.graph.nodes if n.op == "call_function"]
-    (node,) = (n for n in calls if target_name(n.target) == "graphllm::rope_attention")
+    (node,) = (n for n in calls if target_name(n.target) == "graphllm::paged_attention")
     assert node.kwargs["q_norm_E"] is None
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from graphllm.compile.trace import trace_unit
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, eliminate_dead, target_name, verify
-from graphllm.ir.groups import Alone, set_group
+from graphllm.ir.groups import OneProcess, set_group
 from graphllm.ir.registry import load_ops
 from graphllm.passes.fuse_linear import fuse_linear
 from graphllm.rewrite import PassReport, Unit
@@ -222,7 +222,7 @@ def test_a_sum_over_ranks_that_is_read_as_it_is_stays() -> None:
     assert "graphllm::all_reduce" in _run(fn, SOME)[2]
 
 
-class Doubling(Alone):
+class Doubling(OneProcess):
     """Two ranks that have the same."""
 
     size = 2

@@ -79,7 +79,7 @@ def test_linear_layers(name: str) -> None:
             of_scales.shape(24, 40), "bfloat16", Encode(name, "scales", read)
         )  # fmt: skip
     assert plan["layers.1.a"].expr == Read(("other",), (24, 40))
-    for node in unit.graph.find_nodes(op="placeholder"):  # fake values are those of the plan
+    for node in unit.graph.find_nodes(op="placeholder"):  # fake values are as in the plan
         label = node.meta["label"]
         if label.startswith("w.") and label != "w.bias":
             entry = plan[f"layers.0.{label[2:]}"]

@@ -1,4 +1,4 @@
-"""shard: what stands behind the ops that read divided weights, and which sums become one."""
+"""shard: what stands after the ops that read divided weights, and which sums become one."""
 
 from __future__ import annotations
 

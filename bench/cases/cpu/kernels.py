@@ -34,10 +34,11 @@ from bench.probe import POOL, huge, probe, reader, turns
 from graphllm.ir.kernels import c_kernel
 from graphllm.ir.testing import Maker
 from graphllm.ops.attention.paged_attention.cpu import cpu_paged_attention
+from graphllm.ops.attention.paged_attention.operands import Paged, Rows, Scores
 from graphllm.ops.gemm.linear.cpu import streaming_linear
 from graphllm.ops.gemm.quant_linear.cpu import streaming_quant_linear
+from graphllm.ops.sampling.sample import sample
 from graphllm.ops.sampling.sample.cases import CASES as SAMPLE_CASES
-from graphllm.ops.sampling.sample.cpu import cpu_sample
 from graphllm.weights.formats.integers import INTEGERS
 
 CASES = [("cpu_kernels", {"parts": ("linear", "quant", "mm", "attention", "sample", "regions")})]
@@ -182,7 +183,9 @@ def attention_row(
     q, k, v = (x.unflatten(1, (-1, E)) for x in qkv.split([H * E, K * E, K * E], 1))
     starts = torch.tensor([sum(n for n, _ in sequences[:i]) for i in range(len(sequences) + 1)]).int()
     lengths = torch.tensor([length for _, length in sequences]).int()
-    out = cpu_paged_attention(q, k, v, cache, tables[0], starts, lengths, 0.1)  # builds the library
+    out = cpu_paged_attention(
+        Rows(q, k, v), Paged(cache, tables[0], starts, lengths), Scores(0.1)
+    )  # builds the library
     kernel = c_kernel(f"graphllm_paged_attention_{'bf16' if dtype == torch.bfloat16 else 'f32'}")._function
     assert kernel is not None
     first = [t.data_ptr() for t in (q, k, v, cache)]
@@ -234,7 +237,7 @@ def bench_sample(pool: torch.Tensor) -> Iterator[dict[str, Any]]:
     for case in SAMPLE_CASES:
         if case.size == "real" and not case.name.endswith("s256"):
             args = case.inputs(Maker(torch.Generator().manual_seed(0), torch.device("cpu"), torch.bfloat16))
-            ((best, median),) = turns([lambda i, args=args: cpu_sample(**args)], 3, 7)
+            ((best, median),) = turns([lambda i, args=args: sample.impls["cpu"].fn(**args)], 3, 7)
             S = args["logits_SV"].shape[0]
             yield {f"sample {case.name}": {"us a row": round(median / S * 1e6), "best us": round(best / S * 1e6)}}
 

@@ -8,7 +8,6 @@ us a layer, the fastest of a few replays of the whole, sequences of equal length
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import statistics
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ from bench.harness import Case
 from graphllm.config import Bucket
 from graphllm.host.machine import detect_target
 from graphllm.ir.op import CallSite, Op
-from graphllm.ops.attention.rope_attention import rope_attention
+from graphllm.ops.attention.paged_attention import paged_attention
 from graphllm.ops.gemm.fused_linear import fused_linear
 from graphllm.ops.gemm.linear_add_norm import linear_add_norm
 
@@ -76,7 +75,7 @@ class Model(NamedTuple):
         return x
 
     def attend(self, layer: Layer, qkv: Tensor, choice: Choice) -> Tensor:
-        return call(rope_attention, self.attention(layer, qkv), choice).flatten(1)
+        return call(paged_attention, self.attention(layer, qkv), choice).flatten(1)
 
     def attention(self, layer: Layer, qkv: Tensor) -> dict[str, Any]:
         H, K, E = self.heads
@@ -134,11 +133,8 @@ def product(
 
 
 def call(op: Op, given: dict[str, Any], choice: Choice) -> Any:
-    """Of an op's arguments an implementation takes those that it names, or all."""
-    fn = op.impls[choice.impl].fn
-    takes = list(inspect.signature(fn).parameters.values())
-    names = set(op.signature.parameters) if takes[-1].kind is takes[-1].VAR_KEYWORD else {p.name for p in takes}
-    return fn(**{n: v for n, v in op.bind((), given).items() if n in names}, **choice.constants)
+    """An implementation takes the arguments of the op that it names."""
+    return op.impls[choice.impl].fn(**op.bind((), given), **choice.constants)
 
 
 def choices_of(op: Op, given: dict[str, Any], sequences: int) -> list[Choice]:
@@ -200,7 +196,7 @@ def measure(shape: str, sequences: int, contexts: list[int]) -> dict[str, Any]:
             inner = x.new_ones(sequences, first.weights[name].shape[1])
             tried[name] = choices_of(*product(name, joined, first.weights, inner, x), sequences)
         given = model.attention(first, x.new_ones(sequences, first.weights["qkv"].shape[0]))
-        (usual,) = (c for c in choices_of(rope_attention, given, sequences) if c.impl == "triton_decode")
+        (usual,) = (c for c in choices_of(paged_attention, given, sequences) if c.impl == "triton_decode")
         tried["attention"] = list(plans({"early": 0, **usual.constants}))
         chosen = {name: some[0] for name, some in tried.items()}
         times: dict[str, Any] = {}

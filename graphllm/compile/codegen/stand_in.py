@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from graphllm.ir.groups import EXPERTS, TENSOR, Alone, joined_group, set_group
+from graphllm.ir.groups import EXPERTS, TENSOR, OneProcess, joined_group, set_group
 
 
-class FakeGroup(Alone):
+class FakeGroup(OneProcess):
     """Of so many ranks. What others would give is this process's own, or zeros."""
 
     def __init__(self, size: int) -> None:

@@ -1,7 +1,7 @@
-"""Time the implementations of an op over its real cases: for `graphllm op bench` and the case `ops` of bench/.
+"""Time the implementations of an op over its real cases, for `graphllm op bench` and the case `ops` of bench/.
 
-A call is timed on as many distinct input sets as overflow the caches, back to back: on a GPU as one captured graph
-whose replays are timed by events (no launch gaps of Python), on a CPU by the wall clock. The median is reported.
+A call is timed on as many distinct input sets as overflow the caches, back to back: on a GPU as one captured graph,
+with replays timed by events (no launch gaps of Python), on a CPU by the wall clock. The median is reported.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def time_op(
     check: bool = False,
     budget: float = 1.0,
 ) -> Iterator[Timing]:
-    """Every implementation for the device that supports a case, and the reference, on every real case whose name
-    contains ``only``. budget: seconds for one of them on a CPU, after which what was measured by then is taken."""
+    """Every implementation for the device that supports a case, and the reference, on every real case with ``only`` in
+    its name. budget: seconds for one of them on a CPU, after which what was measured by then is taken."""
     for case in (c for c in cases_of(op) if c.size == "real" and only in c.name):
         for impl, fn in _implementations(op, case, device, dtype, reference):
             first = inputs_of(op, case, device, dtype)

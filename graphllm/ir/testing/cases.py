@@ -35,6 +35,19 @@ class Case:
     specified: Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor] = _all
 
 
+def moved_rows(reason: str, **arguments: Any) -> tuple[Case, ...]:
+    """Cases of an op that gives rows x [T, D] as they are in a group of one. arguments: the others of the op."""
+
+    def case(T: int, D: int, size: Literal["small", "real"] = "small") -> Case:
+        def inputs(make: Maker) -> dict[str, Any]:
+            return {"x": make.normal(T, D), **arguments}
+
+        exact = {"float32": 0.0, "bfloat16": 0.0, "float16": 0.0}
+        return Case(f"T{T}_D{D}", inputs, exact, reason, Bucket("mixed" if T > 64 else "decode", T, T), size)
+
+    return case(1, 48), case(66, 24), case(0, 32), case(64, 4096, size="real")
+
+
 @dataclass
 class Maker:
     """Draws the tensors of a case: fresh random values of the case's dtype on the device under test."""

@@ -1,4 +1,4 @@
-"""Check an op against its specification: the one list of checks behind the shared test suite and `graphllm op test`.
+"""Check an op against its specification: the one list of checks of the shared test suite and `graphllm op test`.
 
 The reference in float64 is the truth. The reference in the model dtypes, and every implementation wherever its
 ``supports`` holds, must agree with it within the case's tolerance; fakes must describe the real outputs exactly.
@@ -68,7 +68,7 @@ def check_op(name: str) -> list[Result]:
 
 
 def cases_of(op: Op) -> tuple[Case, ...]:
-    """The cases beside the op: ``CASES`` in ``cases.py``, none when there is no such file."""
+    """The cases in the op's folder: ``CASES`` in ``cases.py``, none when there is no such file."""
     module = op.reference.__module__.rpartition(".")[0] + ".cases"
     if importlib.util.find_spec(module) is None:
         return ()
@@ -84,7 +84,7 @@ def check_specification(op: Op, cases: Sequence[Case], few: bool = False) -> lis
 
     cases = [c for c in cases if c.size == "small"]
     results = [result("", "", "" if op.__doc__ else "the reference has no docstring")]
-    results.append(result("", "", "" if cases else "there are no small cases in a cases.py beside the op"))
+    results.append(result("", "", "" if cases else "there are no small cases in a cases.py in the op's folder"))
     if cases and not any(c.bucket.lo == 0 for c in cases):
         results.append(result("", "", "cases.py has no case without tokens (bucket.lo == 0)"))
     traced: set[object] = set()  # kinds of calls: tracing sees no numbers, and takes seconds
@@ -171,7 +171,7 @@ def check_impl(op: Op, impl: Impl, cases: Sequence[Case], real: bool | None = No
 
 
 def _traits(op: Op, case: Case) -> frozenset[object]:
-    """The kind of its call, and which tensors have rows whose length is no multiple of 16."""
+    """The kind of its call, and which tensors have rows of a length that is no multiple of 16."""
     args, bucket = _inputs(op, case, next(iter(case.tolerance))), case.bucket
     rows = {(n, v.shape[-1] % 16 > 0) for n, v in args.items() if isinstance(v, Tensor) and v.dim() > 1}
     return _call_kind(args, bucket) | rows | {bucket.kind, ("several", bucket.query_len > 1)}
@@ -294,12 +294,13 @@ def _rowwise_problem(op: Op, case: Case, args: dict[str, Any]) -> str:
     some = {name: a[rows] if isinstance(a, Tensor) and _has_row_each(name, a, T) else a for name, a in args.items()}
     for found, whole in zip(_tensors(op(**some)), _tensors(op(**args)), strict=True):
         if not relative_error(found, whole[rows]) <= max(case.tolerance.values()):
-            return "the op calls itself rowwise, but rows alone give something else"
+            return "the op calls itself rowwise, but rows by themselves give something else"
     return ""
 
 
 def _alone(op: Op, impl: Impl, case: Case, dtype: str, args: dict[str, Any], site: CallSite) -> Iterator[Result]:
-    """Of an implementation that says how it computes a row: whether rows alone are bitwise those in their batch."""
+    """Of an implementation that says how it computes a row: whether rows by themselves are bitwise equal to those in
+    their batch."""
     T = case.bucket.lo
     if not op.rowwise or T < 2 or not impl.supports(site):
         return
@@ -314,12 +315,12 @@ def _alone(op: Op, impl: Impl, case: Case, dtype: str, args: dict[str, Any], sit
                 }
                 found = _tensors(impl.fn(**one, **config))
                 if not all(torch.equal(f[0], w[row]) for f, w in zip(found, whole, strict=True)):
-                    problem = f"it says that it computes rows by {order!r}, but row {row} alone gives something else"
-            yield Result(op.name, impl.name, f"{case.name} alone", dtype, problem=problem)
+                    problem = f"it says that it computes rows by {order!r}, but row {row} by itself is different"
+            yield Result(op.name, impl.name, f"{case.name} by itself", dtype, problem=problem)
 
 
 def _dynamic_problem(op: Op, case: Case, args: dict[str, Any]) -> str:
-    """Whether the shapes of the results are those of one number of rows only: such an op cannot be compiled."""
+    """Whether the shapes of the results hold for one number of rows only: such an op cannot be compiled."""
     T = case.bucket.lo
     if T < 2:
         return ""
@@ -360,7 +361,7 @@ def _arguments(args: Mapping[str, Any]) -> str:
 
 
 def _form(t: Tensor) -> tuple[list[int], str, list[int]]:
-    """Shape, dtype and the strides that matter: those of dimensions longer than 1, none for an empty tensor."""
+    """Shape, dtype and the strides that matter, of dimensions longer than 1; none for an empty tensor."""
     strides = [s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1] if t.numel() else []
     return list(t.shape), str(t.dtype), strides
 
@@ -368,7 +369,7 @@ def _form(t: Tensor) -> tuple[list[int], str, list[int]]:
 def _opcheck_problem(op: Op, args: dict[str, Any]) -> str:
     """What torch's own checks of schema and fake find."""
     small = any(t.is_floating_point() and t.itemsize == 1 for t in _tensors(list(args.values())))
-    try:  # the test of the schema computes with all numbers, which torch cannot with those of 8 bits
+    try:  # the test of the schema computes with all numbers, which torch cannot with 8 bits
         checks = ("test_faketensor",) if small else ("test_schema", "test_faketensor")
         torch.library.opcheck(op.overload, (), args, test_utils=checks)
     except Exception as e:  # opcheck raises whatever the op raised; every kind is a finding

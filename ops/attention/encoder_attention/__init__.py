@@ -1,4 +1,4 @@
-"""encoder_attention: specification in op.py, kernels beside it; the CPU's shares its headers with paged_attention."""
+"""encoder_attention: specification in op.py; the kernel for CPUs shares its headers with paged_attention."""
 
 import importlib.util
 

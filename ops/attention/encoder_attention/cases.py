@@ -33,7 +33,7 @@ def _case(
     size: str = "small",
 ) -> Case:
     """One case. heads: H, K, E; fused: q, k, v are slices; rotated: of these q and k are made
-    anew. pad: rows behind the last sequence's."""
+    anew. pad: rows after the last sequence's."""
     H, K, E = heads
     T = sum(lengths) + pad
     kind = "decode" if max(lengths, default=0) <= 1 else "mixed"

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphllm.ir.kernels import CKernel
+from graphllm.ir.kernels import float_kernels
 from graphllm.ir.op import CallSite
 from graphllm.ops.attention.encoder_attention.op import encoder_attention
 
@@ -16,11 +16,8 @@ _SCHEMA = (
     " SymInt E, SymInt q_token, SymInt q_head, SymInt k_token, SymInt k_head, SymInt v_token, SymInt v_head,"
     " float scale, SymInt window) -> ()"
 )
-_SOURCE = Path(__file__).parent.parent / "paged_attention" / "cpu_no_cache.cpp"  # beside the headers that it includes
-_kernels = {
-    dtype: CKernel(f"graphllm_encoder_attention_{name}", _SCHEMA, _SOURCE, usual=False)
-    for dtype, name in ((torch.float32, "f32"), (torch.bfloat16, "bf16"))
-}
+_SOURCE = Path(__file__).parent.parent / "paged_attention" / "cpu_no_cache.cpp"  # with the headers that it includes
+_kernels = float_kernels("graphllm_encoder_attention", _SCHEMA, _SOURCE, usual=False)
 
 
 def _supports(site: CallSite) -> bool:

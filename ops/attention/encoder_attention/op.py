@@ -28,7 +28,7 @@ def encoder_attention(
     q_THE [T, H, E], k_TKE and v_TKE [T, K, E]: the tokens, sequence after sequence; H is a multiple of K; rows may be
     strided, the last dimension is contiguous. query_start_loc [S+1] int32: sequence s owns rows
     query_start_loc[s]:query_start_loc[s+1], possibly none. scale: factor on q.k. window: if positive, a token sees
-    itself and so many on each side of it.
+    itself and ``window`` tokens on each side of it.
     Returns [T, H, E] in q's dtype; rows at or after query_start_loc[S] are padding and come back unspecified.
     Softmax and products accumulate in float32. Source: Vaswani et al. 2017; Devlin et al. 2018 (both ways); Warner et
     al. 2024, ModernBERT (windows).

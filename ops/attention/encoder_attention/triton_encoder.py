@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.attention.encoder_attention.op import encoder_attention
 from graphllm.ops.attention.paged_attention.triton_common import multiply, power_of_2
 
@@ -76,9 +77,7 @@ def _encoder_kernel(
     WINDOW: tl.constexpr, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     head = tl.program_id(0) % H
     block = tl.program_id(0) // H
     s = -1

@@ -1,4 +1,4 @@
-"""paged_attention: specification in op.py, kernels beside it."""
+"""paged_attention: specification in op.py, kernels in files of their own."""
 
 import importlib.util
 
@@ -9,7 +9,6 @@ if importlib.util.find_spec("triton"):
     # Of prefill the first one that serves a site is taken where nothing is timed.
     from graphllm.ops.attention.paged_attention import (  # noqa: F401
         gluon_prefill,
-        gluon_ranges,
         triton_decode,
         triton_prefill,
         triton_ranges,

@@ -24,8 +24,8 @@ constexpr i64 kMinBytes = 64 << 10;  // the same in decode, in bytes of the cach
 
 // The items of a batch. In pure decode every thread takes the same share of the tokens of all contexts, one stretch of them,
 // so that it knows what comes next; where a share ends inside of an item the parts are merged at the end. Otherwise whole
-// items are handed out as threads get free. Where each row must be computed as if it were alone, that is always so, and items
-// have as many rows as the way of few rows takes, whatever the step has.
+// items are handed out as threads get free. Where each row must be computed independently of the others, that is always
+// so, and items have as many rows as the way of few rows takes, whatever the step has.
 template <typename T, typename C>
 class Batch {
  public:
@@ -186,7 +186,7 @@ void attend(const Args<T, C>& a) {
   batch.run();
 }
 
-// Tokens that see all of their sequence, or `window` on each side. Values that do not lie in rows like those of keys, which
+// Tokens that see all of their sequence, or `window` on each side. Values that do not lie in rows as keys do, which
 // rotary embeddings make anew, are copied into such rows.
 template <typename T>
 void attend_all(const T* q, const T* k, const T* v, const std::int32_t* starts, T* out, i64 tokens, i64 S, i64 H, i64 K, i64 E,

@@ -1,7 +1,9 @@
-"""Inputs for paged_attention: ragged batches at small sizes, the decode and prefill shapes of 8B and 0.6B models."""
+"""Inputs for paged_attention: ragged batches at small sizes, the decode and prefill shapes of 8B and 0.6B models; and
+batches of those with whole, partial and normalized rotations."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,9 +67,9 @@ def _case(
 ) -> Case:
     """One case. sequences: (query tokens, length including them) of each; heads: H, K, E; fused: q, k, v are slices.
 
-    sinks: whether there are some, each about as strong as a few tokens. pad: rows after the last sequence's, whose
-    output is not specified. most: of the bucket, if it holds larger batches. queries: of a sequence in the bucket, if
-    it has several and there are no prompts. cache: its dtype, if not that of the rest. tree: of each node of one the
+    sinks: whether there are some, each about as strong as a few tokens. pad: rows after the last sequence's, with
+    output that is not specified. most: of the bucket, if it holds larger batches. queries: of a sequence in the bucket,
+    if it has several and there are no prompts. cache: its dtype, if not that of the rest. tree: of each node of one the
     node before it; sequences of as many tokens verify it. Of a block, zeros.
     """
     H, K, E = heads
@@ -108,14 +110,14 @@ def _case(
 
 
 _FP8: dict[str, Any] = {"cache": "float8_e4m3fn"}
-_SCALED: dict[str, Any] = _FP8 | {"scales": (0.05, 0.0078)}  # of which some values are larger than fp8 holds
+_SCALED: dict[str, Any] = _FP8 | {"scales": (0.05, 0.0078)}  # some values are larger than fp8 holds
 _INT8: dict[str, Any] = {"cache": "int8"}
-_TREE = (-1, 0, 0, 1, 1, 2)  # two drafts, of which the first has two behind it and the second one
+_TREE = (-1, 0, 0, 1, 1, 2)  # two drafts: the first has two after it, the second one
 _WIDE = (-1, *(i // 3 for i in range(21)))
 _BLOCK, _LONG_BLOCK = (0,) * 6, (0,) * 33
 _8B, _06B = (32, 8, 128), (16, 8, 128)
 
-CASES = (
+_PLAIN = (
     _case("decode_one", [(1, 37)]),
     _case("decode_first_token", [(1, 1)]),
     _case("decode_ragged", [(1, 1), (1, 16), (1, 17), (1, 100), (1, 333)]),
@@ -211,4 +213,64 @@ CASES = (
     _case("prefill_8b_1x128", [(128, 128)], _8B, size="real"),
     _case("prefill_06b_32x1024", [(1024, 1024)] * 32, _06B, size="real"),
     _case("mixed_8b_128x1024_2x1024", [(1, 1024)] * 128 + [(1024, 1024)] * 2, _8B, size="real"),
+)
+
+_ROTATED_TOLERANCE = {"float32": 4e-6, "bfloat16": 2e-2, "float16": 2e-3}
+_ROTATED = _REASON + "; norm and rotation round queries and keys up to four times more"
+# A key between two entries of 8 bits that is rounded otherwise is off by an eighth; the tolerance allows for their
+# number in the ragged cases.
+_ROTATED_TOLERANCE_FP8 = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
+_ROTATED_FP8 = _ROTATED + ", and may fall to the other side of a tie in 8 bits"
+
+
+def _rotated(batch: str, rotated: float = 1.0, norm: bool = False) -> Case:
+    """The batch of that name; rotated: share of the head that rotates."""
+    tolerance, reason = (_ROTATED_TOLERANCE, _ROTATED) if "fp8" not in batch else (_ROTATED_TOLERANCE_FP8, _ROTATED_FP8)
+    (base,) = (c for c in _PLAIN if c.name == batch)
+
+    def inputs(make: Maker) -> dict[str, object]:
+        args = base.inputs(make)
+        T, _, E = args["q_THE"].shape
+        F = max(1, int(E * rotated) // 2)
+        angles = make.normal(T, F).float()
+        tables = {"cos_TF": angles.cos(), "sin_TF": angles.sin()}
+        if make.dtype.itemsize == 8:
+            tables = {name: t.double() for name, t in tables.items()}
+        norms = {"q_norm_E": make.normal(E), "k_norm_E": make.normal(E), "eps": 1e-6} if norm else {}
+        return args | tables | norms
+
+    name = f"{batch}_rotate{rotated:g}" + ("_norm" if norm else "")
+    return dataclasses.replace(base, name=name, inputs=inputs, tolerance=tolerance, reason=reason)
+
+
+CASES = (
+    *_PLAIN,
+    _rotated("decode_ragged"),
+    _rotated("decode_group7_fused", norm=True),
+    _rotated("decode_mqa", 0.5, norm=True),
+    _rotated("decode_long", norm=True),
+    _rotated("decode_empty", 0.5),
+    _rotated("decode_nothing"),
+    _rotated("decode_fp8", norm=True),
+    _rotated("verify_ragged"),
+    _rotated("verify_group7_head80", 0.5, norm=True),
+    _rotated("verify_fp8", norm=True),
+    _rotated("mixed_fp8"),
+    _rotated("prompt", norm=True),
+    _rotated("mixed", norm=True),
+    _rotated("mixed_mha_head80", 0.25),
+    _rotated("mixed_window"),
+    _rotated("mixed_head128_chunks", norm=True),
+    _rotated("mixed_window_chunks"),
+    _rotated("decode_sinks_ranges"),
+    _rotated("mixed_sinks"),
+    *(_rotated(f"decode_8b_b{S}_ctx512") for S in (1, 32, 128)),
+    *(_rotated(f"decode_06b_b{S}_ctx384", norm=True) for S in (1, 64, 256)),
+    _rotated("prefill_8b_1x8192"),
+    _rotated("mixed_8b_128x1024_2x1024"),
+    _rotated("verify_8b_b1_ctx4096"),
+    _rotated("verify_8b_b32_ctx4096"),
+    _rotated("decode_8b_b32_ctx4096"),
+    _rotated("verify_tree", norm=True),
+    _rotated("mixed_tree"),
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 from graphllm.ir.kernels import CKernel
 from graphllm.ir.op import CallSite, by_site, each_alone
 from graphllm.ops.attention.paged_attention.op import paged_attention
+from graphllm.ops.attention.paged_attention.operands import Paged, Rows, Scores
 
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor block_table, Tensor query_start_loc, Tensor seq_lens,"
@@ -42,6 +43,7 @@ def _supports(site: CallSite) -> bool:
     tables = [site.args[name] for name in ("block_table", "query_start_loc", "seq_lens")]
     return (
         (q.dtype, site.args["kv_cache"].dtype) in _kernels
+        and site.args["cos_TF"] is None
         and all(t.dtype == q.dtype for t in others)
         and all(t.dtype == torch.int32 for t in tables)
         and all(t.stride(-1) == 1 for t in (q, *others, *tables, site.args["kv_cache"]))
@@ -55,17 +57,9 @@ def _remedy(site: CallSite) -> str:
 
 @paged_attention.impl("cpu", device="cpu", supports=_supports, configs=by_site, row_order=each_alone, remedy=_remedy)
 def cpu_paged_attention(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks_H: Tensor | None = None,
+    rows: Rows,
+    paged: Paged,
+    scores: Scores,
     kv_scales: Tensor | None = None,
     ancestors_T: Tensor | None = None,
     *,
@@ -73,6 +67,8 @@ def cpu_paged_attention(
 ) -> Tensor:
     """Online softmax over chunks of the cache; bfloat16 takes AMX or AVX-512 products, with weights, and numbers of a
     cache in int8, rounded to it."""
+    (q_THE, k_TKE, v_TKE), (kv_cache, block_table, query_start_loc, seq_lens) = rows, paged
+    scale, window, softcap, sinks_H = scores
     out_THE = q_THE.new_empty(q_THE.shape)
     T, H, E = q_THE.shape
     _kernels[q_THE.dtype, kv_cache.dtype](

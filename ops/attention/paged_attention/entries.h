@@ -13,7 +13,7 @@ namespace {
 struct e4m3 {
   std::uint8_t bits;
 };
-struct int8 {  // times the float of its row, which lies behind all rows of a block's head
+struct int8 {  // times the float of its row, which lies after all rows of a block's head
   std::int8_t value;
 };
 
@@ -81,7 +81,7 @@ inline void read_row(const e4m3* from, i64 E, float, T* to) {
 
 // ---- int8
 
-// The floats of a row of entries and of those behind it.
+// The floats of a row of entries and of the entries after it.
 inline float* steps_of(int8* head, const Layout& at, i64 slot) {
   return reinterpret_cast<float*>(head + at.P * at.E) + slot;
 }

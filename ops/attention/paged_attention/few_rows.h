@@ -36,7 +36,7 @@ struct Span {
 // State of a row: largest score, broadcast; sums of weights by lane; then E weighted sums of values.
 inline i64 few_state_size(i64 E) { return 2 + E / kLanes; }
 
-// So many rows as whole groups.
+// These rows as whole groups.
 inline i64 few_padded(i64 rows) { return ceil_div(rows, kFewGroup) * kFewGroup; }
 
 #ifdef GRAPHLLM_AVX512

@@ -1,5 +1,6 @@
-"""Attention of prompts on Hopper as one warp-specialized kernel: a warp brings tiles of keys and values from the
-cache's blocks into shared memory, and two groups of four warps multiply, each for half of the query rows.
+"""Attention of prompts on Hopper, as the warp-specialized kernel of `gluon_prefill` runs it: a warp brings tiles of
+keys and values from the cache's blocks into shared memory, and two groups of four warps multiply, each for half of the
+query rows.
 
 The tensor cores work asynchronously, and what keeps them busy is that a group always has a product to wait for: the
 scores of the next tile and the output of the one before are under way while it makes the softmax between. The groups
@@ -12,7 +13,7 @@ come first. `triton_prefill` has the same kernel for all other GPUs and cases.
 """
 
 # mypy: allow-untyped-defs
-# ruff: noqa: SIM102, RUF005, RUF059  (a branch on a constexpr joins no other condition; Gluon unpacks all or nothing)
+# ruff: noqa: SIM108, RUF005, RUF059  (a branch on a constexpr joins no other condition; Gluon unpacks all or nothing)
 
 from __future__ import annotations
 
@@ -20,8 +21,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-
-from graphllm.ir import GluonKernel
 
 _load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # until Triton 3.6
 
@@ -91,7 +90,7 @@ def _block_rows(
 
 @gluon.jit
 def _load_blocks(entries, rows, offset, tile, arrived, E: gl.constexpr, BLOCK_N: gl.constexpr, PARTS: gl.constexpr):
-    """Ask for a tile of keys or values, which begin ``offset`` behind ``rows``, a number for each of its blocks."""
+    """Ask for a tile of keys or values, which begin ``offset`` rows after ``rows``, a number for each of its blocks."""
     TOKENS: gl.constexpr = BLOCK_N // PARTS
     mbarrier.expect(arrived, BLOCK_N * E * 2)
     for i in gl.static_range(PARTS):
@@ -145,7 +144,7 @@ def bring_tiles(
 
 
 @gluon.jit
-def _store_queries(
+def store_queries(
     queries, q_ptr, q_norm_ptr, cos_ptr, sin_ptr, row, heads, valid,
     Q_ROW: gl.constexpr, Q_HEAD: gl.constexpr, E: gl.constexpr, F: gl.constexpr, NORM: gl.constexpr,
     EPS: gl.constexpr, layout: gl.constexpr,
@@ -197,11 +196,13 @@ def clear_values(values, low, high, BLOCK_N: gl.constexpr, E: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(
+def softmax(
     scores, top, total, position, tile,
-    MASKED: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr,
+    MASKED: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, BLOCK_N: gl.constexpr, ALIKE: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
-    """Weights of a tile, the rows' new maxima and sums, and what older sums are to be multiplied by."""
+    """Weights of a tile, the rows' new maxima and sums, and what older sums are to be multiplied by. ALIKE: which
+    multiplications and additions are one instruction is said here, since two compilers could choose otherwise."""
     if MASKED:
         at = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
         seen = at[None, :] <= position[:, None]
@@ -212,37 +213,92 @@ def _softmax(
     shift = new_top
     if MASKED:  # a row may have seen nothing yet
         shift = gl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = gl.exp2(scores * SCALE - shift[:, None])
+    if ALIKE:
+        weights = gl.exp2(gl.fma(scores, SCALE, -shift[:, None]))
+    else:
+        weights = gl.exp2(scores * SCALE - shift[:, None])
     rescale = gl.exp2(top - shift)
-    return weights, new_top, total * rescale + gl.sum(weights, 1), rescale
+    if ALIKE:
+        total = gl.fma(total, rescale, gl.sum(weights, 1))
+    else:
+        total = total * rescale + gl.sum(weights, 1)
+    return weights, new_top, total, rescale
 
 
 @gluon.jit
-def _attend_tiles(
+def first_scores(
+    queries, keys, k_full, k_free, turn, n_tile,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Scores of an item's first tile, the n_tile-th."""
+    stage = n_tile % STAGES
+    mbarrier.wait(k_full.index(stage), (n_tile // STAGES) & 1)
+    if TURNS:
+        mbarrier.wait(turn.index(GROUP), n_tile & 1)
+    zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=layout)
+    coming = hopper.warpgroup_mma(queries, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turn.index(1 - GROUP), count=1)
+    scores = hopper.warpgroup_mma_wait(0, deps=[coming])
+    mbarrier.arrive(k_free.index(stage), count=1)
+    return scores
+
+
+@gluon.jit
+def following_scores(
+    queries, keys, values, weights, acc, k_free, v_full, turn, n_tile,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Scores of the tile after the n_tile-th, and the product of the n_tile-th with its values, which is under way."""
+    stage = n_tile % STAGES
+    following = (n_tile + 1) % STAGES
+    if TURNS:
+        mbarrier.wait(turn.index(GROUP), (n_tile + 1) & 1)
+    zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=layout)
+    coming = hopper.warpgroup_mma(queries, keys.index(following).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(stage), (n_tile // STAGES) & 1)
+    product = hopper.warpgroup_mma(weights, values.index(stage), acc, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turn.index(1 - GROUP), count=1)
+    scores = hopper.warpgroup_mma_wait(1, deps=[coming])
+    mbarrier.arrive(k_free.index(following), count=1)
+    return scores, product
+
+
+@gluon.jit
+def write_rows(
+    acc, total, out_ptr, row0, queries, skip, head,
+    H: gl.constexpr, G: gl.constexpr, E: gl.constexpr, GROUP: gl.constexpr, out_layout: gl.constexpr,
+):  # fmt: skip
+    """The output of a group's rows."""
+    BLOCK_Q: gl.constexpr = 128 // G
+    acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))[:, None]
+    m = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, out_layout))
+    token = skip + m // G
+    valid = (m < BLOCK_Q * G) & (token < queries)
+    e = gl.arange(0, E, layout=gl.SliceLayout(0, out_layout))
+    out = out_ptr + (((row0 + token).to(gl.int64) * H + head * G + m % G) * E)[:, None] + e[None, :]
+    gl.store(out, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None])
+
+
+@gluon.jit
+def attend_tiles(
     lo, hi, first, n_tile, weights, acc, top, total, position, queries, keys, values, k_full, k_free, v_full, v_free,
     turn, MASKED: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     TURNS: gl.constexpr, GROUP: gl.constexpr, out_layout: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Tiles from hi - 1 down to lo. ``weights`` are of the tile before, the n_tile-th, whose product with values is
-    still to be made, as that of the last one is behind."""
+    """Tiles from hi - 1 down to lo. ``weights`` are of the tile before, the n_tile-th; its product with values is still
+    to be made, and so is the last tile's at the end."""
     for i in range(hi - lo):
         tile = hi - 1 - i
         stage = n_tile % STAGES
-        following = (n_tile + 1) % STAGES
-        if TURNS:
-            mbarrier.wait(turn.index(GROUP), (n_tile + 1) & 1)
-        zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=layout)
-        coming = hopper.warpgroup_mma(
-            queries, keys.index(following).permute((1, 0)), zeros, use_acc=False, is_async=True
+        scores, product = following_scores(
+            queries, keys, values, weights, acc, k_free, v_full, turn, n_tile, BLOCK_N, STAGES, TURNS, GROUP, layout
         )
-        mbarrier.wait(v_full.index(stage), (n_tile // STAGES) & 1)
-        product = hopper.warpgroup_mma(weights, values.index(stage), acc, is_async=True)
-        if TURNS:
-            mbarrier.arrive(turn.index(1 - GROUP), count=1)
-        scores = hopper.warpgroup_mma_wait(1, deps=[coming])
-        mbarrier.arrive(k_free.index(following), count=1)
-        new, top, total, rescale = _softmax(scores, top, total, position, tile, MASKED, WINDOW, SCALE, BLOCK_N, layout)
-        # The branches of this wait keep ptxas from making the softmax behind the product that it is to hide.
+        new, top, total, rescale = softmax(
+            scores, top, total, position, tile, MASKED, WINDOW, SCALE, BLOCK_N, False, layout
+        )
+        # The branches of this wait keep ptxas from making the softmax after the product that it is to hide.
         mbarrier.wait(k_full.index((n_tile + 2) % STAGES), ((n_tile + 2) // STAGES) & 1, pred=tile > first)
         acc, new = hopper.warpgroup_mma_wait(0, deps=[product, new])
         mbarrier.arrive(v_free.index(stage), count=1)
@@ -250,177 +306,3 @@ def _attend_tiles(
         weights = gl.convert_layout(new.to(weights.dtype), weights.type.layout)
         n_tile += 1
     return n_tile, weights, acc, top, total
-
-
-@gluon.jit
-def _attend(
-    all_queries, keys, values, k_full, k_free, v_full, v_free, turn, q_ptr, out_ptr, query_start_ptr, seq_len_ptr,
-    q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items,
-    Q_ROW: gl.constexpr, Q_HEAD: gl.constexpr, SCALE: gl.constexpr, WINDOW: gl.constexpr, H: gl.constexpr,
-    K: gl.constexpr, G: gl.constexpr, E: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, F: gl.constexpr,
-    NORM: gl.constexpr, EPS: gl.constexpr, SINKS: gl.constexpr, TURNS: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """What a group of four warps does: attention for 64 of the rows of each item."""
-    BLOCK_Q: gl.constexpr = 128 // G
-    dtype: gl.constexpr = keys.dtype
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
-    weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
-    q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [512 // E, E // 16], [4, 1], [1, 0])
-    queries_of_group = all_queries.index(GROUP)
-    n_tile = 0
-    _, row0, queries, length, skip = find_item(nth_item(0), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q)
-    for n in range((items + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        item = nth_item(n)
-        next_row0 = row0
-        next_queries = queries
-        next_length = length
-        next_skip = skip
-        if (item < items) & (queries > 1) & (skip < queries):
-            begin, first, inner, full, last = item_tiles(queries, length, skip, WINDOW, BLOCK_Q, BLOCK_N)
-            head = item % K
-            m = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, q_layout))
-            token = skip + m // G
-            valid = (m < BLOCK_Q * G) & (token < queries)
-            _store_queries(
-                queries_of_group, q_ptr, q_norm_ptr, cos_ptr, sin_ptr, (row0 + token).to(gl.int64),
-                head * G + m % G, valid, Q_ROW, Q_HEAD, E, F, NORM, EPS, q_layout,
-            )  # fmt: skip
-            m = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-            position = length - queries + skip + m // G
-            top = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, layout))
-            total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, layout))
-            acc = gl.zeros([64, E], gl.float32, layout=out_layout)
-            stage = n_tile % STAGES
-            mbarrier.wait(k_full.index(stage), (n_tile // STAGES) & 1)
-            if TURNS:
-                mbarrier.wait(turn.index(GROUP), n_tile & 1)
-            zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=layout)
-            coming = hopper.warpgroup_mma(
-                queries_of_group, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
-            if TURNS:
-                mbarrier.arrive(turn.index(1 - GROUP), count=1)
-            scores = hopper.warpgroup_mma_wait(0, deps=[coming])
-            mbarrier.arrive(k_free.index(stage), count=1)
-            new, top, total, rescale = _softmax(
-                scores, top, total, position, last - 1, True, WINDOW, SCALE, BLOCK_N, layout
-            )
-            weights = gl.convert_layout(new.to(dtype), weights_layout)
-            if last * BLOCK_N > length:
-                mbarrier.wait(v_full.index(stage), (n_tile // STAGES) & 1)
-                clear_values(values.index(stage), 0, length - (last - 1) * BLOCK_N, BLOCK_N, E)
-            mbarrier.wait(k_full.index((n_tile + 1) % STAGES), ((n_tile + 1) // STAGES) & 1, pred=last - 1 > first)
-            n_tile, weights, acc, top, total = _attend_tiles(
-                gl.minimum(gl.maximum(full, first), last - 1), last - 1, first, n_tile, weights, acc, top, total,
-                position, queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, True, WINDOW,
-                SCALE, BLOCK_N, STAGES, TURNS, GROUP, out_layout, layout,
-            )  # fmt: skip
-            n_tile, weights, acc, top, total = _attend_tiles(
-                inner, gl.minimum(full, last - 1), first, n_tile, weights, acc, top, total,
-                position, queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, False, WINDOW,
-                SCALE, BLOCK_N, STAGES, TURNS, GROUP, out_layout, layout,
-            )  # fmt: skip
-            if WINDOW > 0:
-                n_tile, weights, acc, top, total = _attend_tiles(
-                    first, gl.minimum(inner, last - 1), first, n_tile, weights, acc, top, total,
-                    position, queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, True, WINDOW,
-                    SCALE, BLOCK_N, STAGES, TURNS, GROUP, out_layout, layout,
-                )  # fmt: skip
-            stage = n_tile % STAGES
-            mbarrier.wait(v_full.index(stage), (n_tile // STAGES) & 1)
-            if WINDOW > 0:
-                if begin > first * BLOCK_N:
-                    clear_values(values.index(stage), begin - first * BLOCK_N, length - first * BLOCK_N, BLOCK_N, E)
-            product = hopper.warpgroup_mma(weights, values.index(stage), acc, is_async=True)
-            _, next_row0, next_queries, next_length, next_skip = find_item(
-                nth_item(n + 1), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q
-            )
-            acc = hopper.warpgroup_mma_wait(0, deps=[product])
-            mbarrier.arrive(v_free.index(stage), count=1)
-            n_tile += 1
-            if SINKS:
-                known = m < BLOCK_Q * G
-                sink = gl.load(sinks_ptr + head * G + m % G, mask=known, other=0.0).to(gl.float32)
-                total += gl.exp2(sink * 1.4426950408889634 - top)
-            acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))[:, None]
-            m = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, out_layout))
-            token = skip + m // G
-            valid = (m < BLOCK_Q * G) & (token < queries)
-            e = gl.arange(0, E, layout=gl.SliceLayout(0, out_layout))
-            out = out_ptr + (((row0 + token).to(gl.int64) * H + head * G + m % G) * E)[:, None] + e[None, :]
-            gl.store(out, acc.to(dtype), mask=valid[:, None])
-        else:
-            _, next_row0, next_queries, next_length, next_skip = find_item(
-                nth_item(n + 1), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q
-            )
-        row0 = next_row0
-        queries = next_queries
-        length = next_length
-        skip = next_skip
-
-
-@gluon.jit(do_not_specialize=["S", "items"])
-def hopper_flash_kernel(
-    q_ptr, cache_ptr, out_ptr, table_ptr, query_start_ptr, seq_len_ptr, q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr,
-    S, items,
-    Q_ROW: gl.constexpr, Q_HEAD: gl.constexpr, CACHE_BLOCK: gl.constexpr, CACHE_KV: gl.constexpr,
-    CACHE_HEAD: gl.constexpr, CACHE_POS: gl.constexpr, TABLE_ROW: gl.constexpr,
-    SCALE: gl.constexpr,  # of q.k, times log2(e)
-    WINDOW: gl.constexpr, H: gl.constexpr, K: gl.constexpr, G: gl.constexpr, E: gl.constexpr, P: gl.constexpr,
-    BLOCK_N: gl.constexpr,  # tokens of a tile
-    STAGES: gl.constexpr,  # tiles in shared memory
-    F: gl.constexpr, NORM: gl.constexpr, EPS: gl.constexpr, SINKS: gl.constexpr,
-    TURNS: gl.constexpr,  # whether the groups take turns
-):  # fmt: skip
-    dtype: gl.constexpr = cache_ptr.dtype.element_ty
-    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    one: gl.constexpr = mbarrier.MBarrierLayout()
-    TOKENS: gl.constexpr = P if P < BLOCK_N else BLOCK_N
-    entries = tma.make_tensor_descriptor(cache_ptr, [2147483647, E], [CACHE_POS, 1], [TOKENS, 64], shared)
-    queries = gl.allocate_shared_memory(dtype, [2, 64, E], shared)
-    keys = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, E], shared)
-    values = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, E], shared)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], one)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_free.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
-    hopper.fence_async_shared()
-    mbarrier.arrive(turn.index(0), count=1)
-    gl.warp_specialize(
-        [
-            (_attend, (
-                queries, keys, values, k_full, k_free, v_full, v_free, turn, q_ptr, out_ptr, query_start_ptr,
-                seq_len_ptr, q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items, Q_ROW, Q_HEAD, SCALE, WINDOW, H, K, G,
-                E, BLOCK_N, STAGES, F, NORM, EPS, SINKS, TURNS, 0,
-            )),
-            (_attend, (
-                queries, keys, values, k_full, k_free, v_full, v_free, turn, q_ptr, out_ptr, query_start_ptr,
-                seq_len_ptr, q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items, Q_ROW, Q_HEAD, SCALE, WINDOW, H, K, G,
-                E, BLOCK_N, STAGES, F, NORM, EPS, SINKS, TURNS, 1,
-            )),
-            (bring_tiles, (
-                entries, keys, values, k_full, k_free, v_full, v_free, table_ptr, query_start_ptr, seq_len_ptr, S,
-                items, CACHE_BLOCK, CACHE_KV, CACHE_HEAD, CACHE_POS, TABLE_ROW, WINDOW, K, G, E, P, BLOCK_N, STAGES,
-                False,
-            )),
-        ],
-        [4, 1],  # warps of the second group and of what fills shared memory
-        [232, 40],  # registers of their threads; the first group has as many as the second one
-    )  # fmt: skip
-
-
-hopper_flash = GluonKernel(
-    hopper_flash_kernel,
-    "(Tensor q, Tensor cache, Tensor(a!) out, Tensor table, Tensor query_start, Tensor seq_lens, Tensor q_norm,"
-    " Tensor cos, Tensor sin, Tensor sinks, SymInt S, SymInt items) -> ()",
-    warps=4,
-)

@@ -1,4 +1,4 @@
-"""Attention of prompts on Hopper whose rows are bitwise those of `triton_range_kernel`: the warps, barriers and shared
+"""Attention of prompts on Hopper with rows bitwise equal to `triton_range_kernel`'s: the warps, barriers and shared
 memory of `gluon_flash`, the tiles, ranges and instructions of that kernel.
 
 Tiles have 64 tokens and are taken from the first to the last. When one begins a range, what the range before gave is
@@ -8,27 +8,22 @@ of `gluon_flash` stays.
 """
 
 # mypy: allow-untyped-defs
-# ruff: noqa: SIM102  (a branch on a constexpr joins no other condition; Gluon unpacks all or nothing)
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from graphllm.ir import GluonKernel
 from graphllm.ops.attention.paged_attention.gluon_flash import (
-    bring_tiles,
-    clear_values,
-    find_item,
-    item_tiles,
-    nth_item,
+    following_scores,
+    softmax,
 )
 
 
 @gluon.jit
-def _store_queries(
+def store_queries_alike(
     queries, q_ptr, q_norm_ptr, cos_ptr, sin_ptr, row0, left, skip, head, GROUP: gl.constexpr,
     Q_ROW: gl.constexpr, Q_HEAD: gl.constexpr, G: gl.constexpr, E: gl.constexpr, F: gl.constexpr, NORM: gl.constexpr,
     EPS: gl.constexpr, WINDOW: gl.constexpr,
@@ -69,28 +64,7 @@ def _store_queries(
 
 
 @gluon.jit
-def _softmax(
-    scores, top, total, position, tile,
-    MASKED: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """Weights of a tile, the rows' new maxima and sums, and what older sums are to be multiplied by."""
-    if MASKED:
-        at = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
-        seen = at[None, :] <= position[:, None]
-        if WINDOW > 0:
-            seen = seen & (at[None, :] > position[:, None] - WINDOW)
-        scores = gl.where(seen, scores, float("-inf"))
-    new_top = gl.maximum(top, gl.max(scores, 1) * SCALE)
-    shift = new_top
-    if MASKED:  # a row may have seen nothing yet
-        shift = gl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = gl.exp2(gl.fma(scores, SCALE, -shift[:, None]))
-    rescale = gl.exp2(top - shift)
-    return weights, new_top, gl.fma(total, rescale, gl.sum(weights, 1)), rescale
-
-
-@gluon.jit
-def _join(joined, joined_top, joined_total, acc, top, total, out_layout: gl.constexpr):
+def join(joined, joined_top, joined_total, acc, top, total, out_layout: gl.constexpr):
     """What ranges gave so far and what the next one gives, as `triton_ranges` joins them."""
     new_top = gl.maximum(joined_top, top)
     shift = gl.where(new_top == float("-inf"), 0.0, new_top)
@@ -102,42 +76,32 @@ def _join(joined, joined_top, joined_total, acc, top, total, out_layout: gl.cons
 
 
 @gluon.jit
-def _attend_tiles(
+def attend_range_tiles(
     lo, hi, last, n_tile, weights, acc, top, total, joined, joined_top, joined_total, position, queries, keys, values,
     k_full, k_free, v_full, v_free, turn,
     MASKED: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, BLOCK_N: gl.constexpr, RANGE: gl.constexpr,
     STAGES: gl.constexpr, TURNS: gl.constexpr, GROUP: gl.constexpr, out_layout: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Tiles lo .. hi. ``weights`` are of the tile before, the n_tile-th, whose product with values is still to be made,
-    as that of the last one is behind."""
+    """Tiles lo .. hi. ``weights`` are of the tile before, the n_tile-th; its product with values is still to be made,
+    and so is the last tile's at the end."""
     for tile in range(lo, hi):
         stage = n_tile % STAGES
-        following = (n_tile + 1) % STAGES
-        if TURNS:
-            mbarrier.wait(turn.index(GROUP), (n_tile + 1) & 1)
-        zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=layout)
-        coming = hopper.warpgroup_mma(
-            queries, keys.index(following).permute((1, 0)), zeros, use_acc=False, is_async=True
+        scores, product = following_scores(
+            queries, keys, values, weights, acc, k_free, v_full, turn, n_tile, BLOCK_N, STAGES, TURNS, GROUP, layout
         )
-        mbarrier.wait(v_full.index(stage), (n_tile // STAGES) & 1)
-        product = hopper.warpgroup_mma(weights, values.index(stage), acc, is_async=True)
-        if TURNS:
-            mbarrier.arrive(turn.index(1 - GROUP), count=1)
-        scores = hopper.warpgroup_mma_wait(1, deps=[coming])
-        mbarrier.arrive(k_free.index(following), count=1)
         begins = tile % (RANGE // BLOCK_N) == 0
         old_top = top
         old_total = total
-        new, top, total, rescale = _softmax(
+        new, top, total, rescale = softmax(
             scores, gl.where(begins, float("-inf"), top), gl.where(begins, 0.0, total), position, tile, MASKED, WINDOW,
-            SCALE, BLOCK_N, layout,
+            SCALE, BLOCK_N, True, layout,
         )  # fmt: skip
-        # The branches of this wait keep ptxas from making the softmax behind the product that it is to hide.
+        # The branches of this wait keep ptxas from making the softmax after the product that it is to hide.
         mbarrier.wait(k_full.index((n_tile + 2) % STAGES), ((n_tile + 2) // STAGES) & 1, pred=tile + 1 < last)
         acc, new = hopper.warpgroup_mma_wait(0, deps=[product, new])
         mbarrier.arrive(v_free.index(stage), count=1)
         if begins:
-            joined, joined_top, joined_total = _join(
+            joined, joined_top, joined_total = join(
                 joined, joined_top, joined_total, acc, old_top, old_total, out_layout
             )
             acc = gl.zeros_like(acc)
@@ -146,179 +110,3 @@ def _attend_tiles(
         weights = gl.convert_layout(new.to(weights.dtype), weights.type.layout)
         n_tile += 1
     return n_tile, weights, acc, top, total, joined, joined_top, joined_total
-
-
-@gluon.jit
-def _attend(
-    all_queries, keys, values, k_full, k_free, v_full, v_free, turn, q_ptr, out_ptr, query_start_ptr, seq_len_ptr,
-    q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items,
-    Q_ROW: gl.constexpr, Q_HEAD: gl.constexpr, SCALE: gl.constexpr, WINDOW: gl.constexpr, H: gl.constexpr,
-    K: gl.constexpr, G: gl.constexpr, E: gl.constexpr, BLOCK_N: gl.constexpr, RANGE: gl.constexpr,
-    STAGES: gl.constexpr, F: gl.constexpr, NORM: gl.constexpr, EPS: gl.constexpr, SINKS: gl.constexpr,
-    TURNS: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """What a group of four warps does: attention for 64 of the rows of each item."""
-    BLOCK_Q: gl.constexpr = 128 // G
-    dtype: gl.constexpr = keys.dtype
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
-    weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
-    queries_of_group = all_queries.index(GROUP)
-    n_tile = 0
-    _, row0, queries, length, skip = find_item(nth_item(0), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q)
-    for n in range((items + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        item = nth_item(n)
-        next_row0 = row0
-        next_queries = queries
-        next_length = length
-        next_skip = skip
-        if (item < items) & (queries > 1) & (skip < queries):
-            begin, first, inner, full, last = item_tiles(queries, length, skip, WINDOW, BLOCK_Q, BLOCK_N)
-            head = item % K
-            _store_queries(
-                queries_of_group, q_ptr, q_norm_ptr, cos_ptr, sin_ptr, row0, queries, skip, head, GROUP, Q_ROW,
-                Q_HEAD, G, E, F, NORM, EPS, WINDOW,
-            )  # fmt: skip
-            m = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-            position = length - queries + skip + m // G
-            top = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, layout))
-            total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, layout))
-            acc = gl.zeros([64, E], gl.float32, layout=out_layout)
-            joined = acc
-            joined_top = top
-            joined_total = total
-            stage = n_tile % STAGES
-            mbarrier.wait(k_full.index(stage), (n_tile // STAGES) & 1)
-            if TURNS:
-                mbarrier.wait(turn.index(GROUP), n_tile & 1)
-            zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=layout)
-            coming = hopper.warpgroup_mma(
-                queries_of_group, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
-            if TURNS:
-                mbarrier.arrive(turn.index(1 - GROUP), count=1)
-            scores = hopper.warpgroup_mma_wait(0, deps=[coming])
-            mbarrier.arrive(k_free.index(stage), count=1)
-            new, top, total, _ = _softmax(scores, top, total, position, first, True, WINDOW, SCALE, BLOCK_N, layout)
-            weights = gl.convert_layout(new.to(dtype), weights_layout)
-            if WINDOW > 0:
-                if begin > first * BLOCK_N:
-                    mbarrier.wait(v_full.index(stage), (n_tile // STAGES) & 1)
-                    clear_values(values.index(stage), begin - first * BLOCK_N, BLOCK_N, BLOCK_N, E)
-            mbarrier.wait(k_full.index((n_tile + 1) % STAGES), ((n_tile + 1) // STAGES) & 1, pred=first + 1 < last)
-            second = first + 1
-            whole = gl.maximum(inner, second)
-            if WINDOW > 0:
-                n_tile, weights, acc, top, total, joined, joined_top, joined_total = _attend_tiles(
-                    second, whole, last, n_tile, weights, acc, top, total, joined, joined_top, joined_total, position,
-                    queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, True, WINDOW, SCALE, BLOCK_N,
-                    RANGE, STAGES, TURNS, GROUP, out_layout, layout,
-                )  # fmt: skip
-            n_tile, weights, acc, top, total, joined, joined_top, joined_total = _attend_tiles(
-                whole, full, last, n_tile, weights, acc, top, total, joined, joined_top, joined_total, position,
-                queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, False, WINDOW, SCALE, BLOCK_N,
-                RANGE, STAGES, TURNS, GROUP, out_layout, layout,
-            )  # fmt: skip
-            n_tile, weights, acc, top, total, joined, joined_top, joined_total = _attend_tiles(
-                gl.maximum(full, whole), last, last, n_tile, weights, acc, top, total, joined, joined_top,
-                joined_total, position, queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, True,
-                WINDOW, SCALE, BLOCK_N, RANGE, STAGES, TURNS, GROUP, out_layout, layout,
-            )  # fmt: skip
-            stage = n_tile % STAGES
-            mbarrier.wait(v_full.index(stage), (n_tile // STAGES) & 1)
-            if last * BLOCK_N > length:
-                clear_values(values.index(stage), 0, length - (last - 1) * BLOCK_N, BLOCK_N, E)
-            product = hopper.warpgroup_mma(weights, values.index(stage), acc, is_async=True)
-            _, next_row0, next_queries, next_length, next_skip = find_item(
-                nth_item(n + 1), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q
-            )
-            acc = hopper.warpgroup_mma_wait(0, deps=[product])
-            mbarrier.arrive(v_free.index(stage), count=1)
-            n_tile += 1
-            acc, top, total = _join(joined, joined_top, joined_total, acc, top, total, out_layout)
-            if SINKS:
-                known = m < BLOCK_Q * G
-                sink = gl.load(sinks_ptr + head * G + m % G, mask=known, other=0.0).to(gl.float32)
-                total += gl.exp2(gl.fma(sink, 1.4426950408889634, -top))
-            acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))[:, None]
-            m = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, out_layout))
-            token = skip + m // G
-            valid = (m < BLOCK_Q * G) & (token < queries)
-            e = gl.arange(0, E, layout=gl.SliceLayout(0, out_layout))
-            out = out_ptr + (((row0 + token).to(gl.int64) * H + head * G + m % G) * E)[:, None] + e[None, :]
-            gl.store(out, acc.to(dtype), mask=valid[:, None])
-        else:
-            _, next_row0, next_queries, next_length, next_skip = find_item(
-                nth_item(n + 1), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q
-            )
-        row0 = next_row0
-        queries = next_queries
-        length = next_length
-        skip = next_skip
-
-
-@gluon.jit(do_not_specialize=["S", "items"])
-def hopper_ranges_kernel(
-    q_ptr, cache_ptr, out_ptr, table_ptr, query_start_ptr, seq_len_ptr, q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr,
-    S, items,
-    Q_ROW: gl.constexpr, Q_HEAD: gl.constexpr, CACHE_BLOCK: gl.constexpr, CACHE_KV: gl.constexpr,
-    CACHE_HEAD: gl.constexpr, CACHE_POS: gl.constexpr, TABLE_ROW: gl.constexpr,
-    SCALE: gl.constexpr,  # of q.k, times log2(e)
-    WINDOW: gl.constexpr, H: gl.constexpr, K: gl.constexpr, G: gl.constexpr, E: gl.constexpr, P: gl.constexpr,
-    BLOCK_N: gl.constexpr,  # tokens of a tile
-    RANGE: gl.constexpr,  # and of a range
-    STAGES: gl.constexpr,  # tiles in shared memory
-    F: gl.constexpr, NORM: gl.constexpr, EPS: gl.constexpr, SINKS: gl.constexpr,
-    TURNS: gl.constexpr,  # whether the groups take turns
-):  # fmt: skip
-    dtype: gl.constexpr = cache_ptr.dtype.element_ty
-    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    one: gl.constexpr = mbarrier.MBarrierLayout()
-    TOKENS: gl.constexpr = P if P < BLOCK_N else BLOCK_N
-    entries = tma.make_tensor_descriptor(cache_ptr, [2147483647, E], [CACHE_POS, 1], [TOKENS, 64], shared)
-    queries = gl.allocate_shared_memory(dtype, [2, 64, E], shared)
-    keys = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, E], shared)
-    values = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, E], shared)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], one)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_free.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
-    hopper.fence_async_shared()
-    mbarrier.arrive(turn.index(0), count=1)
-    gl.warp_specialize(
-        [
-            (_attend, (
-                queries, keys, values, k_full, k_free, v_full, v_free, turn, q_ptr, out_ptr, query_start_ptr,
-                seq_len_ptr, q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items, Q_ROW, Q_HEAD, SCALE, WINDOW, H, K, G,
-                E, BLOCK_N, RANGE, STAGES, F, NORM, EPS, SINKS, TURNS, 0,
-            )),
-            (_attend, (
-                queries, keys, values, k_full, k_free, v_full, v_free, turn, q_ptr, out_ptr, query_start_ptr,
-                seq_len_ptr, q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items, Q_ROW, Q_HEAD, SCALE, WINDOW, H, K, G,
-                E, BLOCK_N, RANGE, STAGES, F, NORM, EPS, SINKS, TURNS, 1,
-            )),
-            (bring_tiles, (
-                entries, keys, values, k_full, k_free, v_full, v_free, table_ptr, query_start_ptr, seq_len_ptr, S,
-                items, CACHE_BLOCK, CACHE_KV, CACHE_HEAD, CACHE_POS, TABLE_ROW, WINDOW, K, G, E, P, BLOCK_N, STAGES,
-                True,
-            )),
-        ],
-        [4, 1],  # warps of the second group and of what fills shared memory
-        [232, 40],  # registers of their threads; the first group has as many as the second one
-    )  # fmt: skip
-
-
-hopper_ranges = GluonKernel(
-    hopper_ranges_kernel,
-    "(Tensor q, Tensor cache, Tensor(a!) out, Tensor table, Tensor query_start, Tensor seq_lens, Tensor q_norm,"
-    " Tensor cos, Tensor sin, Tensor sinks, SymInt S, SymInt items) -> ()",
-    warps=4,
-)

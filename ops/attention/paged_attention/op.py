@@ -7,14 +7,15 @@ from einops import repeat
 from torch import Tensor
 
 from graphllm.ir import Cost, StateSpec, nbytes, op
+from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Rows, Scores
+from graphllm.ops.attention.rope import rope
+from graphllm.ops.norms.rms_norm import rms_norm
 
 _E4M3_MOST = 448.0
 
 
-def _cost(
-    q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, kv_cache: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
-    window: int,
-) -> Cost:  # fmt: skip
+def _cost(rows: Rows, paged: Paged, window: int, rotary: Rotary | None) -> Cost:
+    (q_THE, k_TKE, v_TKE), (kv_cache, _, query_start_loc, seq_lens) = rows, paged
     H, E = q_THE.shape[1:]
     K = k_TKE.shape[1]
     queries = (query_start_loc[1:] - query_start_loc[:-1]).tolist()
@@ -27,7 +28,13 @@ def _cost(
         read += min(length, window + n - 1) if window else length
     token = 2 * K * kv_cache.shape[4] * kv_cache.element_size()
     cache = (read + k_TKE.shape[0]) * token
-    return Cost(2 * nbytes(q_THE) + nbytes(k_TKE, v_TKE) + cache, 4 * H * E * pairs)
+    read = cache + 2 * nbytes(q_THE) + nbytes(k_TKE, v_TKE)
+    flops = 4 * H * E * pairs
+    if rotary is not None:
+        *tables, _ = rotary
+        read += nbytes(*tables)
+        flops += (q_THE.numel() + k_TKE.numel()) * (6 if rotary.q_norm_E is None else 10)
+    return Cost(read, flops)
 
 
 def kv_state(K: int, E: int, window: int = 0) -> StateSpec:
@@ -36,7 +43,7 @@ def kv_state(K: int, E: int, window: int = 0) -> StateSpec:
 
 
 def entries_of(kv_cache: Tensor, E: int) -> tuple[Tensor, Tensor | None]:
-    """Views of a cache: its entries [B, 2, K, P, E] and, of an int8 one, the scales [B, 2, K, P] behind those of a
+    """Views of a cache: its entries [B, 2, K, P, E] and, of an int8 one, the scales [B, 2, K, P] after the entries of a
     head."""
     if kv_cache.dtype != torch.int8:
         return kv_cache, None
@@ -69,7 +76,8 @@ def _load(kv_cache: Tensor, kind: int, blocks: Tensor, E: int, scale: Tensor | N
 
 
 def _seen_of_step(bits_n: Tensor | None, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which of its step's n rows each row of a sequence sees [n, n], and how far it stands behind the first [n]."""
+    """Which of its step's n rows each row of a sequence sees [n, n], and how many positions after the first one it
+    stands [n]."""
     row = torch.arange(n, device=device)
     causal = row[None, :] <= row[:, None]
     if bits_n is None:
@@ -80,30 +88,16 @@ def _seen_of_step(bits_n: Tensor | None, n: int, device: torch.device) -> tuple[
 
 @op(boundary=True, mutates=("kv_cache",), cost=_cost)
 def paged_attention(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks_H: Tensor | None = None,
+    rows: Rows,
+    paged: Paged,
+    scores: Scores,
     kv_scales: Tensor | None = None,
     ancestors_T: Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> Tensor:
     """Causal attention of T new tokens over a paged KV cache, grouped-query heads, one ragged batch.
 
-    q_THE [T, H, E], k_TKE and v_TKE [T, K, E]: the step's tokens, sequence after sequence; H is a multiple of K; rows
-    may be strided, the last dimension is contiguous. kv_cache [B, 2, K, P, E]: B blocks of P tokens, keys at index 0,
-    values at 1; written in place. block_table [S, N] int32: the blocks of each sequence. query_start_loc [S+1] int32:
-    sequence s owns rows query_start_loc[s]:query_start_loc[s+1], possibly none. seq_lens [S] int32: its tokens
-    including these rows, so row i of its n rows has position seq_lens - n + i. What no row sees of the cache may be
-    NaN. scale: factor on q.k. window: if positive, a token sees itself and the window - 1 tokens before it. softcap: if
-    positive, scores become softcap * tanh(score / softcap) before the mask. sinks_H [H], in q's dtype: one more score
-    of each head, neither scaled nor capped nor masked, which takes its part of the softmax and has no value.
+    Row i of a sequence's n rows has position seq_lens - n + i. What no row sees of the cache may be NaN.
     A cache of q's dtype holds keys and values as they are. One of float8_e4m3fn holds them divided by kv_scales,
     float32 [2] for keys and values (None: 1), rounded to the nearest, even in a tie, and no larger than 448. One of
     int8, [B, 2, K, P, E + 4], holds of each head P * E numbers, then P float32 scales: that of a token and head is its
@@ -112,13 +106,23 @@ def paged_attention(
     ancestors_T [T] int64 (None: -1 throughout): -1 for a row that sees what was said above. The rows of other
     sequences, at most 63, are nodes of a tree of drafts, or of a block in which all see each other: such a row sees all
     of the cache before the step's rows, and row j of its own step where bit j is set, as its own one is. It stands as
-    many positions behind the first row as it has bits more than one, and a window counts by these. Rows lie in the
-    cache as they do without.
+    many positions after the first row as it has bits more than one, and a window counts by these. Rows lie in the cache
+    as they do without.
+    rotary: queries and keys are first normalized and rotated by it. An implementation may keep float32 within the
+    rotation; the reference rounds to q's dtype after each product.
     Returns [T, H, E] in q's dtype; rows at or after query_start_loc[S] are padding and come back unspecified.
     Softmax and products accumulate in float32. Source: Vaswani et al. 2017; Kwon et al. 2023 (paging); Ainslie et al.
     2023 (grouped queries); Gemma 2 report 2024 (soft cap); OpenAI 2025, gpt-oss (sinks); Miao et al. 2024, SpecInfer
     (trees).
     """
+    q_THE, k_TKE, v_TKE = rows
+    if rotary is not None:
+        if rotary.q_norm_E is not None and rotary.k_norm_E is not None:
+            q_THE = rms_norm.reference(q_THE, rotary.q_norm_E, rotary.eps)
+            k_TKE = rms_norm.reference(k_TKE, rotary.k_norm_E, rotary.eps)
+        q_THE, k_TKE = (rope.reference(x, rotary.cos_TF, rotary.sin_TF) for x in (q_THE, k_TKE))
+    kv_cache, block_table, query_start_loc, seq_lens = paged
+    scale, window, softcap, sinks_H = scores
     H, E = q_THE.shape[1:]
     K, P = kv_cache.shape[2], kv_cache.shape[3]
     out_THE = torch.zeros_like(q_THE, memory_format=torch.contiguous_format)
@@ -131,16 +135,16 @@ def paged_attention(
             continue
         positions = torch.arange(length - (b - a), length, device=q_THE.device)
         block = block_table[s, positions // P].long()
-        for kind, rows in enumerate((k_TKE, v_TKE)):
-            store(kv_cache, kind, block, positions % P, rows[a:b], scales[kind])
+        for kind, entries in enumerate((k_TKE, v_TKE)):
+            store(kv_cache, kind, block, positions % P, entries[a:b], scales[kind])
         blocks = block_table[s, : -(-length // P)].long()
         keys, values = (
             repeat(_load(kv_cache, i, blocks, E, scales[i], accumulate), "b k p e -> (b p) (k g) e", g=H // K)[:length]
             for i in (0, 1)
         )
-        scores = torch.einsum("the,lhe->htl", q_THE[a:b].to(accumulate), keys) * scale
+        logits = torch.einsum("the,lhe->htl", q_THE[a:b].to(accumulate), keys) * scale
         if softcap > 0:
-            scores = softcap * torch.tanh(scores / softcap)
+            logits = softcap * torch.tanh(logits / softcap)
         seen, depths = _seen_of_step(None if ancestors_T is None else ancestors_T[a:b], b - a, q_THE.device)
         before = torch.arange(length - (b - a), device=q_THE.device)
         visible = torch.cat([seen.new_ones(b - a, len(before)), seen], dim=1)
@@ -148,10 +152,10 @@ def paged_attention(
             standing = torch.cat([before, length - (b - a) + depths])
             visible &= standing[None, :] > standing[len(before) :, None] - window
         values = values.masked_fill(~visible.any(0)[:, None, None], 0)  # 0 * NaN is NaN
-        scores = scores.masked_fill(~visible, float("-inf"))
+        logits = logits.masked_fill(~visible, float("-inf"))
         if sinks_H is not None:
-            scores = torch.cat([scores, sinks_H.to(accumulate)[:, None, None].expand(-1, b - a, 1)], dim=-1)
-        weights = torch.softmax(scores, dim=-1)[..., :length]
+            logits = torch.cat([logits, sinks_H.to(accumulate)[:, None, None].expand(-1, b - a, 1)], dim=-1)
+        weights = torch.softmax(logits, dim=-1)[..., :length]
         out_THE[a:b] = torch.einsum("htl,lhe->the", weights, values).to(q_THE.dtype)
     return out_THE
 

@@ -17,8 +17,8 @@ namespace {
 constexpr i64 kChunk = 64;     // tokens of context a step of the online softmax; a multiple of 32
 
 // C: entries of the cache. Without one, table is null, cache and what follows it are the step's keys, values lie cache_kind
-// further, and lengths are those of the sequences. ahead: tokens behind itself that a row sees. invariant: each row is computed
-// as if it were alone, however many there are.
+// further, and lengths are the sequences' own. ahead: tokens after itself that a row sees. invariant: each row is
+// computed independently of how many there are.
 template <typename T, typename C>
 struct Args : Layout {
   const T *q, *k, *v;
@@ -36,7 +36,7 @@ struct Args : Layout {
   i64 ahead = 0;
   bool invariant = false;
 
-  // How far a row of its sequence's stands behind the first one.
+  // How many positions after the first row of its sequence a row stands.
   i64 depth(i64 row, i64 first) const {
     return ancestors && ancestors[row] >= 0 ? __builtin_popcountll(std::uint64_t(ancestors[row])) - 1 : row - first;
   }
@@ -269,9 +269,9 @@ struct Pairs {
   static __m512i load_value(bf16* const* rows, i64 t, i64 count, i64 offset, __mmask32 inside) {
     return t < count ? (__m512i)load_pairs(rows[t] + offset, inside) : _mm512_setzero_si512();
   }
-  // c[row] (+)= sum over k of left[row][k] * right[k], for 16 rows: so many sums in flight hide the latency of a product.
-  // Unrolled by hand: gcc 12 keeps sums that it indexes in a loop in memory, and stores them after every product. Four
-  // pointers to four rows each leave registers for everything.
+  // c[row] (+)= sum over k of left[row][k] * right[k], for 16 rows: sums in flight enough to hide the latency of a
+  // product. Unrolled by hand: gcc 12 keeps sums that it indexes in a loop in memory, and stores them after every
+  // product. Four pointers to four rows each leave registers for everything.
   static void block(const bf16* left, i64 stride, const bf16* right, i64 depth, Vec* c, bool add) {
     __m512 sum[16];
 #pragma GCC unroll 16

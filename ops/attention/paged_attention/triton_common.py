@@ -6,7 +6,7 @@ rotated on the way in, scores, and which sites the kernels serve."""
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite
+from graphllm.ops.attention.paged_attention.operands import Rotary
 
 
 @triton.jit
@@ -66,6 +67,26 @@ def tile_slots(
 
 
 @triton.jit
+def find_sequence(query_start_ptr, block, S, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The sequence with a block of query tokens. Every sequence has room for one block that is not full."""
+    s = -1
+    for base in range(0, S, BLOCK_S):
+        i = base + tl.arange(0, BLOCK_S)
+        first_block = tl.load(query_start_ptr + i, mask=i < S, other=2147483647) // BLOCK_Q + i
+        s += tl.sum(((first_block <= block) & (i < S)).to(tl.int32))
+    return s
+
+
+@triton.jit
+def window_tiles(low, end, full, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of rows with positions low .. end: the first tile that one of them sees, and the first that all of them see whole
+    (at most ``full``, the first that the causal mask cuts)."""
+    first = tl.maximum(low - WINDOW + 1, 0) // BLOCK_N
+    whole = tl.maximum(end - WINDOW, 0)  # first position that the last row sees
+    return first, tl.maximum(tl.minimum((whole + BLOCK_N - 1) // BLOCK_N, full), first)
+
+
+@triton.jit
 def prefetch_lines(slots, CACHE_KV: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr):
     """Ask for keys and values of slots, LINES of LINE entries each, to be brought to the L2 cache."""
     line = slots[:, None] + (tl.arange(0, LINES) * LINE)[None, :]
@@ -85,6 +106,63 @@ def multiply(a, b, acc, EMULATED: tl.constexpr):
     if EMULATED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def scores_of(q, keys, row_scale, LOG2E_CAP: tl.constexpr, EMULATED: tl.constexpr):
+    """Scores of rows [M] and keys [N], in units of log2."""
+    scores = multiply(q, tl.trans(keys), tl.zeros([q.shape[0], keys.shape[0]], tl.float32), EMULATED)
+    if LOG2E_CAP > 0:
+        return soft_cap(scores, LOG2E_CAP, row_scale)
+    else:
+        return scores * row_scale
+
+
+@triton.jit
+def plus_tile(scores, values, top, total, acc, BLIND: tl.constexpr, EMULATED: tl.constexpr):
+    """The running softmax with one more tile: largest scores, sums of weights, sums of values. BLIND: a row may have
+    seen nothing yet."""
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    shift = new_top
+    if BLIND:
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    rescale = tl.exp2(top - shift)
+    p = tl.exp2(scores - shift[:, None])
+    total = total * rescale + tl.sum(p, axis=1)
+    return new_top, total, multiply(p.to(values.dtype), values, acc * rescale[:, None], EMULATED)
+
+
+@triton.jit
+def weights_of(scores, top, row_scale, LOG2E_CAP: tl.constexpr, BLIND: tl.constexpr):
+    """Weights of a tile, the rows' new maxima, and what older sums are to be multiplied by. Scores are scaled here, but
+    with a soft cap. BLIND: as for `plus_tile`."""
+    if LOG2E_CAP > 0:
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        shift = new_top
+        if BLIND:
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(scores - shift[:, None])
+    else:
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * row_scale)
+        shift = new_top
+        if BLIND:
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(scores * row_scale[:, None] - shift[:, None])
+    return p, new_top, tl.exp2(top - shift)
+
+
+@triton.jit
+def write_heads(
+    acc, top, total, v_scale, sinks_ptr, out_ptr, row, heads, valid, e, inside,
+    H: tl.constexpr, E: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """The output of rows, with the sinks of their heads. e, inside: entries of a head [E_PAD], and where they exist in
+    rows that are valid."""
+    if SINKS:
+        total += tl.exp2(load_sinks(sinks_ptr, heads, valid) - top)
+    acc = acc * (v_scale / total)[:, None]
+    out = out_ptr + ((row * H + heads) * E)[:, None] + e[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -228,17 +306,6 @@ def load_sinks(sinks_ptr, heads, known):
     return tl.load(sinks_ptr + heads, mask=known, other=0.0).to(tl.float32) * 1.4426950408889634
 
 
-class Rotary(NamedTuple):
-    """What queries and keys go through before attention: optional norms of their heads [E], then a rotation by the
-    tables of `rope_table` [T, F]."""
-
-    cos: Tensor
-    sin: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
-
-
 def rotary_arguments(rotary: Rotary | None, unused: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
     """The kernels' pointers q_norm, k_norm, cos and sin, ``unused`` where there is nothing, and their constants."""
     cos, sin, q_norm, k_norm, eps = rotary or (None, None, None, None, 0.0)
@@ -260,7 +327,15 @@ def power_of_2(n: int, least: int = 16) -> int:
 
 def attends(site: CallSite) -> bool:
     """Whether the kernels of this folder compute the op at a site."""
-    return not problem(site)
+    return not problem(site) and _rotates(site)
+
+
+def _rotates(site: CallSite) -> bool:
+    """Whether the kernels can read the tables of a rotation, if there is one."""
+    tables = [t for n in ("cos_TF", "sin_TF") if (t := site.args[n]) is not None]
+    norms = [t for n in ("q_norm_E", "k_norm_E") if (t := site.args[n]) is not None]
+    same = all(n.dtype == site.args["q_THE"].dtype for n in norms)
+    return same and all(t.dtype == torch.float32 and t.is_contiguous() for t in tables)
 
 
 def problem(site: CallSite) -> str:

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.attention.paged_attention.op import paged_attention
+from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Rows, Scores
 from graphllm.ops.attention.paged_attention.triton_common import (
-    Rotary,
     as_entries,
     as_queries,
     attends,
@@ -36,18 +36,20 @@ from graphllm.ops.attention.paged_attention.triton_common import (
     load_norm,
     load_scales,
     load_sinks,
-    multiply,
+    plus_tile,
     power_of_2,
     prefetch_lines,
     problem,
     rotary_arguments,
     rotate,
     score_constants,
+    scores_of,
     soft_cap,
     tile_blocks,
     tile_slots,
     tile_tokens,
 )
+from graphllm.ops.attention.paged_attention.triton_write import head_strides
 
 Config = Mapping[str, int]
 _JOINED = 8192  # float32 values of the ranges that a program holds at once
@@ -122,7 +124,7 @@ def _join_ranges(
 
 
 @triton.jit
-def _load_tile(
+def load_tile(
     head_ptr, cache_block, tile, start, last,
     CACHE_BLOCK: tl.constexpr, CACHE_KV: tl.constexpr, CACHE_HEAD: tl.constexpr, CACHE_POS: tl.constexpr,
     WINDOW: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr,
@@ -152,53 +154,23 @@ def _attend(
 ):  # fmt: skip
     """The running softmax with one more tile."""
     keys, values = keys.to(q.dtype), values.to(q.dtype)
-    scores = multiply(q, tl.trans(keys), tl.zeros([G_PAD, BLOCK_N], tl.float32), EMULATED)
-    if LOG2E_CAP > 0:
-        scores = soft_cap(scores, LOG2E_CAP, row_scale)
-    else:
-        scores = scores * row_scale
+    scores = scores_of(q, keys, row_scale, LOG2E_CAP, EMULATED)
     counts = seen[None, :]
     if HEADS > 1:  # rows beyond the last head's see what its rows see
         g, n = tl.arange(0, G_PAD), tl.arange(0, BLOCK_N)
         counts = counts & (tl.minimum(g // G, HEADS - 1)[:, None] == (n // (BLOCK_N // HEADS))[None, :])
     scores = tl.where(counts, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
-    rescale = tl.exp2(top - new_top)
-    p = tl.exp2(scores - new_top[:, None])
-    total = total * rescale + tl.sum(p, axis=1)
-    return new_top, total, multiply(p.to(values.dtype), values, acc * rescale[:, None], EMULATED)
+    return plus_tile(scores, values, top, total, acc, False, EMULATED)
 
 
 @triton.jit
 def _split_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cache_ptr,
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
+    q_ptr, k_ptr, v_ptr, cache_ptr, out_ptr, partial_ptr, lse_ptr,
     arrived_ptr,  # [S * GROUPS] int32, zero before and after
-    table_ptr,
-    query_start_ptr,
-    seq_len_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    sinks_ptr,
-    kv_scales_ptr,
-    Q_ROW: tl.constexpr,
-    Q_HEAD: tl.constexpr,
-    K_ROW: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    V_ROW: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    CACHE_BLOCK: tl.constexpr,
-    CACHE_KV: tl.constexpr,
-    CACHE_HEAD: tl.constexpr,
-    CACHE_POS: tl.constexpr,
-    TABLE_ROW: tl.constexpr,
+    table_ptr, query_start_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, kv_scales_ptr,
+    Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr,
+    V_HEAD: tl.constexpr, CACHE_BLOCK: tl.constexpr, CACHE_KV: tl.constexpr, CACHE_HEAD: tl.constexpr,
+    CACHE_POS: tl.constexpr, TABLE_ROW: tl.constexpr,
     SCALE: tl.constexpr,  # of q.k, times log2(e) without a soft cap, divided by the cap with one
     LOG2E_CAP: tl.constexpr,  # soft cap times log2(e); 0 is off
     WINDOW: tl.constexpr,
@@ -208,26 +180,17 @@ def _split_kernel(
     HEADS: tl.constexpr,  # KV heads of a program
     GROUPS: tl.constexpr,  # programs for all KV heads
     G_PAD: tl.constexpr,  # rows of a tile: at least HEADS * G
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    P: tl.constexpr,
-    SPLITS: tl.constexpr,
+    E: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
     RANGES: tl.constexpr,  # at least SPLITS, a power of two
-    FEW: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    FEW: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
     LINE: tl.constexpr,  # entries in 128 bytes, a line of the cache
     LINES: tl.constexpr,  # such lines that a head's entries surely fill
-    JOINED: tl.constexpr,  # heads whose ranges are joined at once
+    JOINED: tl.constexpr,  # heads that have their ranges joined at once
     FEW_JOINED: tl.constexpr,
     EARLY: tl.constexpr,  # 1: the first tile is loaded before the kernel waits, else 0
-    F: tl.constexpr,
-    NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    SINKS: tl.constexpr,
-    SCALED: tl.constexpr,
+    F: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
     EMULATED: tl.constexpr,
-):
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     ROWS: tl.constexpr = HEADS * G
@@ -252,7 +215,7 @@ def _split_kernel(
     k_scale, v_scale = load_scales(kv_scales_ptr, SCALED)
     score_scale = SCALE * k_scale
     if EARLY:  # what earlier steps wrote into the cache stays
-        first_keys, first_values, first_seen = _load_tile(
+        first_keys, first_values, first_seen = load_tile(
             head_ptr, cache_block, lo, start, tl.where(lo < hi, last, 0), CACHE_BLOCK, CACHE_KV, CACHE_HEAD, CACHE_POS,
             WINDOW, HEADS, E, E_PAD, P, BLOCK_N,
         )  # fmt: skip
@@ -320,8 +283,10 @@ def _split_kernel(
             top, total, acc = _attend(q, first_keys, first_values, first_seen, row_scale, top, total, acc,
                                       G, HEADS, G_PAD, BLOCK_N, LOG2E_CAP, EMULATED)  # fmt: skip
         for tile in range(lo + EARLY, hi):
-            keys, values, seen = _load_tile(head_ptr, cache_block, tile, start, last, CACHE_BLOCK, CACHE_KV, CACHE_HEAD,
-                                            CACHE_POS, WINDOW, HEADS, E, E_PAD, P, BLOCK_N)  # fmt: skip
+            keys, values, seen = load_tile(
+                head_ptr, cache_block, tile, start, last, CACHE_BLOCK, CACHE_KV, CACHE_HEAD, CACHE_POS, WINDOW, HEADS,
+                E, E_PAD, P, BLOCK_N,
+            )  # fmt: skip
             cache_block = tile_blocks(table_row, tile + 1, last, P, BLOCK_N, HEADS)
             top, total, acc = _attend(q, keys, values, seen, row_scale, top, total, acc,
                                       G, HEADS, G_PAD, BLOCK_N, LOG2E_CAP, EMULATED)  # fmt: skip
@@ -341,7 +306,7 @@ def _split_kernel(
 
 
 def _joined(rows: int, E: int, ranges: int) -> int:
-    """Query heads whose ranges are joined at once. With few ranges, which are long, one: the join then takes no
+    """Query heads that have their ranges joined at once. With few ranges, which are long, one: the join then takes no
     registers from the loop before it."""
     return 1 if ranges < FEW_RANGES else joined_rows(rows, E, ranges)
 
@@ -353,18 +318,10 @@ def joined_rows(rows: int, E: int, ranges: int) -> int:
 
 def launch_split(
     kernel: Any,
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
+    rows: Rows,
+    paged: Paged,
     out_THE: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks_H: Tensor | None,
+    scores: Scores,
     kv_scales: Tensor | None,
     rotary: Rotary | None,
     *pointers: Tensor,
@@ -380,66 +337,65 @@ def launch_split(
     **own: int,
 ) -> None:
     """Start a kernel that divides contexts into ranges. heads: KV heads of a program. tokens: most query tokens of a
-    sequence. joined, few_joined: rows whose ranges are joined at once, and if there are few. pointers, own: tensors and
-    constants that only this kernel has."""
-    H, E = q_THE.shape[1:]
+    sequence. joined, few_joined: rows that have their ranges joined at once, and if there are few. pointers, own:
+    tensors and constants that only this kernel has."""
+    q_THE, (H, E) = rows.q_THE, rows.q_THE.shape[1:]
+    kv_cache, *where = paged
     K, P = kv_cache.shape[2], kv_cache.shape[3]
-    S = seq_lens.shape[0]
+    S = paged.seq_lens.shape[0]
     shape = (S, tokens, splits, H) if splits > 1 else (1, 1, 1, 1)
     partial = torch.empty((*shape, E), dtype=torch.float32, device=q_THE.device)
     lse = torch.empty(shape, dtype=torch.float32, device=q_THE.device)
-    score_scale, log2e_cap = score_constants(scale, softcap)
+    score_scale, log2e_cap = score_constants(scores.scale, scores.softcap)
     rotated, rotation = rotary_arguments(rotary, q_THE)
     line = 128 // kv_cache.element_size()
     launch_triton(
         kernel, (K // heads, S, splits),
-        q_THE, k_TKE, v_TKE, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
-        block_table, query_start_loc, seq_lens, *rotated,
-        q_THE if sinks_H is None else sinks_H, q_THE if kv_scales is None else kv_scales, *pointers,
-        Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
-        V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), CACHE_BLOCK=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
-        CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=block_table.stride(0),
-        SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window, H=H, G=H // K, E=E, E_PAD=power_of_2(E), P=P,
+        *rows, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
+        *where, *rotated, q_THE if scores.sinks_H is None else scores.sinks_H,
+        q_THE if kv_scales is None else kv_scales, *pointers,
+        **head_strides(rows), CACHE_BLOCK=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
+        CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=paged.block_table.stride(0),
+        SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=scores.window, H=H, G=H // K, E=E, E_PAD=power_of_2(E), P=P,
         SPLITS=splits, RANGES=power_of_2(splits, 2), FEW=FEW_RANGES, MIN_TILES=min_tiles, BLOCK_N=block_n,
         JOINED=joined, FEW_JOINED=few_joined, LINE=line, LINES=1 << (max(1, E // line).bit_length() - 1),
-        SINKS=sinks_H is not None, SCALED=kv_scales is not None, EMULATED=triton.knobs.runtime.interpret,
+        SINKS=scores.sinks_H is not None, SCALED=kv_scales is not None, EMULATED=triton.knobs.runtime.interpret,
         num_warps=warps, num_stages=stages, **rotation, **own,
     )  # fmt: skip
 
 
 def launch_decode(
-    q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, kv_cache: Tensor, *others: Any, write: bool, heads: int, joined: int,
-    early: int = 0, **plan: Any,
-) -> None:  # fmt: skip
-    """Attend for the sequences of the batch that have exactly one query token; the others are left alone. heads: KV
+    rows: Rows, paged: Paged, *others: Any, write: bool, heads: int, joined: int, early: int = 0, **plan: Any
+) -> None:
+    """Attend for the sequences of the batch that have exactly one query token; the others are not touched. heads: KV
     heads of a program, which share a tile of ``block_n`` columns. others: as of `launch_split`."""
-    H, E, K = *q_THE.shape[1:], kv_cache.shape[2]
-    rows = H // K * heads
+    H, E, K = *rows.q_THE.shape[1:], paged.kv_cache.shape[2]
+    packed = H // K * heads
     launch_split(
-        _split_kernel, q_THE, k_TKE, v_TKE, kv_cache, *others, heads=heads, tokens=1, joined=joined,
-        few_joined=_joined(rows, E, FEW_RANGES) if joined > 1 else 1, WRITE=write, HEADS=heads, GROUPS=K // heads,
-        EARLY=early, G_PAD=power_of_2(rows), **plan,
+        _split_kernel, rows, paged, *others, heads=heads, tokens=1, joined=joined,
+        few_joined=_joined(packed, E, FEW_RANGES) if joined > 1 else 1, WRITE=write, HEADS=heads, GROUPS=K // heads,
+        EARLY=early, G_PAD=power_of_2(packed), **plan,
     )  # fmt: skip
 
 
-# Few sequences are over before the chip is full: what counts is how soon the first tile is there. Small tiles, of which
-# one is loaded early, leave room for programs of the kernel before (bench/notes/gpu_decode.md, step 19).
+# Few sequences are over before the chip is full: what counts is how soon the first tile is there. Small tiles, with one
+# loaded early, leave room for programs of the kernel before (bench/notes/gpu_decode.md, step 19).
 _FEW_SEQUENCES = 16
 _ALONE = {"early": 1, "min_tiles": 1, "stages": 1}
 _BESIDE_FEW = {"early": 1, "min_tiles": 2, "block_n": 32}
 
 
 def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int) -> Config:
-    """Launch constants of decode from static facts: most sequences (0 beside prefill), query and KV heads, longest
-    context.
+    """Launch constants of decode from static facts: most sequences (0 in steps with prompts), query and KV heads,
+    longest context.
 
     Few sequences: ranges of at least two or four tiles until the chip holds about four programs a processor. Many: a
-    program serves so many heads that about four a processor are left, because what a program waits for before its
-    first tile and after its last is not hidden when contexts are short. One range each would do if lengths were equal;
-    there are more, of at least 512 to 2,048 tokens, so that a long sequence does not run alone at the end. Two stages:
-    with three, the programs take so much shared memory that they and those of the kernels around them do not run side
-    by side. Entries of one byte go to half as many threads, in tiles as large as otherwise where sequences are many.
-    Measured on an H200, see bench/notes/gpu_decode.md.
+    program serves several heads, so that about four programs a processor are left, because what a program waits for
+    before its first tile and after its last is not hidden when contexts are short. One range each would do if lengths
+    were equal; there are more, of at least 512 to 2,048 tokens, so that a long sequence does not run as the only one at
+    the end. Two stages: with three, the programs take so much shared memory that they do not run at the same time as
+    programs of the kernels around them. Entries of one byte go to half as many threads, in tiles as large as otherwise
+    where sequences are many. Measured on an H200, see bench/notes/gpu_decode.md.
     """
     rows, heads, narrow = S * K, 1, dtype.itemsize == 1
     if not rows:  # mixed steps are long, so the ranges suit many sequences
@@ -469,7 +425,7 @@ def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int
 
 
 def is_decode(site: CallSite) -> bool:
-    """Whether the split kernel alone serves the site."""
+    """Whether the split kernel serves the site by itself."""
     return site.bucket.kind == "decode" and site.bucket.query_len == 1 and attends(site)
 
 
@@ -485,26 +441,9 @@ def decode_configs(site: CallSite) -> list[Config]:
 
 @paged_attention.impl("triton_decode", device="cuda", supports=is_decode, configs=decode_configs, remedy=problem)
 def triton_decode(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks_H: Tensor | None = None,
-    kv_scales: Tensor | None = None,
-    ancestors_T: None = None,
-    rotary: Rotary | None = None,
-    **config: int,
+    rows: Rows, paged: Paged, scores: Scores, kv_scales: Tensor | None, rotary: Rotary | None, **config: int
 ) -> Tensor:
-    """Pure decode: every sequence has zero or one query token, and no trees. rotary: for `rope_attention`."""
-    out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
-    launch_decode(
-        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, sinks_H,
-        kv_scales, rotary, write=True, **config,
-    )  # fmt: skip
+    """Pure decode: every sequence has zero or one query token, and no trees."""
+    out_THE = torch.empty_like(rows.q_THE, memory_format=torch.contiguous_format)
+    launch_decode(rows, paged, out_THE, scores, kv_scales, rotary, write=True, **config)
     return out_THE

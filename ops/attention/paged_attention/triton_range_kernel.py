@@ -1,10 +1,10 @@
-"""Triton: the kernel of attention whose rows come out bitwise the same in every batch, however prompts are divided.
+"""Triton: the kernel of attention with rows that come out bitwise the same in every batch, however prompts are divided.
 
 Contexts are divided into ranges of RANGE tokens that begin at multiples of that, and ranges into tiles. A row takes the
-tiles of a range in their order, and joins what the ranges give in theirs; a tile or range of which it sees nothing
+tiles of a range in their order, and joins what the ranges give in theirs; a tile or range that it sees nothing of
 changes nothing. Single tokens and prompts go by one kernel: it has the query heads of a KV head in the rows of its
-tile, those of one token or of many. Where sequences are few and have one token each, some programs share the ranges of
-a sequence, and the last one to finish joins them; else one program does both.
+tile, for one token or for many. Where sequences are few and have one token each, some programs share the ranges of a
+sequence, and the last one to finish joins them; else one program does both.
 
 Keys and values of prompts are first stored in the cache by a kernel of their own, and read from there as all others.
 Where sequences have one token each, the program of the last range stores its keys and values, and takes them as they
@@ -24,14 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
+from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Rows, Scores
 from graphllm.ops.attention.paged_attention.triton_common import (
-    Rotary,
     as_entries,
     as_queries,
     attends,
+    find_sequence,
     load_rotated,
     load_scales,
-    load_sinks,
     multiply,
     prefetch_lines,
     rotary_arguments,
@@ -39,8 +39,11 @@ from graphllm.ops.attention.paged_attention.triton_common import (
     soft_cap,
     tile_blocks,
     tile_slots,
+    weights_of,
+    window_tiles,
+    write_heads,
 )
-from graphllm.ops.attention.paged_attention.triton_write import cache_constants
+from graphllm.ops.attention.paged_attention.triton_write import cache_constants, head_strides
 
 RANGE = 256  # tokens of a range
 PROMPT_ROWS = 128  # of a tile for prompts
@@ -100,15 +103,7 @@ def _attend(
             if WINDOW > 0:
                 seen = seen & (at[None, :] > position[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-        if LOG2E_CAP > 0:
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            p = tl.exp2(scores - shift[:, None])
-        else:
-            new_top = tl.maximum(top, tl.max(scores, axis=1) * row_scale)
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            p = tl.exp2(scores * row_scale[:, None] - shift[:, None])
-        rescale = tl.exp2(top - shift)
+        p, new_top, rescale = weights_of(scores, top, row_scale, LOG2E_CAP, True)
         total = tl.fma(total, rescale, tl.sum(p, axis=1))
         acc = multiply(p.to(q.dtype), values.to(q.dtype), acc * rescale[:, None], EMULATED)
         top = new_top
@@ -159,57 +154,25 @@ def _attend_all(
 def range_kernel(
     q_ptr,
     k_ptr,  # these two if SINGLE
-    v_ptr,
-    cache_ptr,
-    out_ptr,
-    table_ptr,
-    query_start_ptr,
-    seq_len_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    sinks_ptr,
-    kv_scales_ptr,
+    v_ptr, cache_ptr, out_ptr, table_ptr, query_start_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    sinks_ptr, kv_scales_ptr,
     partial_ptr,  # float32 [S, PARTS, H, E + 2]: of each range sums, largest score and sum of weights
     arrived_ptr,  # [S * K] int32, zero before and after
-    S,
-    Q_ROW: tl.constexpr,
-    Q_HEAD: tl.constexpr,
-    K_ROW: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    V_ROW: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    CACHE_BLOCK: tl.constexpr,
-    CACHE_KV: tl.constexpr,
-    CACHE_HEAD: tl.constexpr,
-    CACHE_POS: tl.constexpr,
-    TABLE_ROW: tl.constexpr,
+    S, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr,
+    V_HEAD: tl.constexpr, CACHE_BLOCK: tl.constexpr, CACHE_KV: tl.constexpr, CACHE_HEAD: tl.constexpr,
+    CACHE_POS: tl.constexpr, TABLE_ROW: tl.constexpr,
     SCALE: tl.constexpr,  # of q.k, times log2(e) without a soft cap, divided by the cap with one
     LOG2E_CAP: tl.constexpr,  # soft cap times log2(e); 0 is off
-    WINDOW: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    F: tl.constexpr,
-    NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    SINKS: tl.constexpr,
-    SCALED: tl.constexpr,
-    EMULATED: tl.constexpr,
+    WINDOW: tl.constexpr, H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+    P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, F: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, EMULATED: tl.constexpr,
     RANGE: tl.constexpr,
     SINGLE: tl.constexpr,  # sequences that have one token, and no others; else all the others
     PARTS: tl.constexpr,  # ranges of the longest context
     PROGRAMS: tl.constexpr,  # that share the ranges of a sequence, if SINGLE
     LINE: tl.constexpr,  # entries in 128 bytes, a line of the cache
     LINES: tl.constexpr,  # such lines that a head's entries surely fill
-):
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     BLOCK_Q: tl.constexpr = BLOCK_M // G
@@ -220,11 +183,7 @@ def range_kernel(
         row0 = tl.load(query_start_ptr + s)
     else:
         block = tl.num_programs(0) // K - 1 - tl.program_id(0) // K  # long rows of work first
-        s = -1
-        for base in range(0, S, BLOCK_S):
-            i = base + tl.arange(0, BLOCK_S)
-            first_block = tl.load(query_start_ptr + i, mask=i < S, other=2147483647) // BLOCK_Q + i
-            s += tl.sum(((first_block <= block) & (i < S)).to(tl.int32))
+        s = find_sequence(query_start_ptr, block, S, BLOCK_Q, BLOCK_S)
         row0 = tl.load(query_start_ptr + s)
         skip = (block - row0 // BLOCK_Q - s) * BLOCK_Q  # query tokens of the sequence before this block
     queries = tl.load(query_start_ptr + s + 1) - row0
@@ -238,9 +197,7 @@ def range_kernel(
     first = full * 0
     inner = first
     if WINDOW > 0:
-        first = tl.maximum(low - WINDOW + 1, 0) // BLOCK_N
-        whole = tl.maximum(end - WINDOW, 0)  # first position that the last row sees
-        inner = tl.maximum(tl.minimum((whole + BLOCK_N - 1) // BLOCK_N, full), first)
+        first, inner = window_tiles(low, end, full, WINDOW, BLOCK_N)
     full = tl.maximum(full, inner)
     TILES: tl.constexpr = RANGE // BLOCK_N
     range_0 = first // TILES
@@ -333,21 +290,17 @@ def range_kernel(
                         more_total = tl.load(edge + at + 1, mask=valid, other=1.0, cache_modifier=".cg")
                         acc, top, total = _join(acc, top, total, more, more_top, more_total)
         if finishes:
-            if SINKS:
-                total += tl.exp2(load_sinks(sinks_ptr, heads, valid) - top)
-            acc = acc * (v_scale / total)[:, None]
-            out = out_ptr + ((row * H + heads) * E)[:, None] + e[None, :]
-            tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
+            write_heads(acc, top, total, v_scale, sinks_ptr, out_ptr, row, heads, valid, e, inside, H, E, SINKS)
 
 
 def in_ranges(site: CallSite) -> bool:
     """Whether the kernel serves a site: where rows are to come out the same in every batch, without drafts, by those
     instructions of Hopper's tensor cores that take 64 rows. All else has not been shown to."""
     (_, H, E), cache = site.args["q_THE"].shape, site.args["kv_cache"]
-    alone = site.bucket.query_len == 1 and site.args.get("ancestors_T") is None
+    single = site.bucket.query_len == 1 and site.args.get("ancestors_T") is None
     shown = site.args["q_THE"].dtype == cache.dtype == torch.bfloat16 and E <= 128
     fits = H // cache.shape[2] <= SINGLE["block_m"]
-    return site.deterministic and site.target.arch[0] == "sm_90" and alone and shown and fits and attends(site)
+    return site.deterministic and site.target.arch[0] == "sm_90" and single and shown and fits and attends(site)
 
 
 def range_order(site: CallSite, constants: Mapping[str, int]) -> str:
@@ -356,35 +309,15 @@ def range_order(site: CallSite, constants: Mapping[str, int]) -> str:
 
 
 def launch_ranges(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    out_THE: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks_H: Tensor | None,
-    kv_scales: Tensor | None,
-    rotary: Rotary | None,
-    *,
-    block_m: int,
-    block_n: int,
-    warps: int,
-    stages: int,
-    length: int,
-    parts: int = 1,
-    programs: int = 1,
-    single: bool,
-) -> None:
-    """Attention of the sequences that have one token, or of all others, whose keys and values the cache then has."""
-    T, H, E = q_THE.shape
-    K, S = kv_cache.shape[2], seq_lens.shape[0]
+    rows: Rows, paged: Paged, out_THE: Tensor, scores: Scores, kv_scales: Tensor | None, rotary: Rotary | None, *,
+    block_m: int, block_n: int, warps: int, stages: int, length: int, parts: int = 1, programs: int = 1, single: bool,
+) -> None:  # fmt: skip
+    """Attention of the sequences that have one token, or of all others; their keys and values are in the cache then."""
+    q_THE, (T, H, E) = rows.q_THE, rows.q_THE.shape
+    kv_cache, *where = paged
+    K, S = kv_cache.shape[2], paged.seq_lens.shape[0]
     rotated, rotation = rotary_arguments(rotary, q_THE)
-    score_scale, log2e_cap = score_constants(scale, softcap)
+    score_scale, log2e_cap = score_constants(scores.scale, scores.softcap)
     line = 128 // kv_cache.element_size()
     partial = arrived = q_THE
     if programs > 1:
@@ -393,11 +326,11 @@ def launch_ranges(
     items = S if single else T // (block_m // (H // K)) + S
     launch_triton(
         range_kernel, (items * K, programs),
-        q_THE, k_TKE, v_TKE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, *rotated,
-        q_THE if sinks_H is None else sinks_H, q_THE if kv_scales is None else kv_scales, partial, arrived, S,
-        Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
-        V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
-        SINKS=sinks_H is not None, H=H, K=K, G=H // K, BLOCK_M=block_m, BLOCK_N=block_n, RANGE=length, SINGLE=single,
-        PARTS=parts, PROGRAMS=programs, LINE=line, LINES=1 << (max(1, E // line).bit_length() - 1),
-        num_warps=warps, num_stages=stages, **cache_constants(kv_cache, block_table, E, kv_scales), **rotation,
+        *rows, kv_cache, out_THE, *where, *rotated,
+        q_THE if scores.sinks_H is None else scores.sinks_H, q_THE if kv_scales is None else kv_scales,
+        partial, arrived, S,
+        **head_strides(rows), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=scores.window,
+        SINKS=scores.sinks_H is not None, H=H, K=K, G=H // K, BLOCK_M=block_m, BLOCK_N=block_n, RANGE=length,
+        SINGLE=single, PARTS=parts, PROGRAMS=programs, LINE=line, LINES=1 << (max(1, E // line).bit_length() - 1),
+        num_warps=warps, num_stages=stages, **cache_constants(paged, E, kv_scales), **rotation,
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Ragged batches whose rows come out bitwise the same in every batch: the kernel of `triton_range_kernel` for all."""
+"""Ragged batches with rows that come out bitwise the same in every batch: the kernel of `triton_range_kernel` for
+all."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from graphllm.ir import CallSite
 from graphllm.ops.attention.paged_attention.op import paged_attention
-from graphllm.ops.attention.paged_attention.triton_common import Rotary, problem
+from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Rows, Scores
+from graphllm.ops.attention.paged_attention.triton_common import problem
 from graphllm.ops.attention.paged_attention.triton_decode import Config
 from graphllm.ops.attention.paged_attention.triton_range_kernel import (
     PROMPT_ROWS,
@@ -26,8 +28,8 @@ _MOST_PROGRAMS = 32  # that share the ranges of a sequence
 
 
 def range_configs(site: CallSite) -> list[Config]:
-    """The same tiles and ranges at all sizes; 128 rows are two times 64, each as if alone. Single tokens beside prompts
-    have one program each."""
+    """The same tiles and ranges at all sizes; 128 rows are two times 64, each independent. Single tokens in steps with
+    prompts have one program each."""
     (_, H, E), (_, _, K, P, _) = site.args["q_THE"].shape, site.args["kv_cache"].shape
     parts = -(-site.args["block_table"].shape[1] * P // RANGE)
     most, programs, single = site.bucket.hi, 1, site.bucket.kind == "decode"
@@ -45,40 +47,19 @@ def range_configs(site: CallSite) -> list[Config]:
     "triton_ranges", device="cuda", supports=in_ranges, configs=range_configs, row_order=range_order, remedy=problem
 )
 def triton_ranges(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks_H: Tensor | None = None,
-    kv_scales: Tensor | None = None,
-    ancestors_T: None = None,
-    rotary: Rotary | None = None,
-    *,
-    block_m: int,
-    block_n: int,
-    warps: int,
-    stages: int,
-    length: int,
-    parts: int,
-    programs: int,
-    single: int,
-) -> Tensor:
-    """Any ragged batch without trees, each row as if alone. rotary: for `rope_attention`."""
-    out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
+    rows: Rows, paged: Paged, scores: Scores, kv_scales: Tensor | None, rotary: Rotary | None, *, block_m: int,
+    block_n: int, warps: int, stages: int, length: int, parts: int, programs: int, single: int,
+) -> Tensor:  # fmt: skip
+    """Any ragged batch without trees, each row as if it were the only one."""
+    out_THE = torch.empty_like(rows.q_THE, memory_format=torch.contiguous_format)
     launch = functools.partial(
-        launch_ranges, q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window,
-        softcap, sinks_H, kv_scales, rotary, block_n=block_n, length=length, parts=parts, programs=programs,
+        launch_ranges, rows, paged, out_THE, scores, kv_scales, rotary, block_n=block_n, length=length,
+        parts=parts, programs=programs,
     )  # fmt: skip
     if single:
         launch(block_m=block_m, warps=warps, stages=stages, single=True)
     else:
-        write_rows(k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, kv_scales, rotary)
+        write_rows(rows.k_TKE, rows.v_TKE, paged, kv_scales, rotary)
         launch(block_m=block_m, warps=warps, stages=stages, single=False)
         launch(**SINGLE, single=True)
     return out_THE

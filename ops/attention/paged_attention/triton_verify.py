@@ -6,7 +6,6 @@ values are a first, small tile of range 0, which also stores them into the cache
 """
 
 # mypy: allow-untyped-defs
-# ruff: noqa: SIM108  (a branch on a constexpr is not a conditional expression)
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from graphllm.ir import CallSite
 from graphllm.ops.attention.paged_attention.op import paged_attention
+from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Rows, Scores
 from graphllm.ops.attention.paged_attention.triton_common import (
-    Rotary,
     as_entries,
     as_queries,
     attends,
@@ -30,11 +29,12 @@ from graphllm.ops.attention.paged_attention.triton_common import (
     load_scales,
     load_sinks,
     multiply,
+    plus_tile,
     power_of_2,
     prefetch_lines,
     problem,
     rotate,
-    soft_cap,
+    scores_of,
     tile_blocks,
     tile_slots,
 )
@@ -44,73 +44,42 @@ from graphllm.ops.attention.paged_attention.triton_decode import (
     join_as_last,
     joined_rows,
     launch_split,
+    load_tile,
     plan_splits,
     split_bounds,
 )
 
 _MOST_ROWS = 64  # query heads of a KV head, times tokens
-_MANY, _LONG = 256, 2048  # pairs of sequence and KV head from which on ranges have at least so many tokens
+_MANY, _LONG = 256, 2048  # from _MANY pairs of sequence and KV head on, ranges have at least _LONG tokens
 
 
 @triton.jit
 def _verify_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cache_ptr,
-    out_ptr,
+    q_ptr, k_ptr, v_ptr, cache_ptr, out_ptr,
     partial_ptr,  # float32 [S, Q, SPLITS, H, E]
     lse_ptr,
     arrived_ptr,  # [S * KV heads] int32, zero before and after
-    table_ptr,
-    query_start_ptr,
-    seq_len_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    sinks_ptr,
-    kv_scales_ptr,
-    ancestors_ptr,
-    Q_ROW: tl.constexpr,
-    Q_HEAD: tl.constexpr,
-    K_ROW: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    V_ROW: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    CACHE_BLOCK: tl.constexpr,
-    CACHE_KV: tl.constexpr,
-    CACHE_HEAD: tl.constexpr,
-    CACHE_POS: tl.constexpr,
-    TABLE_ROW: tl.constexpr,
+    table_ptr, query_start_ptr, seq_len_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, kv_scales_ptr,
+    ancestors_ptr, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
+    V_ROW: tl.constexpr, V_HEAD: tl.constexpr, CACHE_BLOCK: tl.constexpr, CACHE_KV: tl.constexpr,
+    CACHE_HEAD: tl.constexpr, CACHE_POS: tl.constexpr, TABLE_ROW: tl.constexpr,
     SCALE: tl.constexpr,  # of q.k, times log2(e) without a soft cap, divided by the cap with one
     LOG2E_CAP: tl.constexpr,  # soft cap times log2(e); 0 is off
-    WINDOW: tl.constexpr,
-    H: tl.constexpr,
+    WINDOW: tl.constexpr, H: tl.constexpr,
     G: tl.constexpr,  # query heads of a KV head
     Q: tl.constexpr,  # most query tokens of a sequence
     BLOCK_Q: tl.constexpr,  # at least Q
     M: tl.constexpr,  # rows of a tile: at least Q * G
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    P: tl.constexpr,
-    SPLITS: tl.constexpr,
+    E: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
     RANGES: tl.constexpr,  # at least SPLITS, a power of two
-    FEW: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    FEW: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
     LINE: tl.constexpr,  # entries in 128 bytes, a line of the cache
     LINES: tl.constexpr,  # such lines that a head's entries surely fill
-    JOINED: tl.constexpr,  # rows whose ranges are joined at once
-    FEW_JOINED: tl.constexpr,
-    F: tl.constexpr,
-    NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    SINKS: tl.constexpr,
-    SCALED: tl.constexpr,
-    EMULATED: tl.constexpr,
+    JOINED: tl.constexpr,  # rows that have their ranges joined at once
+    FEW_JOINED: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, SINKS: tl.constexpr,
+    SCALED: tl.constexpr, EMULATED: tl.constexpr,
     TREE: tl.constexpr,  # rows may be nodes of a tree
-):
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
@@ -150,7 +119,7 @@ def _verify_kernel(
         q = rotate(q, q_other, q_weight, q_other_weight, q_cos, q_sin, E, F, NORM, EPS)
         q, powers = as_queries(q, cache_ptr.dtype.element_ty)
         row_scale = (SCALE * k_scale * powers)[:, None]
-        stands = query  # how far behind the first row; windows count by that
+        stands = query  # positions after the first row; windows count by that
         bits = load_bits(ancestors_ptr, token, valid, TREE)
         if TREE and WINDOW > 0:
             stands = tl.where(bits < 0, query, count_bits(bits, 64) - 1)
@@ -170,11 +139,7 @@ def _verify_kernel(
             slot = (head_ptr + new_block * CACHE_BLOCK + ((before + j) % P) * CACHE_POS)[:, None] + e[None, :]
             tl.store(slot, k_entry, mask=new[:, None] & in_e)
             tl.store(slot + CACHE_KV, v_entry, mask=new[:, None] & in_e)
-            new_scores = multiply(q, tl.trans(k_entry.to(q.dtype)), tl.zeros([M, BLOCK_Q], tl.float32), EMULATED)
-            if LOG2E_CAP > 0:
-                new_scores = soft_cap(new_scores, LOG2E_CAP, row_scale)
-            else:
-                new_scores = new_scores * row_scale
+            new_scores = scores_of(q, k_entry.to(q.dtype), row_scale, LOG2E_CAP, EMULATED)
             seen = j[None, :] <= query[:, None]
             if TREE:
                 node = ((bits[:, None] >> j[None, :].to(tl.int64)) & 1) != 0
@@ -198,36 +163,19 @@ def _verify_kernel(
 
         for tile in range(lo, hi):
             at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            there = at < before
-            if WINDOW > 0:
-                there = there & (at >= start)
-            columns = tile_slots(cache_block, tile, CACHE_BLOCK, CACHE_POS, P, BLOCK_N)
-            slots = head_ptr + columns[:, None] + e[None, :]
-            if E_PAD == E:
-                inside = there[:, None]
-            else:
-                inside = there[:, None] & in_e
-            keys = tl.load(slots, mask=inside, other=0.0).to(q.dtype)
-            values = tl.load(slots + CACHE_KV, mask=inside, other=0.0).to(q.dtype)
+            keys, values, there = load_tile(
+                head_ptr, cache_block, tile, start, before, CACHE_BLOCK, CACHE_KV, CACHE_HEAD, CACHE_POS, WINDOW, 1, E,
+                E_PAD, P, BLOCK_N,
+            )  # fmt: skip
+            keys, values = keys.to(q.dtype), values.to(q.dtype)
             cache_block = tile_blocks(table_row, tile + 1, before, P, BLOCK_N)
-            scores = multiply(q, tl.trans(keys), tl.zeros([M, BLOCK_N], tl.float32), EMULATED)
-            if LOG2E_CAP > 0:
-                scores = soft_cap(scores, LOG2E_CAP, row_scale)
-            else:
-                scores = scores * row_scale
+            scores = scores_of(q, keys, row_scale, LOG2E_CAP, EMULATED)
             counts = there[None, :]
             if WINDOW > 0:
                 counts = counts & (at[None, :] > before + stands[:, None] - WINDOW)
             scores = tl.where(counts, scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-            shift = new_top
-            if WINDOW > 0:  # later tokens may see nothing of a tile
-                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            rescale = tl.exp2(top - shift)
-            p = tl.exp2(scores - shift[:, None])
-            total = total * rescale + tl.sum(p, axis=1)
-            acc = multiply(p.to(values.dtype), values, acc * rescale[:, None], EMULATED)
-            top = new_top
+            # Later tokens may see nothing of a tile.
+            top, total, acc = plus_tile(scores, values, top, total, acc, WINDOW > 0, EMULATED)
 
         if WINDOW > 0:
             total = tl.where(total > 0, total, 1.0)
@@ -281,32 +229,17 @@ def verify_configs(site: CallSite) -> list[Config]:
 
 @paged_attention.impl("triton_verify", device="cuda", supports=is_verification, configs=verify_configs, remedy=problem)
 def triton_verify(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks_H: Tensor | None = None,
-    kv_scales: Tensor | None = None,
-    ancestors_T: Tensor | None = None,
-    rotary: Rotary | None = None,
-    *,
-    queries: int,
-    **plan: int,
-) -> Tensor:
-    """Every sequence has at most so many query tokens. rotary: for `rope_attention`."""
-    out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
-    H, E, K = *q_THE.shape[1:], kv_cache.shape[2]
-    rows = queries * H // K
+    rows: Rows, paged: Paged, scores: Scores, kv_scales: Tensor | None, ancestors_T: Tensor | None,
+    rotary: Rotary | None, *, queries: int, **plan: int,
+) -> Tensor:  # fmt: skip
+    """Every sequence has at most ``queries`` query tokens."""
+    out_THE = torch.empty_like(rows.q_THE, memory_format=torch.contiguous_format)
+    H, E, K = *rows.q_THE.shape[1:], paged.kv_cache.shape[2]
+    packed = queries * H // K
     launch_split(
-        _verify_kernel, q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window,
-        softcap, sinks_H, kv_scales, rotary, q_THE if ancestors_T is None else ancestors_T,
-        heads=1, tokens=queries, few_joined=joined_rows(rows, E, FEW_RANGES),
-        Q=queries, BLOCK_Q=power_of_2(queries), M=power_of_2(rows), TREE=ancestors_T is not None, **plan,
+        _verify_kernel, rows, paged, out_THE, scores, kv_scales, rotary,
+        rows.q_THE if ancestors_T is None else ancestors_T, heads=1, tokens=queries,
+        few_joined=joined_rows(packed, E, FEW_RANGES), Q=queries, BLOCK_Q=power_of_2(queries), M=power_of_2(packed),
+        TREE=ancestors_T is not None, **plan,
     )  # fmt: skip
     return out_THE

@@ -1,4 +1,4 @@
-"""A step to tune attention on: decode alone or prompts beside it, contexts of many lengths in scattered blocks."""
+"""A step to tune attention on: decode only or prompts as well, contexts of many lengths in scattered blocks."""
 
 from __future__ import annotations
 

@@ -97,13 +97,13 @@ class Worker {
   // Whether pieces of blocks and rows are whole, as the way of few rows needs them.
   static bool takes_few(const Args<T, C>& a) { return a.P % kPiece == 0 && a.E % Few::kColumns == 0; }
 
-  // The most that the states of so many rows and heads take.
+  // The most that the states of these rows and heads take.
   static i64 room(const Args<T, C>& a, i64 rows, i64 heads) {
     const i64 few = few_padded(std::min(rows, kFewRows)) * few_state_size(a.E);
     return heads * std::max(ceil_div(rows, kLanes) * (2 + Math::height(a.E)), few);
   }
 
-  // Attend; afterwards states() are those of the item. What `next` reads first, if given, is asked for on the way.
+  // Attend; afterwards states() are the item's. What `next` reads first, if given, is asked for on the way.
   void run(const Item& item, const Item* next) {
     if (few(item)) return run_few(item, next);
     Item one = item;
@@ -119,7 +119,7 @@ class Worker {
     return (few(item) ? few_padded(rows) : ceil_div(rows, kLanes)) * unit_size(item);
   }
 
-  // Write the rows of an item whose states are given; sinks are added to them.
+  // Write the rows of an item from its states; sinks are added to them.
   void finish(const Item& item, Vec* states) const {
     Item one = item;
     for (i64 head = 0; head < item.heads; head++, one.head++) {

@@ -31,7 +31,7 @@ class Rope:
     """Arguments of `rope_table`. max_len: positions the scaling reaches, when that is more than the config's number.
     long: of LongRoPE, whether these are the long frequencies.
 
-    Where frequencies depend on the length of a context (dynamic NTK, LongRoPE), those of the engine's longest one hold
+    Where frequencies depend on the length of a context (dynamic NTK, LongRoPE), the engine's longest one decides
     for all: the keys of a sequence need one set of frequencies, which must not change while it grows.
     """
 
@@ -88,7 +88,7 @@ def _rotated_whole(p: dict[str, Any]) -> dict[str, Any]:
     if kind != "default":
         raise ConfigError(
             f"config.json: {name} is {p[name]!r:.80}, but this architecture rotates heads whole with rope_type "
-            f"{kind!r:.80}; leave one of them out, or use a checkpoint whose heads are rotated whole"
+            f"{kind!r:.80}; leave one of them out, or use a checkpoint that rotates whole heads"
         )
     _log.warning("config.json: %s is %.80r: without effect, this architecture rotates heads whole", name, p[name])
     return {n: v for n, v in p.items() if n != name}
@@ -101,7 +101,7 @@ def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) 
     dim = head_dim if kind == "proportional" else int(head_dim * part)
     if dim < 2 or dim % 2:
         raise ConfigError(
-            f"config.json: heads have {head_dim} numbers of which {dim} are rotated, which are no pairs; correct "
+            f"config.json: heads have {head_dim} numbers and {dim} are rotated, which are no pairs; correct "
             "head_dim or partial_rotary_factor"
         )
     longest = whole(hf, "max_position_embeddings", le=MOST)

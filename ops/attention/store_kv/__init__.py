@@ -1,4 +1,4 @@
-"""store_kv: specification in op.py, kernels beside it."""
+"""store_kv: specification in op.py, kernels in files of their own."""
 
 import importlib.util
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
 from graphllm.ops.attention.paged_attention.op import store
+from graphllm.ops.attention.paged_attention.operands import Paged
 
 
 def _cost(k_TKE: Tensor, v_TKE: Tensor, kv_cache: Tensor) -> Cost:
@@ -15,19 +16,12 @@ def _cost(k_TKE: Tensor, v_TKE: Tensor, kv_cache: Tensor) -> Cost:
 
 
 @op(boundary=True, cost=_cost, mutates=("kv_cache",))
-def store_kv(
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    kv_scales: Tensor | None = None,
-) -> None:
+def store_kv(k_TKE: Tensor, v_TKE: Tensor, paged: Paged, kv_scales: Tensor | None = None) -> None:
     """What `paged_attention` does to the cache, and nothing else: the same arguments, of every dtype that it takes.
 
     Rows at or after query_start_loc[S] are padding and are not stored.
     """
+    kv_cache, block_table, query_start_loc, seq_lens = paged
     P = kv_cache.shape[3]
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     scales = (None, None) if kv_scales is None else kv_scales.unbind()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite
 from graphllm.ir.op import each_alone
+from graphllm.ops.attention.paged_attention.operands import Paged
 from graphllm.ops.attention.paged_attention.triton_write import write_rows
 from graphllm.ops.attention.store_kv.op import store_kv
 
@@ -22,14 +23,6 @@ def _supports(site: CallSite) -> bool:
 
 
 @store_kv.impl("triton", device="cuda", supports=_supports, row_order=each_alone)
-def triton_store_kv(
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    kv_scales: Tensor | None = None,
-) -> None:
+def triton_store_kv(k_TKE: Tensor, v_TKE: Tensor, paged: Paged, kv_scales: Tensor | None = None) -> None:
     """One launch."""
-    write_rows(k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, kv_scales, None)
+    write_rows(k_TKE, v_TKE, paged, kv_scales, None)

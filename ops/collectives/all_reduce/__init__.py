@@ -1,4 +1,4 @@
-"""all_reduce: specification in op.py, how a step runs it beside it. The first implementation that serves is taken."""
+"""all_reduce: specification in op.py, how a step runs it in files of their own. The first one that serves is taken."""
 
 import importlib.util
 

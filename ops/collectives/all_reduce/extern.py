@@ -18,7 +18,7 @@ _into = Extern("all_reduce_into", "(Tensor x, Tensor(a!) out, str group, int ran
 
 def _order(site: CallSite, constants: Mapping[str, Any]) -> str:
     """Two numbers have one sum; of more, libraries choose the order by the size of all."""
-    return "each alone" if site.args["ranks"] <= 2 else ""
+    return "independent" if site.args["ranks"] <= 2 else ""
 
 
 @all_reduce.impl("group_cpu", device="cpu", row_order=_order)

@@ -18,7 +18,7 @@ def all_reduce(x: Tensor, group: str, ranks: int) -> Tensor:
     """The sum of x, of any shape, over the ranks of a group, on each of them; the order of the sum is the library's.
 
     group: the name under which the process joined it, "tensor" for tensor parallelism; one that it never joined has
-    this process alone. ranks: of the group that the graph was made for; another size is an error, because the sum would
+    only this process. ranks: of the group that the graph was made for; another size is an error, because the sum would
     be of other parts.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

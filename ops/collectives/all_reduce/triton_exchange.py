@@ -1,10 +1,10 @@
 """Sums over ranks by kernels that write into each other's memory: `graphllm.ir.exchange` has the layout.
 
 A program writes its numbers into the peers' memory, then waits for theirs in its own. On the way are numbers of the
-dtype alone, without signals: one trip over the link. Of more than two ranks that is everything to everybody, so many
-numbers take two trips: to the rank that owns their row, which adds them up, and the sum from there to all. Programs of
-one launch wait for the programs of the same number on other ranks only, and all write before they wait; a GPU begins
-programs in their order, so the lowest number that is not done everywhere runs, or has run, everywhere.
+dtype only, without signals: one trip over the link. With more than two ranks everything goes to everybody, so a large
+count of numbers takes two trips: to the rank that owns their row, which adds them up, and the sum from there to all.
+Programs of one launch wait for the programs of the same number on other ranks only, and all write before they wait; a
+GPU begins programs in their order, so the lowest number that is not done everywhere runs, or has run, everywhere.
 
 A rank writes into a half that it used two calls ago, which everybody has read and emptied by then: it has a sum of the
 call before with numbers of everybody, who began that one when the one before it had ended.
@@ -21,12 +21,13 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, exchange, launch_triton
 from graphllm.ir.exchange import COUNTER, GIVE, MOST_RANKS, OWN, TAKE, exchange_bytes
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.collectives.all_reduce.op import all_reduce
 
 _COUNTER, _OWN, _GIVE, _TAKE = (tl.constexpr(place) for place in (COUNTER, OWN, GIVE, TAKE))
 _CALL = tl.constexpr(1 << 20)  # what a launch adds to the counter, however many programs it has
 _SLOT_OF_TWO, _SLOT_OF_MORE = tl.constexpr(exchange_bytes(2)), tl.constexpr(exchange_bytes(3))
-# Below so many numbers several of a program's threads may have the same one, and one alone may have seen it. Triton's
+# With fewer numbers several of a program's threads may have the same one, and only one may have seen it. Triton's
 # interpreter reads a number's bytes one by one, so that one of them may be from before.
 _SEEN_TWICE = tl.constexpr(1 << 30 if triton.knobs.runtime.interpret else 1024)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -35,7 +36,7 @@ _TRIP = 480 << 10  # bytes that cross a link while another trip begins, on H200s
 
 
 def one_trip(ranks: int, itemsize: int) -> int:
-    """Up to how many numbers, of so many bytes, each rank gives all of its own to every other one."""
+    """Up to how many numbers, of ``itemsize`` bytes, each rank gives all of its own to every other one."""
     if ranks == 2:
         return exchange_bytes(ranks)
     return _TRIP * ranks // ((ranks - 1) * (ranks - 2)) // itemsize
@@ -43,7 +44,7 @@ def one_trip(ranks: int, itemsize: int) -> int:
 
 @triton.jit
 def exchange_half(exchange_ptr, TURNS: tl.constexpr = 1):
-    """Which half of the memory this launch uses. Every program must call it once, behind `gdc_wait`: a launch counts
+    """Which half of the memory this launch uses. Every program must call it once, after `gdc_wait`: a launch counts
     when all have. TURNS: how often a program may give and take, an odd number; the halves take turns."""
     programs = tl.num_programs(0) * tl.num_programs(1)
     first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
@@ -106,9 +107,9 @@ def _sum_of_arrived(rounded, at, inside, exchange_ptr, half, own, DTYPE: tl.cons
 @triton.jit
 def sum_over_ranks(own, row, at, inside, few, exchange_ptr, half, DTYPE: tl.constexpr, RANKS: tl.constexpr):
     """The sum over the ranks of ``own``, float32 numbers that are rounded to the dtype first, in the order of the
-    ranks; of more than two it is rounded as well. at: the places of these numbers among those of the launch, which no
-    other program has; there are at least as many as threads. row: of the program. few: whether those of the launch are
-    at most `one_trip`."""
+    ranks; of more than two it is rounded as well. at: the places of these numbers in the launch, which no other program
+    has; there are at least as many as threads. row: of the program. few: whether the launch has at most `one_trip`
+    numbers."""
     WIDE: tl.constexpr = DTYPE.primitive_bitwidth == 32
     WORD: tl.constexpr = tl.int32 if WIDE else tl.int16
     LARGEST: tl.constexpr = 0x7FFFFFFF if WIDE else 0x7FFF
@@ -143,19 +144,13 @@ def sum_over_ranks(own, row, at, inside, few, exchange_ptr, half, DTYPE: tl.cons
 
 @triton.jit(do_not_specialize_on_alignment=["count"])
 def _sum_kernel(
-    x_ptr,
-    out_ptr,
-    exchange_ptr,
+    x_ptr, out_ptr, exchange_ptr,
     count,  # of groups of UNIT numbers
-    UNIT: tl.constexpr,
-    RANKS: tl.constexpr,
+    UNIT: tl.constexpr, RANKS: tl.constexpr,
     FEW: tl.constexpr,  # numbers at most
-    BLOCK: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    BLOCK: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    gdc_wait_early(EMULATED)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count * UNIT
     own = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -167,7 +162,7 @@ def _sum_kernel(
 
 
 def fits_exchange(site: CallSite, name: str, width: int, ranks: int) -> bool:
-    """Whether the rows of an argument, of so many numbers, are few enough to be summed by a kernel of this file."""
+    """Whether the rows of an argument, of ``width`` numbers, are few enough to be summed by a kernel of this file."""
     x = site.args[name]
     return ranks <= MOST_RANKS and site.rows(name) * width * x.element_size() <= exchange_bytes(ranks)
 

@@ -1,6 +1,6 @@
 // Tiles of GGUF blocks (gguf_blocks.py): where the codes, scales and minima of 16 rows are, for every instruction level.
 //
-// A number is scale * (code - zero) - minimum. A format says for group g of a tile, whose entries share a scale, what its
+// A number is scale * (code - zero) - minimum. A format says for group g of a tile (its entries share a scale) what its
 // scales and minima are, in float32 and exact, and the codes of its entries 4 i to 4 i + 3 of all rows: a line of 16 times
 // four bytes. Codes are unsigned, but for eight bits without VNNI, where `negative` says so.
 #pragma once

@@ -182,7 +182,7 @@ struct TiledMatrix {
     tile_rows<F, kM, kBlocks>(tiles + block * block_bytes, apart * block_bytes, x, groups, totals);
   }
 
-  // Row n as numbers, decoded with those beside it.
+  // Row n as numbers, decoded with its neighbours.
   template <typename T>
   void row(i64 n, T* to) const {
     const std::uint8_t* tile = tiles + n / kRows * block_bytes;

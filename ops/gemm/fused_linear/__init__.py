@@ -1,4 +1,4 @@
-"""fused_linear: specification in op.py, kernels beside it."""
+"""fused_linear: specification in op.py, kernels in files of their own."""
 
 import importlib.util
 

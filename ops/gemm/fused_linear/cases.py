@@ -1,4 +1,4 @@
-"""Inputs for fused_linear: each fusion alone and all together, one row and some, real layer shapes."""
+"""Inputs for fused_linear: each fusion by itself and all together, one row and some, real layer shapes."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _supports(site: CallSite) -> bool:
 
 @fused_linear.impl("cpu_gated", device="cpu", supports=_supports, configs=by_site, row_order=each_alone)
 def gated_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, invariant: bool = False) -> Tensor:
-    """bfloat16 products; those of more than few rows stay in float32 until the gate is applied."""
+    """bfloat16 products; with more than few rows they stay in float32 until the gate is applied."""
     out_TN = x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0] // 2))
     _kernel(
         x_TI, weight_OI, bias_O, out_TN, *out_TN.shape, x_TI.shape[1], x_TI.stride(0), weight_OI.stride(0), invariant

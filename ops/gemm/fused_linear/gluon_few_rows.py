@@ -24,14 +24,15 @@ from graphllm.ops.gemm.fused_linear.gluon_rows import copy, count, in_order
 from graphllm.ops.gemm.fused_linear.launch_constants import Config, aligned
 from graphllm.ops.gemm.fused_linear.op import fused_linear
 from graphllm.ops.gemm.fused_linear.triton_fused_linear import plain
+from graphllm.ops.gemm.linear.operands import Matrix, Norm
 
 _MOST_ROWS = 16
-_MOST_INNER = 4096  # of whose entries a thread has its share of x in registers
+_MOST_INNER = 4096  # inner entries; a thread has its share of x in registers
 _MOST_NUMBERS = 1 << 24  # of a matrix: larger ones are read as fast by the kernels of `triton_fused_linear`
 _WARPS = 8
 _TILE = 8 * 128 * _WARPS * 2  # bytes
 _MOST_TILES = 8  # of a step, which `_joined` joins
-_SHARED = 96 * 1024  # bytes of weights under way in a program: leaves room for one of the next kernel beside it
+_SHARED = 96 * 1024  # bytes of weights under way in a program: leaves room for a program of the next kernel
 
 
 @triton.constexpr_function
@@ -175,28 +176,14 @@ def _joined(parts, COUNT: gl.constexpr):
 
 @gluon.jit
 def few_rows_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    norm_ptr,
-    residual_ptr,
-    out_ptr,
-    T,
-    X_ROW: gl.constexpr,
-    WEIGHT_ROW: gl.constexpr,
-    RESIDUAL_ROW: gl.constexpr,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    EPS: gl.constexpr,
-    NORM: gl.constexpr,
-    BIAS: gl.constexpr,
-    RESIDUAL: gl.constexpr,
-    GATED: gl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr, T, X_ROW: gl.constexpr, WEIGHT_ROW: gl.constexpr,
+    RESIDUAL_ROW: gl.constexpr, N: gl.constexpr, K: gl.constexpr, EPS: gl.constexpr, NORM: gl.constexpr,
+    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, GATED: gl.constexpr,
     HALVES: gl.constexpr,  # of 16 rows of x
     GROUPS: gl.constexpr,  # of eight rows of weights that a program has; with a gate, of each of the two
     SLOTS: gl.constexpr,  # tiles under way
     WARPS: gl.constexpr,
-):
+):  # fmt: skip
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -334,20 +321,19 @@ def _configs(site: CallSite) -> list[Config]:
 @fused_linear.impl("gluon_few_rows", device="cuda", supports=_serves, configs=_configs)
 def gluon_few_rows(
     x_TI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    gated: bool = False,
+    matrix: Matrix,
+    before: Norm | None,
+    residual_TN: Tensor | None,
+    gated: bool,
     *,
     halves: int,
     groups: int,
     slots: int,
 ) -> Tensor:
     """Sums, bias, gate and residual in float32, then rounded."""
-    (T, K), N = x_TI.shape, weight_OI.shape[0]
-    width = N // 2 if gated else N
+    weight_OI, bias_O = matrix[:2]
+    norm_I, eps = before or (None, 0.0)
+    (T, K), N, width = x_TI.shape, weight_OI.shape[0], matrix.width(gated)
     out_TN = x_TI.new_empty((T, width))
     _kernel(
         -(-width // (8 * groups)), x_TI, weight_OI, *(x_TI if t is None else t for t in (bias_O, norm_I, residual_TN)),

@@ -1,7 +1,7 @@
 """Gated products of many rows on Hopper, by the kernel of `gluon_product`.
 
-What it saves beside the library's product is the gate, which needs no kernel of its own, and the start. Without a gate,
-or in parts of sums, it was slower than the library's in most sizes (bench/notes/gpu_decode.md).
+What it saves against the library's product is the gate, which needs no kernel of its own, and the start. Without a
+gate, or in parts of sums, it was slower than the library's in most sizes (bench/notes/gpu_decode.md).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from graphllm.ops.gemm.fused_linear.gluon_product import hopper_product, stages_
 from graphllm.ops.gemm.fused_linear.launch_constants import Config, read_by_tma
 from graphllm.ops.gemm.fused_linear.op import MOST_ROWS, fused_linear
 from graphllm.ops.gemm.fused_linear.triton_fused_linear import normalized, plain
+from graphllm.ops.gemm.linear.operands import Matrix, Norm
 
 _FEWEST_ROWS = 33  # below, tiles of Triton's kernel read the weights as fast
 _SUMS = 128 * 256  # numbers of a tile that two groups of four warps have registers for
@@ -45,20 +46,11 @@ def _config(site: CallSite, block_t: int, block_n: int) -> Config:
 
 @fused_linear.impl("gluon_gated", device="cuda", supports=_serves, configs=_configs)
 def gluon_gated(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
-    *,
-    block_t: int,
-    block_n: int,
-    stages: int,
-    programs: int,
+    x_TI: Tensor, matrix: Matrix, before: Norm | None, *, block_t: int, block_n: int, stages: int, programs: int
 ) -> Tensor:
     """Sums, bias and gate in float32, then rounded."""
-    if norm_I is not None:
-        x_TI = normalized(x_TI, norm_I, eps)
+    weight_OI, bias_O = matrix[:2]
+    x_TI = normalized(x_TI, before)
     (T, K), N = x_TI.shape, weight_OI.shape[0]
     out_TN = x_TI.new_empty((T, N // 2))
     hopper_product(

@@ -31,7 +31,7 @@ def _decoding(second):
 
 @gluon.jit
 def decoded(words, second: gl.constexpr):
-    """bf16 numbers of two codes of each int16, those of one group: 128 added, as a code becomes the last bits of a
+    """bf16 numbers of two codes of each int16, of one group: 128 added, as a code becomes the last bits of a
     mantissa."""
     return gl.inline_asm_elementwise(
         _decoding(second), "=&r,=&r,r", [words], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2

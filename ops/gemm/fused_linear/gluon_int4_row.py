@@ -32,15 +32,16 @@ from graphllm.ops.gemm.fused_linear.gluon_rows import (
 from graphllm.ops.gemm.fused_linear.launch_constants import Config
 from graphllm.ops.gemm.fused_linear.op import fused_linear
 from graphllm.ops.gemm.fused_linear.triton_fused_linear import normalized
+from graphllm.ops.gemm.linear.operands import Matrix, Norm
 
-_CONFIGS = (  # warps of a program, steps whose weights are under way, registers of a thread
+_CONFIGS = (  # warps of a program, steps with weights under way, registers of a thread
     (4, 2, 64), (8, 2, 0), (8, 4, 0),
 )  # fmt: skip
 
 
 @triton.constexpr_function
 def _constants_of(inner, warps):
-    """Groups of a program's steps, of which there are a power of two."""
+    """Groups of a program's steps, a power of two."""
     return (1 << (steps_of(inner, warps) - 1).bit_length()) * warps * 2
 
 
@@ -120,13 +121,10 @@ def hopper_int4_row_kernel(
     out_ptr,  # as the residual
     N: gl.constexpr,  # a multiple of 16
     K: gl.constexpr,  # a multiple of 256
-    ZEROS: gl.constexpr,
-    BIAS: gl.constexpr,
-    RESIDUAL: gl.constexpr,
-    GATED: gl.constexpr,
-    AHEAD: gl.constexpr,  # steps whose weights are under way
+    ZEROS: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, GATED: gl.constexpr,
+    AHEAD: gl.constexpr,  # steps with weights under way
     WARPS: gl.constexpr,
-):
+):  # fmt: skip
     STEPS: gl.constexpr = steps_of(K, WARPS)
     GROUPS: gl.constexpr = _constants_of(K, WARPS)
     words: gl.constexpr = words_of(WARPS)
@@ -207,17 +205,10 @@ def int4_row_configs(site: CallSite) -> list[Config]:
 
 
 def launch_int4_row(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    scales_GO: Tensor,
-    zeros_GO: Tensor | None,
-    out_TN: Tensor,
-    config: Config,
-    bias_O: Tensor | None = None,
-    residual_TN: Tensor | None = None,
-    gated: bool = False,
+    x_TI: Tensor, matrix: Matrix, out_TN: Tensor, config: Config, residual_TN: Tensor | None = None, gated: bool = False
 ) -> None:
     """Products of one row of x with the weights into ``out_TN`` [1, N], of any float dtype."""
+    weight_OI, bias_O, scales_GO, zeros_GO = matrix[:4]
     N, K, warps = weight_OI.shape[0], x_TI.shape[1], config["warps"]
     options = {"maxnreg": config["registers"]} if config["registers"] else {}
     others = (x_TI if t is None else t for t in (bias_O, residual_TN))
@@ -230,24 +221,9 @@ def launch_int4_row(
 
 @fused_linear.impl("gluon_int4_row", device="cuda", supports=int4_row, configs=int4_row_configs)
 def gluon_int4_row(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    scales_GO: Tensor,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    gated: bool = False,
-    zeros_GO: Tensor | None = None,
-    *,
-    warps: int,
-    ahead: int,
-    registers: int,
+    x_TI: Tensor, matrix: Matrix, before: Norm | None, residual_TN: Tensor | None, gated: bool, **config: int
 ) -> Tensor:
     """Sums, bias, gate and residual in float32, then rounded."""
-    if norm_I is not None:
-        x_TI = normalized(x_TI, norm_I, eps)
-    out_TN = x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0] // (2 if gated else 1)))
-    config = {"warps": warps, "ahead": ahead, "registers": registers}
-    launch_int4_row(x_TI, weight_OI, scales_GO, zeros_GO, out_TN, config, bias_O, residual_TN, gated)
+    out_TN = x_TI.new_empty((x_TI.shape[0], matrix.width(gated)))
+    launch_int4_row(normalized(x_TI, before), matrix, out_TN, config, residual_TN, gated)
     return out_TN

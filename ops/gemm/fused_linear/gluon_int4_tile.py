@@ -24,6 +24,7 @@ from graphllm.ops.gemm.fused_linear.gluon_int4 import ADDED, GROUP, SPAN, decode
 from graphllm.ops.gemm.fused_linear.launch_constants import SHARED, Config
 from graphllm.ops.gemm.fused_linear.op import fused_linear
 from graphllm.ops.gemm.fused_linear.triton_fused_linear import normalized
+from graphllm.ops.gemm.linear.operands import Matrix, Norm
 
 _FEWEST_ROWS, _MOST_ROWS = 9, 64
 _BOX = gl.constexpr(64)  # rows of weights that a group of warps multiplies at once
@@ -211,15 +212,12 @@ def hopper_int4_tile_kernel(
     X_ROW: gl.constexpr,
     N: gl.constexpr,  # a multiple of 16
     K: gl.constexpr,  # a multiple of 256
-    ZEROS: gl.constexpr,
-    BIAS: gl.constexpr,
-    GATED: gl.constexpr,
+    ZEROS: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr,
     GROUPS: gl.constexpr,  # of four warps that multiply: 1 or 2
     BOXES: gl.constexpr,  # of 64 rows of weights that each of them has: 1 or 2
     SPLITS: gl.constexpr,  # of the inner dimension
-    BLOCK_T: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     WORDS: gl.constexpr = K // 4
     OF: gl.constexpr = GROUPS * BOXES
     COUNT: gl.constexpr = (N + _BOX * OF - 1) // (_BOX * OF)
@@ -322,17 +320,9 @@ def int4_tile_configs(site: CallSite, splits: bool) -> list[Config]:
     return [config for busy, config in found if busy >= _BUSY] or [found[-1][1]]
 
 
-def launch_int4_tile(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    scales_GO: Tensor,
-    zeros_GO: Tensor | None,
-    out: Tensor,
-    config: Config,
-    bias_O: Tensor | None = None,
-    gated: bool = False,
-) -> None:
+def launch_int4_tile(x_TI: Tensor, matrix: Matrix, out: Tensor, config: Config, gated: bool = False) -> None:
     """Products of x with the weights into ``out`` [T, N], or their parts into [splits, T, O], of any float dtype."""
+    weight_OI, bias_O, scales_GO, zeros_GO = matrix[:4]
     (T, K), N = x_TI.shape, weight_OI.shape[0]
     _kernel(
         config["programs"], x_TI, weight_OI, scales_GO, weight_OI if zeros_GO is None else zeros_GO,
@@ -348,20 +338,8 @@ def launch_int4_tile(
     supports=lambda site: int4_tile(site) and site.args["residual_TN"] is None,
     configs=lambda site: int4_tile_configs(site, splits=False),
 )
-def gluon_int4_tile(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    scales_GO: Tensor,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
-    gated: bool = False,
-    zeros_GO: Tensor | None = None,
-    **config: Any,
-) -> Tensor:
+def gluon_int4_tile(x_TI: Tensor, matrix: Matrix, before: Norm | None, gated: bool, **config: Any) -> Tensor:
     """Sums, bias and gate in float32, then rounded."""
-    if norm_I is not None:
-        x_TI = normalized(x_TI, norm_I, eps)
-    out_TN = x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0] // (2 if gated else 1)))
-    launch_int4_tile(x_TI, weight_OI, scales_GO, zeros_GO, out_TN, config, bias_O, gated)
+    out_TN = x_TI.new_empty((x_TI.shape[0], matrix.width(gated)))
+    launch_int4_tile(normalized(x_TI, before), matrix, out_TN, config, gated)
     return out_TN

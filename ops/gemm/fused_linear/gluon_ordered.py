@@ -1,10 +1,10 @@
-"""Products on Hopper whose rows come out the same among few and many, and as `tile_kernel` computes them: deterministic
-mode's use of the kernel of `gluon_product`.
+"""Products on Hopper with rows that come out the same among few and many, and as `tile_kernel` computes them:
+deterministic mode's use of the kernel of `gluon_product`.
 
 The tensor cores add the products of 16 inner entries at a time, in an order that depends neither on how many rows an
 instruction takes nor on where a row is among them, nor on which of both factors is the first. What is left is where
 sums begin anew: few rows divide the inner dimension among programs, and what these make is added in order. Here one
-program makes the same sums one after another and adds them in the same order, or leaves that to the kernel behind.
+program makes the same sums one after another and adds them in the same order, or leaves that to the next kernel.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from graphllm.ops.gemm.fused_linear.launch_constants import (
     sum_order,
 )
 from graphllm.ops.gemm.fused_linear.op import MOST_ROWS, fused_linear
-from graphllm.ops.gemm.fused_linear.triton_fused_linear import half, normalized, width_of
+from graphllm.ops.gemm.fused_linear.triton_fused_linear import half, normalized
+from graphllm.ops.gemm.linear.operands import Matrix, Norm
 
 _FEWEST = 33  # rows of x; below, tiles of Triton's kernel are faster
-_FEW = 64  # rows in whose tiles the groups of warps share the columns
+_FEW = 64  # up to that many rows the groups of warps share the columns of a tile
 _SUMS = 128 * 256  # numbers of a tile that two groups of four warps have registers for
 _CANDIDATES = 3
 _MOST_CHOSEN = 1024  # rows from which on the largest tiles are the fastest
 
 
 def serves(site: CallSite) -> bool:
-    """Whether this file's kernel serves a site: some rows of x, and no residual behind a gate."""
+    """Whether this file's kernel serves a site: some rows of x, and no residual after a gate."""
     if site.rows("x_TI") < _FEWEST or (site.args.get("gated") and site.args["residual_TN"] is not None):
         return False
     return site.deterministic and is_ordered(site) and half(site) and reads_tiles(site)
@@ -62,21 +63,16 @@ def ordered_configs(site: CallSite) -> list[Config]:
 
 
 def _stages(site: CallSite, block_t: int, block_n: int) -> int:
-    """Beside the bytes by which rows are put together."""
+    """In what shared memory is left by the bytes that put rows together."""
     return stages_of(block_t, block_n, block_t * block_n // (2 if site.args.get("gated") else 1))
 
 
 def launch_ordered(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    out: Tensor,
-    config: Config,
-    bias_O: Tensor | None = None,
-    residual_TN: Tensor | None = None,
-    gated: bool = False,
+    x_TI: Tensor, matrix: Matrix, out: Tensor, config: Config, residual_TN: Tensor | None = None, gated: bool = False
 ) -> None:
     """Products of x with the weights into ``out`` [T, N], or, with the launch constant "parts", the ranges of their
     sums into [ranges, T, N]."""
+    weight_OI, bias_O = matrix[:2]
     (T, K), N = x_TI.shape, weight_OI.shape[0]
     bias, residual = (x_TI if t is None else t for t in (bias_O, residual_TN))
     hopper_product(
@@ -90,18 +86,9 @@ def launch_ordered(
 
 @fused_linear.impl("gluon_ordered", device="cuda", supports=serves, configs=ordered_configs, row_order=sum_order)
 def gluon_ordered(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    gated: bool = False,
-    **config: int,
+    x_TI: Tensor, matrix: Matrix, before: Norm | None, residual_TN: Tensor | None, gated: bool, **config: int
 ) -> Tensor:
     """Any number of rows of x."""
-    if norm_I is not None:
-        x_TI = normalized(x_TI, norm_I, eps)
-    out_TN = x_TI.new_empty((x_TI.shape[0], width_of(weight_OI, gated)))
-    launch_ordered(x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated)
+    out_TN = x_TI.new_empty((x_TI.shape[0], matrix.width(gated)))
+    launch_ordered(normalized(x_TI, before), matrix, out_TN, config, residual_TN, gated)
     return out_TN

@@ -64,7 +64,7 @@ def _gated(gate, value, ALIKE: gl.constexpr):
 def _load_weights(
     weights, tile, column, k, arrived, N: gl.constexpr, BLOCK_N: gl.constexpr, PART: gl.constexpr, GATED: gl.constexpr
 ):  # fmt: skip
-    """Ask for the k-th entries of a tile's columns; with a gate those of the gate and of the value in turn, PART of
+    """Ask for the k-th entries of a tile's columns; with a gate the gate's and the value's in turn, PART of
     each."""
     if GATED:
         for b in gl.static_range(BLOCK_N // PART):
@@ -108,7 +108,7 @@ def _sum(
     x_smem, w_smem, full, free, n, steps,
     OWN_T: gl.constexpr, OWN_N: gl.constexpr, SIDES: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """What the next steps give a group, the first of which is in the n-th stage."""
+    """What the next steps give a group; the first step is in the n-th stage."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN_N, 16])
     acc = gl.zeros([OWN_T, OWN_N], gl.float32, layout=mma)
     for k in range(steps):
@@ -193,7 +193,7 @@ def _multiply(
 @gluon.jit
 def hopper_product_kernel(
     x_ptr,  # [T, K]
-    weight_ptr,  # [N, K]; with a gate half of the rows are of that, then come those of the value
+    weight_ptr,  # [N, K]; with a gate half of the rows are the gate's, then come the value's
     bias_ptr,  # [N]
     residual_ptr,  # [T, N], added without a gate
     out_ptr,  # [T, N], with a gate [T, N / 2]; float32 [RANGES, T, N] if PARTS
@@ -257,5 +257,5 @@ hopper_product = GluonKernel(
 
 
 def stages_of(block_t: int, block_n: int, written: int) -> int:
-    """How many tiles of x and weights fit into shared memory beside so many bytes."""
+    """How many tiles of x and weights fit into shared memory in addition to ``written`` bytes."""
     return min(8, (SHARED - 1024 - written) // ((block_t + block_n) * BLOCK_K.value * 2))

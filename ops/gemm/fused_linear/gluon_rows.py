@@ -67,7 +67,7 @@ def row_of(half, row, block, N: gl.constexpr, GATED: gl.constexpr):
 
 @gluon.jit
 def count(layout: gl.constexpr, RANK: gl.constexpr, DIM: gl.constexpr, SIZE: gl.constexpr):
-    """0, 1 ... along one dimension of a tensor of so many."""
+    """0, 1 ... along dimension DIM of a tensor of RANK dimensions."""
     values = gl.arange(0, SIZE, layout=_along(layout, RANK, DIM))
     for d in gl.static_range(RANK):
         if d != DIM:

@@ -1,6 +1,6 @@
 """Which launch constants of the kernels of `triton_fused_linear` are worth compiling and timing at a site.
 
-Of plain weights a tile is tried only where its programs fill the multiprocessors as those of no other do. At all 79
+Of plain weights a tile is tried only where its programs fill the multiprocessors as no other tile's do. At all 79
 sites of two shapes, on an H100, the fastest of 1,285 candidates was among the 400 that are left
 (bench/notes/gpu_compile.md): programs that all run at once, one on each multiprocessor, are faster than twice as many
 parts of sums, even where 96 of them fill 132.
@@ -29,7 +29,7 @@ _ENCODED_TILES = (  # block_n, tiles of a span, stages, warps
     (128, 2, 3, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 1, 3, 4), (128, 1, 3, 8), (128, 2, 4, 8), (64, 2, 4, 4),
 )  # fmt: skip
 _FEWEST, _MOST = 96, 640  # programs that a launch of tiles of encoded weights should have
-_DIRECT = (  # block_n, warps, steps of a warp whose weights are under way
+_DIRECT = (  # block_n, warps, steps of a warp with weights under way
     (16, 4, 2), (16, 8, 2), (16, 4, 3), (16, 4, 4), (32, 8, 2),
 )  # fmt: skip
 _PLAIN_DIRECT = ((16, 4, 2, 256), (32, 4, 2, 128))  # of plain weights, and entries of a row in a step
@@ -122,13 +122,13 @@ def length_of_range(site: CallSite) -> int:
 
 
 def _divides(site: CallSite, block_k: int) -> bool:
-    """Whether the tile kernel's tiles of so many inner entries begin ranges where others do."""
+    """Whether the tile kernel's tiles of ``block_k`` inner entries begin ranges where others do."""
     tiles, ranges = -(-site.args["x_TI"].shape[1] // block_k), ranges_of(site)
     return ranges == 1 or -(-tiles // ranges) * block_k == length_of_range(site)
 
 
 def _alike_configs(site: CallSite) -> Iterator[Config]:
-    """Those of the tile kernel in which rows are computed alike."""
+    """The tile kernel's constants with which rows are computed alike."""
     ranges = ranges_of(site)
     for block_t, token_tiles, _ in _token_tiles(site):
         for tile in _TILES:
@@ -201,7 +201,7 @@ def _config(tile: Tile, block_t: int, token_tiles: int, splits: int) -> Config:
 
 
 def _direct_configs(site: CallSite) -> list[Config]:
-    """Those of programs that read weights into registers; of plain ones row kernels do that for one row."""
+    """Constants of programs that read weights into registers; for one row and plain weights row kernels do that."""
     rows, form = site.rows("x_TI"), site.args["form"]
     width, inner = site.args["weight_OI"].shape[0], site.args["x_TI"].shape[1]
     if rows > _MOST_DIRECT:

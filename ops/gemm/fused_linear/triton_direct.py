@@ -51,22 +51,17 @@ def direct_product(
     x_row,  # [BLOCK_T] int64
     there,
     norm_ptr,  # [K], by which x is multiplied, or anything
-    X_ROW: tl.constexpr,
-    WEIGHT_ROW: tl.constexpr,
+    X_ROW: tl.constexpr, WEIGHT_ROW: tl.constexpr,
     SCALE_ROW: tl.constexpr,  # from a group to the next
-    K: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
-    NORM: tl.constexpr,
+    K: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, NORM: tl.constexpr,
     BLOCK_N: tl.constexpr,  # a multiple of 16
     BLOCK_T: tl.constexpr,  # a multiple of 8
     SPAN: tl.constexpr,
     WARPS: tl.constexpr,  # of the program
-    AHEAD: tl.constexpr,  # steps of a warp whose weights are under way
+    AHEAD: tl.constexpr,  # steps of a warp with weights under way
     WAIT: tl.constexpr,  # for the kernel that makes x, once the first weights are asked for
     EMULATED: tl.constexpr,
-):
+):  # fmt: skip
     """[BLOCK_N, BLOCK_T] float32: rows of weights times rows of x, or of x times the weights of a norm."""
     dtype: tl.constexpr = tl.float32 if EMULATED else x_ptr.dtype.element_ty
     CODES: tl.constexpr = 4 if FORM == "int4" or FORM == "e2m1" else 1 if FORM == "" else 2

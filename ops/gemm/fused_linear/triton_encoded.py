@@ -14,15 +14,15 @@ import triton.language as tl
 
 @triton.constexpr_function
 def lost_exponent(form, half):
-    """By which power of two numbers are too small whose bits were moved to their places in bf16 or f16, and that is
-    all: the difference of the exponents' biases. 0 for integers."""
+    """Numbers are too small by 2 to this power after their bits were moved to their places in bf16 or f16: the
+    difference of the exponents' biases. 0 for integers."""
     bias = {"float8": 7, "e2m1": 1}.get(form)
     return 0 if bias is None else {"bf16": 127, "f16": 15}[half] - bias
 
 
 @triton.constexpr_function
 def tiles_of(inner, block_k, span):
-    """Of so many inner entries, with the padding of encoded weights, which have spans."""
+    """Tiles of a row of ``inner`` entries, with the padding of encoded weights, which have spans."""
     return -(-inner // span) * (span // block_k) if span else -(-inner // block_k)
 
 
@@ -188,7 +188,8 @@ PUT_OFF = tl.constexpr(63)  # of scales that become part of numbers, the powers 
 @triton.jit
 def _with_scale(numbers, scales, LOST: tl.constexpr, EMULATED: tl.constexpr):
     """Numbers that were only moved to their places, in bf16 too small by 2 ** LOST, times their rows' powers of two:
-    exact. Less 2 ** PUT_OFF, so that scales from 2 ** -63 to 2 ** 64 fit beside LOST; larger ones become that."""
+    exact. Less 2 ** PUT_OFF, so that scales from 2 ** -63 to 2 ** 64 fit together with LOST; larger ones become
+    that."""
     if EMULATED:
         return numbers * as_float(scales)[:, None] * 2.0**-PUT_OFF
     else:
@@ -240,21 +241,13 @@ def encoded_product(
     zero_at,  # and zero points
     in_row,
     x_row,  # [BLOCK_T, 1] pointers
-    there,
-    lo,
-    hi,
+    there, lo, hi,
     SCALE_ROW: tl.constexpr,  # from a group to the next
-    K: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    K: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a span, or half of it
-    EVEN: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    EVEN: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     """[BLOCK_N, BLOCK_T] float32: rows of weights times rows of x, over tiles lo to hi of BLOCK_K inner entries.
 
     A tile that is a part of a span has that part of its int16 numbers, so entries in as many stretches as a number has

@@ -2,8 +2,8 @@
 
 `row_kernel` serves one row of x: each program loads whole rows of the weights into registers, before it even waits for
 the kernel that makes x. `tile_kernel` serves up to some hundred rows with tensor cores: the weights are the left
-operand, so that few tokens waste little of it; a long inner dimension is split among programs, of which the last to
-arrive adds the parts, always in the same order.
+operand, so that few tokens waste little of it; a long inner dimension is split among programs; the last to arrive adds
+the parts, always in the same order.
 
 Kernels start while their predecessor still runs (programmatic dependent launch): what they read before `gdc_wait` is
 constant.
@@ -21,12 +21,15 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, exchange, launch_triton, zeroed
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.collectives.all_reduce.triton_exchange import exchange_half, one_trip, sum_over_ranks
 from graphllm.ops.encodings.encoded_weights import BITS, span_of
 from graphllm.ops.gemm.fused_linear.launch_constants import Config, beside_rows, read_by_tma, row_configs, sum_order
 from graphllm.ops.gemm.fused_linear.op import MOST_ROWS, fused_linear
 from graphllm.ops.gemm.fused_linear.triton_direct import direct_product
 from graphllm.ops.gemm.fused_linear.triton_encoded import encoded_product, numbers_of, scales_at, tiles_of
+from graphllm.ops.gemm.linear.operands import Matrix, Norm
+from graphllm.ops.lora.add_lora.operands import LowRank
 from graphllm.ops.lora.add_lora.triton_low_rank import (
     MOST_MATRICES,
     Adapters,
@@ -57,31 +60,12 @@ def _gate(acc):
 
 @triton.jit
 def row_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    norm_ptr,
-    residual_ptr,
-    out_ptr,
+    x_ptr, weight_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr,
     low_ptr,  # what adapters add, if RANK is not 0: their x @ A.T, B, and which adapter each token has
-    b_ptr,
-    ids_ptr,
-    WEIGHT_ROW: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    EPS: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    END_0: tl.constexpr,
-    END_1: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    b_ptr, ids_ptr, WEIGHT_ROW: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    END_0: tl.constexpr, END_1: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)
@@ -138,34 +122,12 @@ def _finish_row(
 
 @triton.jit
 def encoded_row_kernel(
-    x_ptr,
-    weight_ptr,
-    scales_ptr,
-    bias_ptr,
-    norm_ptr,
-    residual_ptr,
-    out_ptr,
-    low_ptr,
-    b_ptr,
-    ids_ptr,
-    WEIGHT_ROW: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    EPS: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
-    FORM: tl.constexpr,
-    SPAN: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    END_0: tl.constexpr,
-    END_1: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    x_ptr, weight_ptr, scales_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr, low_ptr, b_ptr, ids_ptr,
+    WEIGHT_ROW: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, FORM: tl.constexpr, SPAN: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     """`row_kernel` for weights with one scale a row."""
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -301,48 +263,22 @@ def fetch_ahead(weight_ptr, weight_row, in_row, first, WEIGHT_ROW: tl.constexpr,
 
 @triton.jit(do_not_specialize_on_alignment=["T"])
 def tile_kernel(
-    x_ptr,
-    weight_ptr,
-    scales_ptr,
-    zeros_ptr,
-    bias_ptr,
-    norm_ptr,
-    residual_ptr,
-    out_ptr,
+    x_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr,
     partial_ptr,  # float32: [SPLITS, T, N] if PARTS, else [token tiles, blocks, SPLITS, BLOCK_N, BLOCK_T]
     arrived_ptr,  # [token tiles * blocks] int32, zero before and after
-    low_ptr,
-    b_ptr,
-    ids_ptr,
-    T,
-    X_ROW: tl.constexpr,
-    WEIGHT_ROW: tl.constexpr,
-    RESIDUAL_ROW: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    EPS: tl.constexpr,
+    low_ptr, b_ptr, ids_ptr, T, X_ROW: tl.constexpr, WEIGHT_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr,
     NORM: tl.constexpr,  # normalize x, which has one row
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
-    RANK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    END_0: tl.constexpr,
-    END_1: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr,
+    END_0: tl.constexpr, END_1: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     PARTS: tl.constexpr,  # leave the parts of the sums to a kernel that follows
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPAN: tl.constexpr,  # of encoded weights
     SPLITS: tl.constexpr,
     AHEAD: tl.constexpr,  # bytes of every weight row that are fetched to the L2 cache before x is there
     DIRECT: tl.constexpr,  # of a program that reads weights into registers: steps under way; or 0
-    WARPS: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    WARPS: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)
@@ -411,25 +347,15 @@ def tile_kernel(
 @triton.jit(do_not_specialize_on_alignment=["T"])
 def norm_kernel(
     x_ptr,  # [T, K], or [PARTS, T, K] float32 parts of a sum
-    bias_ptr,
-    residual_ptr,
-    norm_ptr,
-    sum_ptr,
-    out_ptr,
-    exchange_ptr,
-    T,
-    X_ROW: tl.constexpr,
-    RESIDUAL_ROW: tl.constexpr,
-    K: tl.constexpr,
-    EPS: tl.constexpr,
+    bias_ptr, residual_ptr, norm_ptr, sum_ptr, out_ptr, exchange_ptr, T, X_ROW: tl.constexpr,
+    RESIDUAL_ROW: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr,
     PARTS: tl.constexpr,  # 0: normalize x; else sum the parts, bias and residual, store that, and normalize it
     BIAS: tl.constexpr,
     RANKS: tl.constexpr,  # over which the sum of parts and bias is summed
     FEW: tl.constexpr,  # numbers, at most, that are summed in one trip
     ALIKE: tl.constexpr,  # sum parts, then the bias, then the residual, as products that make all parts themselves
-    BLOCK_K: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -473,9 +399,7 @@ def norm_kernel(
 
 @triton.jit
 def _gate_kernel(gate_up_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, EMULATED: tl.constexpr):
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = gate_up_ptr + token * (2 * N) + n
@@ -487,10 +411,6 @@ def _gate_kernel(gate_up_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, EMU
 _ENCODED = ("weight_OI", "scales_GO", "zeros_GO")
 _GATE_BLOCK = 1024
 _EXCHANGED = 1024  # numbers of a program that sums over ranks, at least: Triton 3.6 aborts on some smaller blocks
-
-
-def width_of(weight_OI: Tensor, gated: bool) -> int:
-    return weight_OI.shape[0] // (2 if gated else 1)
 
 
 def short(site: CallSite) -> bool:
@@ -505,7 +425,7 @@ def plain(site: CallSite) -> bool:
 
 def half(site: CallSite) -> bool:
     """Whether the other kernels of this file serve a site: one half-precision dtype, contiguous and aligned; encoded
-    weights whose groups are whole tiles."""
+    weights with groups of whole tiles."""
     x_TI, form, group, widths = (site.args[n] for n in ("x_TI", "form", "group", "widths"))
     tensors = {n: t for n, t in site.args.items() if isinstance(t, Tensor) and n != "adapter_ids_T"}
     encoded = [tensors.pop(n) for n in _ENCODED if form and n in tensors]
@@ -527,47 +447,28 @@ def one_row(site: CallSite) -> bool:
 
 @fused_linear.impl("triton_row", device="cuda", supports=one_row, configs=row_configs)
 def triton_row(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    gated: bool = False,
-    scales_GO: Tensor | None = None,
-    form: str = "",
-    a_LRI: Tensor | None = None,
-    b_LrO: Tensor | None = None,
-    adapter_ids_T: Tensor | None = None,
-    widths: list[int] | None = None,
-    *,
-    block_n: int,
-    block_k: int,
-    warps: int,
-) -> Tensor:
+    x_TI: Tensor, matrix: Matrix, before: Norm | None, residual_TN: Tensor | None, gated: bool, lora: LowRank | None,
+    **config: int,
+) -> Tensor:  # fmt: skip
     """One row of x."""
-    out_TN = x_TI.new_empty((x_TI.shape[0], width_of(weight_OI, gated)))
-    adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, norm_I=norm_I, eps=eps)
-    config = {"block_n": block_n, "block_k": block_k, "warps": warps}
-    launch_row(x_TI, weight_OI, out_TN, config, bias_O, norm_I, eps, residual_TN, gated, scales_GO, form, adapters)
+    out_TN = x_TI.new_empty((x_TI.shape[0], matrix.width(gated)))
+    launch_row(x_TI, matrix, out_TN, config, before, residual_TN, gated, shrunk(x_TI, lora, norm=before))
     return out_TN
 
 
 def launch_row(
     x_TI: Tensor,
-    weight_OI: Tensor,
+    matrix: Matrix,
     out_TN: Tensor,
     config: Config,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
+    norm: Norm | None = None,
     residual_TN: Tensor | None = None,
     gated: bool = False,
-    scales_GO: Tensor | None = None,
-    form: str = "",
     adapters: Adapters | None = None,
 ) -> None:
     """Products of one row of x with the weights into ``out_TN`` [1, N], of any float dtype."""
+    weight_OI, bias_O, scales_GO, _, form, _ = matrix
+    norm_I, eps = norm or (None, 0.0)
     N, K = weight_OI.shape[0], x_TI.shape[1]
     block_n, warps = config["block_n"], config["warps"]
     others = [x_TI if t is None else t for t in (bias_O, norm_I, residual_TN)]
@@ -594,21 +495,12 @@ def _library(site: CallSite) -> bool:
 
 
 @fused_linear.impl("cublas", device="cuda", supports=_library)
-def cublas(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    gated: bool = False,
-) -> Tensor:
+def cublas(x_TI: Tensor, matrix: Matrix, before: Norm | None, residual_TN: Tensor | None, gated: bool) -> Tensor:
     """The library's product with kernels before and after it."""
-    if norm_I is not None:
-        x_TI = normalized(x_TI, norm_I, eps)
-    out_TN = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+    x_TI = normalized(x_TI, before)
+    out_TN = torch.nn.functional.linear(x_TI, matrix.weight_OI, matrix.bias_O)
     if gated:
-        gate_up_T2N, out_TN = out_TN, x_TI.new_empty((x_TI.shape[0], width_of(weight_OI, gated)))
+        gate_up_T2N, out_TN = out_TN, x_TI.new_empty((x_TI.shape[0], matrix.width(gated)))
         N = out_TN.shape[1]
         launch_triton(
             _gate_kernel, (x_TI.shape[0], -(-N // _GATE_BLOCK)), gate_up_T2N, out_TN, N=N, BLOCK=_GATE_BLOCK,
@@ -618,7 +510,7 @@ def cublas(
 
 
 def _ahead(inner: int, row: int, config: Config) -> int:
-    """Bytes of a program's part of a weight row, which has so many, that are worth fetching early: up to 512, a power
+    """Bytes of a program's part of a weight row (of ``row`` bytes) that are worth fetching early: up to 512, a power
     of two."""
     tiles = -(-inner // config["block_k"])
     part = -(-tiles // config["splits"]) * config["block_k"] * row // inner
@@ -638,8 +530,9 @@ def launch_norm(
     ranks: int = 1,
     alike: bool = False,
 ) -> None:
-    """Normalize the rows of x [T, I] into ``out_TI``; with ``parts``, those of their sum with bias and residual. ranks:
-    over which parts and bias are summed first. alike: sum in the order of products that make all parts themselves."""
+    """Normalize the rows of x [T, I] into ``out_TI``; with ``parts``, the rows of their sum with bias and residual.
+    ranks: over which parts and bias are summed first. alike: sum in the order of products that make all parts
+    themselves."""
     T, K = out_TI.shape
     launch_triton(
         norm_kernel, (T,), x, *(norm_I if t is None else t for t in (bias_O, residual_TI)), norm_I,
@@ -659,31 +552,31 @@ def _norm_warps(K: int, ranks: int) -> int:
     return 8 if K > 2048 else 4
 
 
-def normalized(x_TI: Tensor, norm_I: Tensor, eps: float) -> Tensor:
-    """x_TI [T, I] as by `rms_norm` with weights norm_I [I], contiguous."""
+def normalized(x_TI: Tensor, norm: Norm | None) -> Tensor:
+    """x_TI [T, I] as by `rms_norm`, contiguous; or as it is without a norm."""
+    if norm is None:
+        return x_TI
     normed_TI = torch.empty_like(x_TI, memory_format=torch.contiguous_format)
-    launch_norm(x_TI, norm_I, eps, normed_TI)
+    launch_norm(x_TI, *norm, normed_TI)
     return normed_TI
 
 
 def launch_tiles(
     x_TI: Tensor,
-    weight_OI: Tensor,
+    matrix: Matrix,
     out: Tensor,
     config: Config,
-    bias_O: Tensor | None = None,
     residual_TN: Tensor | None = None,
     gated: bool = False,
-    encoded: tuple[Tensor | None, Tensor | None, str, int] = (None, None, "", 0),
-    norm: tuple[Tensor | None, float] = (None, 0.0),
+    norm: Norm | None = None,
     parts: bool = False,
     adapters: Adapters | None = None,
 ) -> None:
-    """Products of x with the weights into ``out`` [T, N], or, with ``parts``, their parts into [splits, T, O].
-    encoded: scales, zero points, form and group of the weights. norm: by which one row of x is normalized. adapters:
-    what is added to the products."""
+    """Products of x with the weights into ``out`` [T, N], or, with ``parts``, their parts into [splits, T, O]. norm: of
+    one row of x. adapters: what is added to the products."""
+    weight_OI, bias_O, scales_GO, zeros_GO, form, group = matrix
+    norm_I, eps = norm or (None, 0.0)
     (T, K), N = x_TI.shape, weight_OI.shape[0]
-    scales_GO, zeros_GO, form, group = encoded
     blocks, splits = -(-N // config["block_n"]), config["splits"]
     count = blocks * config["token_tiles"] if splits > 1 and not parts else 0
     partial = out
@@ -693,11 +586,11 @@ def launch_tiles(
     launch_triton(
         tile_kernel, (blocks, splits, config["token_tiles"]),
         x_TI, weight_OI, *(weight_OI if t is None else t for t in (scales_GO, zeros_GO)),
-        *(x_TI if t is None else t for t in (bias_O, norm[0], residual_TN)), out, partial,
+        *(x_TI if t is None else t for t in (bias_O, norm_I, residual_TN)), out, partial,
         zeroed(x_TI, count) if count else x_TI, *_tables(adapters, x_TI), T,
         X_ROW=x_TI.stride(0), WEIGHT_ROW=weight_OI.stride(0),
-        RESIDUAL_ROW=0 if residual_TN is None else residual_TN.stride(0), N=N, K=K, EPS=norm[1],
-        NORM=norm[0] is not None, BIAS=bias_O is not None, GATED=gated,
+        RESIDUAL_ROW=0 if residual_TN is None else residual_TN.stride(0), N=N, K=K, EPS=eps,
+        NORM=norm is not None, BIAS=bias_O is not None, GATED=gated,
         RESIDUAL=residual_TN is not None,
         FORM=form, GROUP=group, ZEROS=zeros_GO is not None, PARTS=parts, **_ranks(adapters), BLOCK_T=config["block_t"],
         BLOCK_N=config["block_n"], BLOCK_K=config["block_k"],
@@ -719,32 +612,13 @@ def _ranks(adapters: Adapters | None) -> dict[str, int]:
 
 @fused_linear.impl("triton_tile", device="cuda", supports=short, configs=beside_rows, row_order=sum_order)
 def triton_tile(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    gated: bool = False,
-    scales_GO: Tensor | None = None,
-    zeros_GO: Tensor | None = None,
-    form: str = "",
-    group: int = 0,
-    a_LRI: Tensor | None = None,
-    b_LrO: Tensor | None = None,
-    adapter_ids_T: Tensor | None = None,
-    widths: list[int] | None = None,
+    x_TI: Tensor, matrix: Matrix, before: Norm | None, residual_TN: Tensor | None, gated: bool, lora: LowRank | None,
     **config: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Up to ``MOST_ROWS`` rows of x."""
-    within = config["norm"] == 1
-    if norm_I is not None and not within:
-        x_TI = normalized(x_TI, norm_I, eps)
-    low = (config["low_rows"], config["low_splits"])
-    adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, *low, norm_I if within else None, eps)
-    out_TN = x_TI.new_empty((x_TI.shape[0], width_of(weight_OI, gated)))
-    launch_tiles(
-        x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated, (scales_GO, zeros_GO, form, group),
-        norm=(norm_I if within else None, eps), adapters=adapters,
-    )  # fmt: skip
+    within = before if config["norm"] == 1 else None
+    x_TI = x_TI if within else normalized(x_TI, before)
+    adapters = shrunk(x_TI, lora, config["low_rows"], config["low_splits"], within)
+    out_TN = x_TI.new_empty((x_TI.shape[0], matrix.width(gated)))
+    launch_tiles(x_TI, matrix, out_TN, config, residual_TN, gated, within, adapters=adapters)
     return out_TN

@@ -1,4 +1,4 @@
-"""gguf_linear: specification in op.py, kernels beside it."""
+"""gguf_linear: specification in op.py, kernels in files of their own."""
 
 from graphllm.ops.gemm.gguf_linear import cpu  # noqa: F401
 from graphllm.ops.gemm.gguf_linear.op import gguf_linear

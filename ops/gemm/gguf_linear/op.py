@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
-from graphllm.ops.activations.swiglu import swiglu
 from graphllm.ops.encodings.gguf_blocks import dequantize
+from graphllm.ops.gemm.quant_linear.op import wide_product
 
 
 def _cost(x_TI: Tensor, tiles_BGN: Tensor, rows: int, bias_O: Tensor | None, gated: bool) -> Cost:
@@ -21,7 +20,7 @@ def gguf_linear(
     x_TI: Tensor, tiles_BGN: Tensor, kind: str, rows: int, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
     """x_TI [T, I] times a weight [O, I] transposed, plus bias_O [O]; returns [T, O] in x's dtype. gated: the O results
-    are a gate and a value half, of which `swiglu` makes [T, O / 2].
+    are a gate and a value half; `swiglu` makes [T, O / 2] of them.
 
     tiles_BGN: the weight's blocks as `graphllm.ops.encodings.gguf_blocks.tiles` lays them out, uint8; kind: their type,
     a key of `TILED`. rows: O. I is a whole number of blocks. Rows that pad the last tile may be anything finite.
@@ -29,11 +28,7 @@ def gguf_linear(
     Products of the exact weights accumulate in float32 (float64 for float64 inputs); one rounding to x's dtype at the
     end. An implementation may keep float32 up to the gate's result; the reference rounds before the gate.
     """
-    wide = torch.promote_types(x_TI.dtype, torch.float32)
-    weight_OI = dequantize(tiles_BGN, kind, rows).to(wide)
-    out_TO = torch.nn.functional.linear(x_TI.to(wide), weight_OI, None if bias_O is None else bias_O.to(wide))
-    out_TO = out_TO.to(x_TI.dtype)
-    return swiglu.reference(out_TO) if gated else out_TO
+    return wide_product(x_TI, dequantize(tiles_BGN, kind, rows), bias_O, gated)
 
 
 @gguf_linear.fake(traceable=True)

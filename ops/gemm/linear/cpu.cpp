@@ -15,7 +15,7 @@ constexpr i64 kBlockRows = 128;        // rows of x that AMX multiplies without 
 constexpr i64 kPartBytes = 256 << 10;  // of weights that a thread takes at least at a time for few rows of x
 constexpr i64 kMinBytes = 128 << 10;   // less weight than this is not worth waking another thread
 
-// The outputs `mine`, with a gate, from those of both halves of the weight, [M, N].
+// The outputs `mine`, with a gate, from the outputs of both halves of the weight, [M, N].
 void gate(const Product& a, Range mine, const bf16* halves) {
   const i64 half = a.N / 2;
   for (i64 m = 0; m < a.M; m++)
@@ -35,7 +35,7 @@ void many(const Product& a) {
   with_tile(a, [&](auto tile, const auto& pack) { panels_by_thread<typename decltype(tile)::Kind>(a, pack); });
 }
 
-// Each row of x computed as if it were alone, by all threads. blocks: of kDotBlock weight rows.
+// Each row of x computed independently of the others, by all threads. blocks: of kDotBlock weight rows.
 void invariant_rows(const Product& a, Shares& blocks) {
 #ifdef GRAPHLLM_AMX
   if (amx_granted()) return a.M <= kBlockRows ? amx<1>(a, share(ceil_div(a.N, kRows))) : many(a);
@@ -67,7 +67,7 @@ int threads_for(const Product& a) {
   return int(std::min<i64>(omp_get_max_threads(), std::max<i64>(1, a.N * a.K * 2 / kMinBytes)));
 }
 
-// How many items of so many weight rows a thread takes at least at a time.
+// How many items of these weight rows a thread takes at least at a time.
 i64 part(const Product& a, i64 rows) { return std::max<i64>(1, kPartBytes / (rows * a.K * 2)); }
 
 }  // namespace
@@ -100,7 +100,7 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
   }
 }
 
-// The same with a weight [2 N, K] whose halves are a gate and a value: out [M, N] = silu(gate) * value.
+// The same with a weight [2 N, K] that holds a gate and a value half: out [M, N] = silu(gate) * value.
 extern "C" void graphllm_linear_gated(const void* x, const void* weight, const void* bias, void* out, std::int64_t M,
                                       std::int64_t N, std::int64_t K, std::int64_t x_stride,
                                       std::int64_t weight_stride, std::int64_t invariant) {

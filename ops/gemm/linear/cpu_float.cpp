@@ -23,7 +23,7 @@ constexpr i64 kDotRows = 6;
 constexpr i64 kDepth = 512;               // values of k of a panel: a tile's rows of x stay in the first-level cache
 constexpr i64 kGroupBytes = 384 << 10;    // of panels, which stay in the second-level cache
 constexpr i64 kFewRows = 64;              // with as many rows of x a panel at a time is packed
-constexpr i64 kAskers = 4;                // so many tiles at the end ask for the weights that are packed next
+constexpr i64 kAskers = 4;                // tiles at the end that ask for the weights that are packed next
 constexpr i64 kMinBytes = 128 << 10;      // less weight than this is not worth waking another thread
 
 struct FloatProduct {
@@ -63,8 +63,8 @@ inline float sum(Reg x) {
   return out;
 }
 
-// Outputs of kRowsX rows of x from m on and kRowsW weight rows from n on. ask: for the weight rows behind these. kInvariant: each is
-// summed in the same order, whatever kRowsX and kRowsW.
+// Outputs of kRowsX rows of x from m on and kRowsW weight rows from n on. ask: for the weight rows after these.
+// kInvariant: each is summed in the same order, whatever kRowsX and kRowsW.
 template <int kRowsX, int kRowsW, bool kInvariant>
 void dots(const FloatProduct& a, i64 m, i64 n, bool ask) {
   const float *x = a.x + m * a.x_stride, *w = a.weight + n * a.weight_stride;
@@ -135,7 +135,7 @@ void few(const FloatProduct& a, Range mine) {
 }
 
 #ifdef GRAPHLLM_AVX512
-// Four columns of 16 rows as four rows. Pieces of rows are put beside each other as they are loaded, so that half of a
+// Four columns of 16 rows as four rows. Pieces of rows are put side by side as they are loaded, so that half of a
 // transposition's shuffles are not needed.
 inline void transpose4(const float* from, i64 stride, float* to) {
   __m512 r[4];
@@ -161,7 +161,7 @@ inline void transpose4(const float* from, i64 stride, float* to) {
 constexpr int kSomeW = 12;
 constexpr i64 kSomeRows = 47, kLeft = 4;
 
-// kVectors times 16 rows of x from m on, of which xt is [K][16 kVectors], and kSomeW weight rows from n on.
+// kVectors times 16 rows of x from m on, xt is [K][16 kVectors] of them, and kSomeW weight rows from n on.
 template <int kVectors>
 void some_tile(const FloatProduct& a, const float* xt, i64 m, i64 n, bool ask) {
   const float* w = a.weight + n * a.weight_stride;
@@ -221,11 +221,11 @@ void some(const FloatProduct& a, Range mine) {
   for (; n < mine.to; n++) rows_of<1>(a, 0, a.M, n);
 }
 
-// Whether that suits so many rows.
+// Whether that suits this number of rows.
 bool some_rows(i64 M) { return M >= 16 && M <= kSomeRows && M % 16 <= kLeft; }
 #endif
 
-// Weight rows n .. n + kPanel for k in [k0, k0 + depth) as [depth][kPanel], zero behind the last row.
+// Weight rows n .. n + kPanel for k in [k0, k0 + depth) as [depth][kPanel], zero after the last row.
 void pack(const FloatProduct& a, i64 n, i64 k0, i64 depth, float* to) {
   for (i64 h = 0; h < kPanel; h += kRegLanes) {
     const i64 rows = std::clamp<i64>(a.N - n - h, 0, kRegLanes);
@@ -251,8 +251,8 @@ void pack(const FloatProduct& a, i64 n, i64 k0, i64 depth, float* to) {
 }
 
 // What a tile is given: rows of x and a panel for `depth` values of k. out: where the first sum goes; valid: columns of it.
-// begin: of the first part of k; bias: null but for the last part. ahead: weight rows that are packed next, so many, which
-// are asked for meanwhile.
+// begin: of the first part of k; bias: null but for the last part. ahead: weight rows that are packed next and asked
+// for during the product.
 struct TileWork {
   const float* x;
   i64 stride, depth;

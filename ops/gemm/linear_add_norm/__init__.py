@@ -1,4 +1,4 @@
-"""linear_add_norm: specification in op.py, kernels beside it."""
+"""linear_add_norm: specification in op.py, kernels in files of their own."""
 
 import importlib.util
 

@@ -22,16 +22,22 @@ from graphllm.ops.gemm.quant_linear.op import quant_linear
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _LINES = {torch.int8: 16, torch.uint8: 4}  # of the groups that the kernels are compiled for
 
-_kernels = {
-    (values, x): CKernel(
-        f"graphllm_quant_linear_{name}_{kind}",
-        "(Tensor x, Tensor values, Tensor scales, Tensor? bias, Tensor(a!) out, SymInt M, SymInt N, SymInt K,"
-        " SymInt x_stride, bool gated) -> ()",
-        Path(__file__).with_name("cpu.cpp"),
-    )
-    for values, name in ((torch.int8, "int8"), (torch.uint8, "int4"))
-    for x, kind in _DTYPES.items()
-}
+
+def integer_kernels(symbol: str, schema: str, source: Path) -> dict[tuple[torch.dtype, torch.dtype], CKernel]:
+    """A kernel for each dtype of packed values and of x."""
+    return {
+        (values, x): CKernel(f"{symbol}_{name}_{kind}", schema, source)
+        for values, name in ((torch.int8, "int8"), (torch.uint8, "int4"))
+        for x, kind in _DTYPES.items()
+    }
+
+
+_kernels = integer_kernels(
+    "graphllm_quant_linear",
+    "(Tensor x, Tensor values, Tensor scales, Tensor? bias, Tensor(a!) out, SymInt M, SymInt N, SymInt K,"
+    " SymInt x_stride, bool gated) -> ()",
+    Path(__file__).with_name("cpu.cpp"),
+)
 
 
 def _supports(site: CallSite) -> bool:
@@ -48,19 +54,14 @@ def _supports(site: CallSite) -> bool:
 
 
 def of_integers(site: CallSite, constants: Mapping[str, Any]) -> str:
-    """Each row is computed alone, but AMX takes as they are those of a step, or an expert, that has many."""
+    """Each row is computed independently, but AMX does not round the rows of a step, or an expert, that has many."""
     x = site.args["x_TI"] if "x_TI" in site.args else site.args["x_TD"]
     return "" if "amx_bf16" in site.target.arch and x.dtype == torch.bfloat16 else each_alone(site, constants)
 
 
 @quant_linear.impl("cpu_stream", device="cpu", supports=_supports, row_order=of_integers)
 def streaming_quant_linear(
-    x_TI: Tensor,
-    values_BGLRQ: Tensor,
-    scales_BGR: Tensor,
-    rows: int,
-    bias_O: Tensor | None = None,
-    gated: bool = False,
+    x_TI: Tensor, values_BGLRQ: Tensor, scales_BGR: Tensor, rows: int, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
     """Each group of x's entries is rounded to multiples of a 127th of its largest; integer products of a group are
     exact, and its sum is scaled and added in float32. With AMX, for 32 rows of bfloat16 and more, x is taken as it is

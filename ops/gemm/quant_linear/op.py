@@ -20,15 +20,10 @@ def _cost(
 
 @op(cost=_cost, rowwise=True)
 def quant_linear(
-    x_TI: Tensor,
-    values_BGLRQ: Tensor,
-    scales_BGR: Tensor,
-    rows: int,
-    bias_O: Tensor | None = None,
-    gated: bool = False,
+    x_TI: Tensor, values_BGLRQ: Tensor, scales_BGR: Tensor, rows: int, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
     """x_TI [T, I] times a quantized weight [O, I] transposed, plus bias_O [O]; returns [T, O] in x's dtype. gated: the
-    O results are a gate and a value half, of which `swiglu` makes [T, O / 2].
+    O results are a gate and a value half; `swiglu` makes [T, O / 2] of them.
 
     rows: O. The weight is values times scales, packed in blocks of R = 16 of its rows and groups of C of its inner
     entries. With o = 16 b + r and i = C g + c, weight[o, i] = n * scales[b, g, r], where n is an integer:
@@ -41,16 +36,20 @@ def quant_linear(
     Products of the exact weights accumulate in float32 (float64 for float64 inputs); one rounding to x's dtype at the
     end. An implementation may keep float32 up to the gate's result; the reference rounds before the gate.
     """
-    wide = torch.promote_types(x_TI.dtype, torch.float32)
-    weight_OI = dequantize(values_BGLRQ, scales_BGR, rows, x_TI.shape[1]).to(wide)
-    out_TO = torch.nn.functional.linear(x_TI.to(wide), weight_OI, None if bias_O is None else bias_O.to(wide))
-    out_TO = out_TO.to(x_TI.dtype)
-    return swiglu.reference(out_TO) if gated else out_TO
+    return wide_product(x_TI, dequantize(values_BGLRQ, scales_BGR, rows, x_TI.shape[1]), bias_O, gated)
 
 
 @quant_linear.fake(traceable=True)
 def _(x_TI: Tensor, rows: int, gated: bool) -> Tensor:
     return x_TI.new_empty(x_TI.shape[0], rows // (2 if gated else 1))
+
+
+def wide_product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool) -> Tensor:
+    """x @ weight.T + bias in float32 (float64 for float64 inputs), rounded to x's dtype; if gated, `swiglu` of that."""
+    wide = torch.promote_types(x_TI.dtype, torch.float32)
+    bias = None if bias_O is None else bias_O.to(wide)
+    out_TO = torch.nn.functional.linear(x_TI.to(wide), weight_OI.to(wide), bias).to(x_TI.dtype)
+    return swiglu.reference(out_TO) if gated else out_TO
 
 
 def dequantize(values_BGLRQ: Tensor, scales_BGR: Tensor, rows: int, inner: int) -> Tensor:

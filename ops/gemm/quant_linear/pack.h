@@ -78,7 +78,7 @@ void pack(const T* numbers, std::uint8_t* values, bf16* scales, i64 rows, i64 in
           Vec v = (loaded[i] / divisor + whole) - whole;
           v = v < least ? vec(least) : v;
           v = v > most ? vec(most) : v;
-          v = v == v ? v : Vec{};  // NaN, whose group has a scale that says so
+          v = v == v ? v : Vec{};  // NaN: the scale of its group says so
           const Bytes rounded = __builtin_convertvector(__builtin_convertvector(v, Ints) + (F::parts == 1 ? 0 : 8), Bytes);
           std::memcpy(bytes + i * kLanes, &rounded, sizeof rounded);
         }

@@ -1,4 +1,4 @@
-"""quantize_rows: specification in op.py, kernels beside it."""
+"""quantize_rows: specification in op.py, kernels in files of their own."""
 
 import importlib.util
 

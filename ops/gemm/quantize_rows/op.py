@@ -26,7 +26,7 @@ def quantize_rows(
     `rms_norm` with norm_I [I], eps and offset 0.
 
     A row's scale is a 448th of its largest magnitude (at least 1e-12). Codes are E4M3, packed as the rows of a float8
-    weight whose group is a whole row (`graphllm.ops.encodings.encoded_weights`); what pads a row is zero. An
+    weight with one group a row (`graphllm.ops.encodings.encoded_weights`); what pads a row is zero. An
     implementation may leave normalized or gated rows unrounded. Source: the dynamic per-token scales of FP8
     checkpoints.
     """

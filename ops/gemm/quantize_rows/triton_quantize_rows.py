@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.encodings.encoded_weights import span_of, width_of
 from graphllm.ops.gemm.quantize_rows.op import LARGEST, quantize_rows
 
@@ -49,24 +50,11 @@ def _codes(low, high, EMULATED: tl.constexpr):
 
 @triton.jit
 def quantize_kernel(
-    x_ptr,
-    norm_ptr,
-    codes_ptr,
-    scales_ptr,
-    X_ROW: tl.constexpr,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    SPAN: tl.constexpr,
-    EPS: tl.constexpr,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, norm_ptr, codes_ptr, scales_ptr, X_ROW: tl.constexpr, K: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr,
+    EPS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
     EMULATED: tl.constexpr,
-):
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+):  # fmt: skip
+    gdc_wait_early(EMULATED)
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = SPAN // 2
     w = tl.arange(0, BLOCK)

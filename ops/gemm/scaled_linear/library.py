@@ -17,8 +17,8 @@ _product = Extern(
 
 def _supports(site: CallSite) -> bool:
     native = {"sm_89", "sm_90"} & set(site.target.arch) or not site.target.arch
-    alone = site.args["residual_TN"] is None and not site.args["gated"]
-    return bool(native) and alone and site.args["dtype"] == "bfloat16" and site.rows("codes_TW") >= FEWEST
+    plain = site.args["residual_TN"] is None and not site.args["gated"]
+    return bool(native) and plain and site.args["dtype"] == "bfloat16" and site.rows("codes_TW") >= FEWEST
 
 
 @scaled_linear.impl("library", device="cuda", supports=_supports)

@@ -27,23 +27,15 @@ def scaled_tile_kernel(
     row_scales_ptr,  # [T]
     weight_ptr,  # [N, K / 2] int16
     scales_ptr,  # [N]
-    residual_ptr,
-    out_ptr,
+    residual_ptr, out_ptr,
     partial_ptr,  # as in `tile_kernel` of fused_linear
-    arrived_ptr,
-    T,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    RESIDUAL_ROW: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    arrived_ptr, T, N: tl.constexpr, K: tl.constexpr, RESIDUAL_ROW: tl.constexpr, RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # divides K
     SPLITS: tl.constexpr,
     AHEAD: tl.constexpr,  # bytes of every weight row that are fetched to the L2 cache before x is there
     EMULATED: tl.constexpr,
-):
+):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""add_embedding_lora: specification in op.py, a kernel beside it."""
+"""add_embedding_lora: specification in op.py, a kernel in a file of its own."""
 
 import importlib.util
 

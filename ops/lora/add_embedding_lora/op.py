@@ -23,8 +23,8 @@ def add_embedding_lora(
     contiguous.
 
     y_TD [T, D]: what `embedding` makes of token_ids_T [T], with that scale. a_LVr [L, V, r]: a row for each token;
-    b_LrD [L, r, D]; both in y's dtype. adapter_ids_T [T] int32: entries of the tables, 0 for tokens without an adapter,
-    whose rows stay as they are; entry 0 is never read. Smaller ranks are padded with zeros. scale: rounded to y's dtype
+    b_LrD [L, r, D]; both in y's dtype. adapter_ids_T [T] int32: entries of the tables, 0 for tokens without an adapter:
+    their rows stay as they are; entry 0 is never read. Smaller ranks are padded with zeros. scale: rounded to y's dtype
     first.
 
     Products accumulate in float32 (float64 for float64 inputs) and are added to y before the one rounding to its dtype.

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.embeddings.embedding.op import round_to
 from graphllm.ops.lora.add_embedding_lora.op import add_embedding_lora
 
@@ -22,9 +23,7 @@ def _add_kernel(
     y_ptr, tokens_ptr, a_ptr, b_ptr, ids_ptr, out_ptr, V: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr,
     SCALE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     own_id = tl.load(ids_ptr + t).to(tl.int64)

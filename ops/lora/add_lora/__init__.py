@@ -1,4 +1,4 @@
-"""add_lora: specification in op.py, kernels beside it."""
+"""add_lora: specification in op.py, kernels in files of their own."""
 
 import importlib.util
 

@@ -14,7 +14,7 @@ _REASON = "x @ A.T and the sum are rounded to the dtype (bf16 keeps 8 bits, fp16
 
 
 def tables(make: Maker, inner: int, widths: tuple[int, ...], rank: int, adapters: int) -> dict[str, torch.Tensor]:
-    """A and B of so many adapters, behind entry 0, which is never read."""
+    """A and B of the adapters, after entry 0, which is never read."""
     L = adapters + 1
     made = {
         "a_LRI": make.normal(L, len(widths) * rank, inner, scale=inner**-0.5),

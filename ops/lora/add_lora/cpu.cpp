@@ -205,7 +205,7 @@ void expand(const Args& a, const Grouped& rows, const Chunk& chunk, i64 part, i6
   }
 }
 
-// Blocks of columns, of which none lies in two matrices.
+// Blocks of columns; none lies in two matrices.
 struct Block {
   i64 part, column, count;
 };

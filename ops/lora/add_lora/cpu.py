@@ -10,6 +10,7 @@ from torch import Tensor
 from graphllm.ir.kernels import CKernel
 from graphllm.ir.op import CallSite, each_alone
 from graphllm.ops.lora.add_lora.op import add_lora
+from graphllm.ops.lora.add_lora.operands import LowRank
 
 _PARTS = 6  # matrices of a layer that the kernel's arguments have room for
 
@@ -31,10 +32,9 @@ def _supports(site: CallSite) -> bool:
 
 
 @add_lora.impl("cpu_add_lora", device="cpu", supports=_supports, row_order=each_alone)
-def grouped_add_lora(
-    y_TO: Tensor, x_TI: Tensor, a_LRI: Tensor, b_LrO: Tensor, adapter_ids_T: Tensor, widths: list[int]
-) -> Tensor:
+def grouped_add_lora(y_TO: Tensor, x_TI: Tensor, lora: LowRank) -> Tensor:
     """bfloat16 products with float32 sums."""
+    a_LRI, b_LrO, adapter_ids_T, widths = lora
     (L, R, inner), T = a_LRI.shape, x_TI.shape[0]
     low_TR = x_TI.new_empty((T, R), dtype=torch.float32)
     out_TO = y_TO.new_empty(y_TO.shape)

@@ -1,5 +1,5 @@
 """Triton kernels for add_lora: one for x @ A.T, and one that adds the product with B to y, adapter by adapter, for
-linear layers whose own kernels do not."""
+linear layers with kernels that do not."""
 
 # mypy: allow-untyped-defs
 
@@ -13,12 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.lora.add_lora.op import add_lora
+from graphllm.ops.lora.add_lora.operands import LowRank
 from graphllm.ops.lora.add_lora.triton_low_rank import shrink_tiles
 
 _PARTS = 6  # matrices of a layer that the kernel's arguments have room for
 _FEW = 64  # rows up to which the inner dimension is divided among programs
-_MOST_RANK = 256  # whose B fits into registers and shared memory
+_MOST_RANK = 256  # the largest with a B that fits into registers and shared memory
 
 
 @triton.jit(do_not_specialize_on_alignment=["T"])
@@ -44,9 +46,7 @@ def _expand_kernel(
     o = start + tl.arange(0, BO)
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, BR)
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     ids = tl.load(ids_ptr + t, mask=t < T, other=0)
     whole = (t < T)[:, None] & (o < width)[None, :]
     total = tl.load(y_ptr + t.to(tl.int64)[:, None] * y_stride + o[None, :], mask=whole, other=0.0).to(tl.float32)
@@ -85,11 +85,9 @@ def _configs(site: CallSite) -> Sequence[Mapping[str, int]]:
 
 
 @add_lora.impl("triton_grouped", device="cuda", supports=_supports, configs=_configs)
-def triton_grouped(
-    y_TO: Tensor, x_TI: Tensor, a_LRI: Tensor, b_LrO: Tensor, adapter_ids_T: Tensor, widths: list[int], rows: int,
-    columns: int, splits: int,
-) -> Tensor:  # fmt: skip
+def triton_grouped(y_TO: Tensor, x_TI: Tensor, lora: LowRank, *, rows: int, columns: int, splits: int) -> Tensor:
     """Two launches."""
+    a_LRI, b_LrO, adapter_ids_T, widths = lora
     T, N = y_TO.shape
     R, rank = a_LRI.shape[1], b_LrO.shape[1]
     low_TR = torch.empty((T, R), dtype=torch.float32, device=x_TI.device)

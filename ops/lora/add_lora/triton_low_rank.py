@@ -2,7 +2,7 @@
 
 All are bound by the time that a launch and a read take, hardly by bytes: what a program needs is asked for at once,
 the part of A before the kernel that makes x is done. A program of few rows has one row of x and one of A; more rows are
-multiplied adapter by adapter, by tensor cores, in parts of the inner dimension of which the last to arrive adds all.
+multiplied adapter by adapter, by tensor cores, in parts of the inner dimension; the last to arrive adds all.
 """
 
 # mypy: allow-untyped-defs
@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
+from graphllm.ops.lora.add_lora.operands import LowRank
 
 MOST_MATRICES = 3  # of a layer, which a linear layer's kernel tells apart
 _ROW_BY_ROW = 3 << 22  # entries of A times rows up to which each row has programs of its own
@@ -227,25 +228,18 @@ def splits_for(T: int, rows: int, a_LRI: Tensor) -> int:
 
 
 def shrunk(
-    x_TI: Tensor,
-    a_LRI: Tensor | None,
-    b_LrO: Tensor | None,
-    adapter_ids_T: Tensor | None,
-    widths: list[int] | None,
-    low_rows: int = 0,
-    low_splits: int = 1,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
+    x_TI: Tensor, lora: LowRank | None, low_rows: int = 0, low_splits: int = 1, norm: tuple[Tensor, float] | None = None
 ) -> Adapters | None:
-    """The first of the halves, if there are tables. low_rows, low_splits: of `low_rank_config`. norm_I: by which one
-    row of x is normalized."""
-    if a_LRI is None or b_LrO is None or adapter_ids_T is None or widths is None:
+    """The first of the halves, if there are tables. low_rows, low_splits: of `low_rank_config`. norm: weight and eps
+    of the norm of one row of x."""
+    if lora is None:
         return None
+    a_LRI, b_LrO, adapter_ids_T, widths = lora
     low_TR = torch.empty((x_TI.shape[0], a_LRI.shape[1]), dtype=torch.float32, device=x_TI.device)
     if low_rows:
         shrink_tiles(x_TI, a_LRI, adapter_ids_T, low_TR, low_rows, low_splits)
     else:
-        shrink_rows(x_TI, a_LRI, adapter_ids_T, low_TR, norm_I, eps)
+        shrink_rows(x_TI, a_LRI, adapter_ids_T, low_TR, *(norm or ()))
     return Adapters(low_TR, b_LrO, adapter_ids_T, widths)
 
 
@@ -262,7 +256,7 @@ def shrink_rows(
 
 
 def shrink_tiles(x_TI: Tensor, a_LRI: Tensor, adapter_ids_T: Tensor, low_TR: Tensor, rows: int, splits: int) -> None:
-    """x @ A.T by programs of so many rows and one adapter."""
+    """x @ A.T by programs of ``rows`` rows and one adapter."""
     (T, K), (L, R, _) = x_TI.shape, a_LRI.shape
     few = min(64, max(16, triton.next_power_of_2(R)))
     blocks, row_blocks = -(-R // few), -(-T // rows)

@@ -1,4 +1,4 @@
-"""fused_moe: specification in op.py, kernels beside it."""
+"""fused_moe: specification in op.py, kernels in files of their own."""
 
 import importlib.util
 

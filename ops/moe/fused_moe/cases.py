@@ -1,4 +1,5 @@
-"""Inputs for fused_moe: routing at random, skewed, collapsed on one expert, with none for some; every activation."""
+"""Inputs for fused_moe: routing at random, skewed, collapsed on one expert, with none for some; every activation; with
+a residual, and with a norm for one token."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from graphllm.ops.encodings.encoded_weights import encoded
 
 _TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 1.2e-3}
 _REASON = "hidden numbers, what each expert gives and the sum are rounded to the dtype, in the interpreter towards zero"
-_WITH_LORA = {"float32": 2e-6, "bfloat16": 1.6e-2, "float16": 2e-3}  # x @ A.T is rounded as well, and the sum behind it
+# x @ A.T is rounded as well, and the sum after it; or normalized rows are.
+_ROUNDED = {"float32": 2e-6, "bfloat16": 1.6e-2, "float16": 2e-3}
 Routing = Literal["random", "skewed", "collapsed", "some_none"]
 
 
@@ -29,7 +31,8 @@ def choose(make: Maker, T: int, N: int, k: int, routing: Routing) -> torch.Tenso
 
 def _case(
     T: int, N: int, k: int, D: int, F: int, routing: Routing = "random", biases: bool = False,
-    size: Literal["small", "real"] = "small", encoding: str = "", rank: int = 0, **more: Any,
+    size: Literal["small", "real"] = "small", encoding: str = "", rank: int = 0, residual: bool = False,
+    norm: bool = False, **more: Any,
 ) -> Case:  # fmt: skip
     def inputs(make: Maker) -> dict[str, Any]:
         encoded = encoded_experts(make, encoding, N, D, F) if encoding else {}
@@ -43,18 +46,21 @@ def _case(
             "down_bias_ND": make.normal(N, D, scale=0.3) if biases else None,
             **encoded,
             **(lora_tables(make, T, N, D, F, rank) if rank else {}),
+            "residual_TD": make.normal(T, D) if residual else None,
+            "norm_D": make.normal(D) if norm else None,
+            "eps": 1e-6 if norm else 0.0,
             **more,
         }
 
     said = [routing, *(str(v) for v in more.values()), *["bias"] * biases, *[encoding] * bool(encoding)]
-    said += [f"r{rank}"] * bool(rank)
+    said += [f"r{rank}"] * bool(rank) + ["residual"] * residual + ["norm"] * norm
     name = "_".join([f"T{T}_N{N}_k{k}_D{D}_F{F}", *said])
     bucket = Bucket("mixed" if T > 64 else "decode", T, T)
-    return Case(name, inputs, _WITH_LORA if rank else _TOLERANCE, _REASON, bucket, size)
+    return Case(name, inputs, _ROUNDED if rank or residual else _TOLERANCE, _REASON, bucket, size)
 
 
 def lora_tables(make: Maker, T: int, N: int, D: int, F: int, rank: int, adapters: int = 3) -> dict[str, Any]:
-    """Arguments: adapters of a step's tokens, some of which have none; entry 0 is never read."""
+    """Arguments: adapters of a step's tokens; some tokens have none, and entry 0 is never read."""
     L = adapters + 1
     made = {
         "gate_up_lora_a_LNRD": make.normal(L, N, 2 * rank, D, scale=D**-0.5),
@@ -112,6 +118,18 @@ CASES = (
     _case(2, 8, 2, 96, 64, biases=True, encoding="e2m1-32", rank=8, **_CLAMPED),
     _case(66, 4, 2, 128, 136, "some_none", encoding="float8-0", rank=16),
     *(_case(T, 32, 8, 2048, 768, size="real", rank=16) for T in (1, 8, 64, 1024)),
+    _case(0, 8, 2, 32, 16, residual=True),
+    _case(1, 8, 4, 40, 24, residual=True, norm=True),
+    _case(1, 8, 4, 24, 40, residual=True, norm=True, biases=True, **_CLAMPED),
+    _case(1, 8, 2, 24, 40, residual=True, biases=True, **_CLAMPED),
+    _case(5, 8, 2, 24, 16, residual=True, biases=True),
+    _case(70, 8, 2, 24, 16, residual=True),
+    _case(1, 8, 2, 24, 16, residual=True, norm=True, rank=4),
+    _case(5, 8, 2, 24, 16, residual=True, rank=4),
+    _case(70, 8, 2, 24, 16, residual=True, rank=20),
+    _case(1, 6, 3, 160, 96, residual=True, biases=True, encoding="e2m1-32", **_CLAMPED),
+    _case(20, 6, 3, 160, 96, residual=True, biases=True, encoding="e2m1-32", **_CLAMPED),
+    *(_case(T, 128, 8, 2048, 768, residual=True, norm=T == 1, size="real") for T in (1, 32, 1024)),
     # Qwen3-30B-A3B, Mixtral 8x7B, GPT-OSS 20B.
     *(_case(T, 128, 8, 2048, 768, size="real") for T in (1, 8, 32, 64, 128, 1024, 8192)),
     *(_case(T, 128, 8, 2048, 768, "skewed", size="real") for T in (32, 1024)),

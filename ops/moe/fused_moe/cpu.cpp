@@ -1,7 +1,7 @@
 // fused_moe: rows of x by expert, then two products for each expert that was chosen, and the weighted sum of what they give.
 //
 // Experts and blocks of their weight rows are one list that threads share, so that every chosen expert is read once, as a
-// stream, however many rows it has. bfloat16 products are those of linear: dot products or AMX for few rows, panels for
+// stream, however many rows it has. bfloat16 products are as in linear: dot products or AMX for few rows, panels for
 // many. float32 is for tests and small models: plain loops.
 #include "cpu/experts.h"
 #include "cpu/experts_lora.h"
@@ -22,7 +22,7 @@ struct Layer {
   const T *x, *weight, *bias;
   T* out;
   i64 N, K, x_stride, out_stride, weight_stride, expert_stride, bias_stride;
-  bool invariant;  // each row is computed as if it were alone
+  bool invariant;  // each row is computed independently
 };
 
 // Rows [from, to) of the weight of one expert; from is a multiple of kBlock.

@@ -1,4 +1,4 @@
-"""fused_moe on the CPU: every expert that was chosen is read once, by all threads; products as those of linear."""
+"""fused_moe on the CPU: every expert that was chosen is read once, by all threads; products as in linear."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphllm.ir.kernels import CKernel
+from graphllm.ir.kernels import float_kernels
 from graphllm.ir.op import CallSite, by_site, each_alone
-from graphllm.ops.moe.fused_moe.op import LORA_TABLES, fused_moe
+from graphllm.ops.moe.fused_moe.op import fused_moe
+from graphllm.ops.moe.fused_moe.operands import LORA_TABLES, ExpertLora, Experts, Route
 
 _ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # in the order of cpu.cpp
-_KERNELS = {
-    dtype: CKernel(
-        f"graphllm_fused_moe_{name}",
-        "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor experts, Tensor? gate_up_bias,"
-        " Tensor? down_bias, Tensor? gate_up_a, Tensor? gate_up_b, Tensor? down_a, Tensor? down_b, Tensor? ids,"
-        " Tensor(a!) out, SymInt T, SymInt A, SymInt N, SymInt D, SymInt F, SymInt x_stride, int activation,"
-        " float limit, int rank, bool invariant) -> ()",
-        Path(__file__).with_name("cpu.cpp"),
-    )
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "f32"))
-}
+_KERNELS = float_kernels(
+    "graphllm_fused_moe",
+    "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor experts, Tensor? gate_up_bias,"
+    " Tensor? down_bias, Tensor? gate_up_a, Tensor? gate_up_b, Tensor? down_a, Tensor? down_b, Tensor? ids,"
+    " Tensor(a!) out, SymInt T, SymInt A, SymInt N, SymInt D, SymInt F, SymInt x_stride, int activation,"
+    " float limit, int rank, bool invariant) -> ()",
+    Path(__file__).with_name("cpu.cpp"),
+)
 
 
 def _supports(site: CallSite) -> bool:
@@ -30,6 +28,7 @@ def _supports(site: CallSite) -> bool:
     rest = [t for n, t in site.args.items() if isinstance(t, Tensor) and n != "x_TD"]
     return (
         site.args["form"] == ""
+        and site.args["residual_TD"] is None
         and x_TD.dtype in _KERNELS
         and x_TD.stride(-1) == 1
         and weights_TA.dtype == torch.float32
@@ -40,32 +39,15 @@ def _supports(site: CallSite) -> bool:
 
 @fused_moe.impl("cpu_experts", device="cpu", supports=_supports, configs=by_site, row_order=each_alone)
 def experts_in_turn(
-    x_TD: Tensor,
-    gate_up_N2FD: Tensor,
-    down_NDF: Tensor,
-    weights_TA: Tensor,
-    experts_TA: Tensor,
-    activation: str = "silu",
-    limit: float = 0.0,
-    gate_up_bias_N2F: Tensor | None = None,
-    down_bias_ND: Tensor | None = None,
-    gate_up_lora_a_LNRD: Tensor | None = None,
-    gate_up_lora_b_LNrO: Tensor | None = None,
-    down_lora_a_LNrF: Tensor | None = None,
-    down_lora_b_LNrD: Tensor | None = None,
-    adapter_ids_T: Tensor | None = None,
-    *,
-    invariant: bool = False,
+    x_TD: Tensor, experts: Experts, route: Route, lora: ExpertLora | None = None, *, invariant: bool = False
 ) -> Tensor:
     """Tokens are sorted by expert. For bfloat16, gate, up and what each expert gives are rounded to it as well,
     before and after an adapter's product is added."""
-    T, A = experts_TA.shape
-    N, D, F = down_NDF.shape
+    T, A = route.experts_TA.shape
+    N, D, F = experts.sizes
     out_TD = x_TD.new_empty((T, D))
     _KERNELS[x_TD.dtype](
-        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, gate_up_bias_N2F, down_bias_ND, gate_up_lora_a_LNRD,
-        gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD, adapter_ids_T, out_TD, T, A, N, D, F,
-        x_TD.stride(0), _ACTIVATIONS.index(activation), limit,
-        0 if down_lora_a_LNrF is None else down_lora_a_LNrF.shape[2], invariant,
+        x_TD, *experts.weights, *route, *experts.biases, *(lora or (None,) * 5), out_TD, T, A, N, D, F, x_TD.stride(0),
+        _ACTIVATIONS.index(experts.activation), experts.limit, lora.rank if lora else 0, invariant,
     )  # fmt: skip
     return out_TD

@@ -2,14 +2,14 @@
 rows of x into shared memory stages ahead, and a team of four warps, or two that share the spans of a stage and add
 their sums, make numbers of the codes in registers and multiply.
 
-What limits these products beside the bytes are the bits to move (three instructions for two codes and one that scales
-them), and how memory is read: 128 neighbouring bytes of a row at a time take a sixth less time than 64, so a stage has
-two spans of codes or more. Nothing is gained by the tensor cores of a group of warps: those of one warp, of eight
-tokens at a time, keep up, and need no waiting.
+What limits these products in addition to the bytes are the bits to move (three instructions for two codes and one that
+scales them), and how memory is read: 128 neighbouring bytes of a row at a time take a sixth less time than 64, so a
+stage has two spans of codes or more. Nothing is gained by the tensor cores of a group of warps: one warp's products, of
+eight tokens at a time, keep up, and need no waiting.
 
 Programs stay, and take one tile after another: HALF rows of a matrix and as many others, of one expert. Pairs of a
 token and an expert lie in the order of experts, so that the rows of an expert's tokens are neighbours, which the TMA
-unit reads; what it reads behind them only makes columns that nobody writes.
+unit reads; what it reads after them only makes columns that nobody writes.
 """
 
 # mypy: allow-untyped-defs
@@ -139,7 +139,7 @@ def _write(
     SLOTS: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr,
     mma: gl.constexpr,
 ):  # fmt: skip
-    """A tile's columns of ``count`` of the slots, the first of which has the place ``begin``."""
+    """A tile's columns of ``count`` of the slots; the first slot has the place ``begin``."""
     column = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, mma))
     slot = gl.arange(0, SLOTS, layout=gl.SliceLayout(0, mma))
     there = slot < count
@@ -241,7 +241,7 @@ def hopper_experts_kernel(
     TEAMS: gl.constexpr,  # of four warps that multiply: 1, or 2 that share the spans of a stage
     REGISTERS: gl.constexpr,  # of the second team's threads; the first one's have what is left
 ):  # fmt: skip
-    # In this order: see `gluon_product`, whose kernel writes descriptors before it waits.
+    # In this order: see the kernel of `gluon_product`, which writes descriptors before it waits.
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

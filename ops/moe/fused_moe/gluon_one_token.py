@@ -32,7 +32,8 @@ from graphllm.ops.gemm.fused_linear.gluon_rows import (
 from graphllm.ops.moe.fused_moe.gluon_experts import activated, decoded
 from graphllm.ops.moe.fused_moe.gluon_tokens import reads_experts
 from graphllm.ops.moe.fused_moe.op import fused_moe
-from graphllm.ops.moe.fused_moe.triton_common import added, experts_of
+from graphllm.ops.moe.fused_moe.operands import Experts, Residual, Route
+from graphllm.ops.moe.fused_moe.triton_common import added
 
 _WARPS = (4, 8, 2)
 
@@ -187,38 +188,16 @@ def one_token_configs(site: CallSite) -> list[dict[str, int]]:
 
 
 @fused_moe.impl("gluon_one_token", device="cuda", supports=supports_one_token, configs=one_token_configs)
-def gluon_one_token(
-    x_TD: Tensor,
-    gate_up_N2FD: Tensor,
-    down_NDF: Tensor,
-    weights_TA: Tensor,
-    experts_TA: Tensor,
-    activation: str = "silu",
-    limit: float = 0.0,
-    gate_up_bias_N2F: Tensor | None = None,
-    down_bias_ND: Tensor | None = None,
-    gate_up_scales_NG2F: Tensor | None = None,
-    gate_up_zeros_NG2F: Tensor | None = None,
-    down_scales_NGD: Tensor | None = None,
-    down_zeros_NGD: Tensor | None = None,
-    form: str = "",
-    group: int = 0,
-    residual_TD: Tensor | None = None,
-    *,
-    warps: int,
-) -> Tensor:
-    """h and what each expert gives are rounded to x's dtype. residual_TD: for `residual_moe`."""
-    experts = experts_of(
-        gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
-        gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
-    )  # fmt: skip
+def gluon_one_token(x_TD: Tensor, experts: Experts, route: Route, residual: Residual | None, *, warps: int) -> Tensor:
+    """h and what each expert gives are rounded to x's dtype."""
+    weights_TA, experts_TA = route
     A, (_, D, F) = experts_TA.shape[1], experts.sizes
     h_AF, y_AD = x_TD.new_empty((A, F)), x_TD.new_empty((A, D))
-    for i, (x, weight, out) in enumerate(((x_TD, experts.gate_up, h_AF), (h_AF, experts.down, y_AD))):
+    for i, (x, weight, out) in enumerate(zip((x_TD, h_AF), experts.weights, (h_AF, y_AD), strict=True)):
         scales, bias = experts.scales[i], experts.biases[i]
         _kernel(
             A * (weight.shape[1] // ROWS_AT_ONCE), x, weight, scales, x if bias is None else bias, weights_TA,
             experts_TA, out, WEIGHT_ROW=weight.shape[2], ROWS=weight.shape[1], K=x.shape[1], BIAS=bias is not None,
             GATED=i == 0, ACTIVATION=experts.activation, LIMIT=experts.limit, WARPS=warps, num_warps=warps,
         )  # fmt: skip
-    return added(y_AD, experts_TA, residual_TD)
+    return added(y_AD, experts_TA, residual)

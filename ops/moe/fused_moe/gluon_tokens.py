@@ -14,9 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, runs_gluon
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.moe.fused_moe.gluon_experts import hopper_experts
 from graphllm.ops.moe.fused_moe.op import fused_moe
-from graphllm.ops.moe.fused_moe.triton_common import SHARED, added, experts_of, supports
+from graphllm.ops.moe.fused_moe.operands import Experts, Residual, Route
+from graphllm.ops.moe.fused_moe.triton_common import SHARED, added, supports
 
 
 @triton.jit(do_not_specialize_on_alignment=["P"])
@@ -26,18 +28,11 @@ def place_rows_kernel(
     sorted_ptr,  # [P, K]: rows of x in the order of experts
     order_ptr,  # [P] int32: pairs in that order
     table_ptr,  # [N, 2] int32: of each expert its first place, and its pairs
-    P,
-    X_ROW: tl.constexpr,
-    K: tl.constexpr,
-    A: tl.constexpr,
-    P_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    P, X_ROW: tl.constexpr, K: tl.constexpr, A: tl.constexpr, P_PAD: tl.constexpr, BLOCK: tl.constexpr,
     EMULATED: tl.constexpr,
-):
-    """The first P programs place a pair each, behind the earlier ones of its expert; the others write the table."""
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+):  # fmt: skip
+    """The first P programs place a pair each, after the earlier ones of its expert; the others write the table."""
+    gdc_wait_early(EMULATED)
     i = tl.program_id(0)
     p = tl.arange(0, P_PAD)
     experts = tl.load(experts_ptr + p, mask=p < P, other=-1)
@@ -67,8 +62,8 @@ _SETS: tuple[tuple[_Set, _Set], ...] = (
     ((2, 1, 3), (2, 1, 3)),
     ((4, 1, 2), (4, 1, 2)),
 )
-# Registers of a thread, by teams and programs at once: where a program begins, so that so many fit, and the second
-# team's.
+# Registers of a thread, by teams and programs at once: where a program begins, so that this number of programs fits,
+# and the second team's.
 _REGISTERS = {(1, 2): (128, 0), (1, 3): (80, 0), (2, 1): (168, 200), (2, 2): (80, 104)}
 
 
@@ -116,33 +111,12 @@ def _config(site: CallSite, slots: int, sets: tuple[_Set, _Set]) -> Config:
 
 
 @fused_moe.impl("gluon_tokens", device="cuda", supports=supports_gluon, configs=gluon_configs)
-def gluon_tokens(
-    x_TD: Tensor,
-    gate_up_N2FD: Tensor,
-    down_NDF: Tensor,
-    weights_TA: Tensor,
-    experts_TA: Tensor,
-    activation: str = "silu",
-    limit: float = 0.0,
-    gate_up_bias_N2F: Tensor | None = None,
-    down_bias_ND: Tensor | None = None,
-    gate_up_scales_NG2F: Tensor | None = None,
-    gate_up_zeros_NG2F: Tensor | None = None,
-    down_scales_NGD: Tensor | None = None,
-    down_zeros_NGD: Tensor | None = None,
-    form: str = "",
-    group: int = 0,
-    residual_TD: Tensor | None = None,
-    **config: Any,
-) -> Tensor:
-    """h and what each expert gives are rounded to x's dtype. residual_TD: for `residual_moe`."""
-    experts = experts_of(
-        gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
-        gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
-    )  # fmt: skip
+def gluon_tokens(x_TD: Tensor, experts: Experts, route: Route, residual: Residual | None, **config: Any) -> Tensor:
+    """h and what each expert gives are rounded to x's dtype."""
+    weights_TA, experts_TA = route
     (T, A), (N, D, F) = experts_TA.shape, experts.sizes
     P = T * A
-    # The TMA unit reads rows of whole passes, behind the last pair as well.
+    # The TMA unit reads rows of whole passes, after the last pair as well.
     x_PD, h_PF = x_TD.new_empty((P + config["slots"], D)), x_TD.new_empty((P + config["slots"], F))
     y_PD = x_TD.new_empty((P, D))
     order, table = (x_TD.new_empty(shape, dtype=torch.int32) for shape in ((P,), (N, 2)))
@@ -150,7 +124,7 @@ def gluon_tokens(
         place_rows_kernel, (P + N,), x_TD, experts_TA, x_PD, order, table, P, X_ROW=x_TD.stride(0), K=D, A=A,
         P_PAD=config["pairs"], BLOCK=1 << (D - 1).bit_length(), EMULATED=triton.knobs.runtime.interpret, num_warps=4,
     )  # fmt: skip
-    for i, (x, weight, out) in enumerate(((x_PD, experts.gate_up, h_PF), (h_PF, experts.down, y_PD))):
+    for i, (x, weight, out) in enumerate(zip((x_PD, h_PF), experts.weights, (h_PF, y_PD), strict=True)):
         scales, bias = experts.scales[i], experts.biases[i]
         hopper_experts(
             config[f"programs{i}"], x, weight, scales, x if bias is None else bias, weights_TA, table, order, out,
@@ -159,4 +133,4 @@ def gluon_tokens(
             STAGES=config[f"stages{i}"], SPANS=config[f"spans{i}"], TEAMS=config[f"teams{i}"],
             REGISTERS=config[f"registers{i}"], maxnreg=config[f"maxnreg{i}"],
         )  # fmt: skip
-    return added(y_PD, experts_TA, residual_TD)
+    return added(y_PD, experts_TA, residual)

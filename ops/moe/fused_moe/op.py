@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from einops import rearrange, reduce
@@ -13,30 +11,28 @@ from torch import Tensor
 from graphllm.ir import Cost, nbytes, op
 from graphllm.ops.encodings.encoded_weights import decoded
 from graphllm.ops.lora.add_lora.op import adapted
-
-LORA_TABLES = ("gate_up_lora_a_LNRD", "gate_up_lora_b_LNrO", "down_lora_a_LNrF", "down_lora_b_LNrD")
-
-
-def _cost(
-    x_TD: Tensor, gate_up_N2FD: Tensor, down_NDF: Tensor, weights_TA: Tensor, experts_TA: Tensor, **others: Any
-) -> Cost:
-    (T, A), (N, twice), D = experts_TA.shape, gate_up_N2FD.shape[:2], x_TD.shape[1]
-    own = {n: t for n, t in others.items() if isinstance(t, Tensor) and n not in (*LORA_TABLES, "adapter_ids_T")}
-    of_one = nbytes(*(t[:1] for t in (gate_up_N2FD, down_NDF, *own.values())))
-    tables = lora_cost(T, A, others)
-    read = int(distinct_experts(T, N, A) * of_one) + tables.bytes
-    return Cost(read + 2 * nbytes(x_TD) + nbytes(weights_TA, experts_TA), 3 * T * A * twice * D + tables.flops)
+from graphllm.ops.lora.add_lora.operands import LowRank
+from graphllm.ops.moe.fused_moe.operands import LORA_TABLES, ExpertLora, Experts, Residual, Route
+from graphllm.ops.norms.rms_norm import rms_norm
 
 
-def lora_cost(T: int, A: int, arguments: Mapping[str, Any]) -> Cost:
-    """Of the tables of adapters among an op's arguments, in the cheapest step with some, one with a single adapter."""
-    tables = [arguments.get(name) for name in LORA_TABLES]
-    given = [t for t in tables if t is not None]
-    if not given:
+def _cost(x_TD: Tensor, experts: Experts, route: Route, lora: ExpertLora | None, residual: Residual | None) -> Cost:
+    (T, A), (N, D, F) = route.experts_TA.shape, experts.sizes
+    own = (*experts.weights, *experts.biases, *experts.scales, *experts.zeros)
+    of_one = nbytes(*(t[:1] for t in own if t is not None))
+    tables, around = lora_cost(T, A, lora), nbytes(residual.residual_TD, residual.norm_D) if residual else 0
+    read = int(distinct_experts(T, N, A) * of_one) + tables.bytes + around
+    return Cost(read + 2 * nbytes(x_TD) + nbytes(*route), 6 * T * A * F * D + tables.flops)
+
+
+def lora_cost(T: int, A: int, lora: ExpertLora | None) -> Cost:
+    """Of the tables of adapters in the cheapest step with some, one with a single adapter."""
+    if lora is None:
         return Cost(0, 0)
-    N = given[0].shape[1]
-    of_expert = sum(t.shape[2] * t.shape[3] for t in given)
-    return Cost(int(distinct_experts(T, N, A) * of_expert) * given[0].element_size(), 2 * T * A * of_expert)
+    tables = lora.tables
+    N = tables[0].shape[1]
+    of_expert = sum(t.shape[2] * t.shape[3] for t in tables)
+    return Cost(int(distinct_experts(T, N, A) * of_expert) * tables[0].element_size(), 2 * T * A * of_expert)
 
 
 def distinct_experts(T: int, N: int, A: int) -> float:
@@ -46,79 +42,71 @@ def distinct_experts(T: int, N: int, A: int) -> float:
 
 @op(cost=_cost, rowwise=True, neutral=("adapter_ids_T", LORA_TABLES))
 def fused_moe(
-    x_TD: Tensor,
-    gate_up_N2FD: Tensor,
-    down_NDF: Tensor,
-    weights_TA: Tensor,
-    experts_TA: Tensor,
-    activation: str = "silu",
-    limit: float = 0.0,
-    gate_up_bias_N2F: Tensor | None = None,
-    down_bias_ND: Tensor | None = None,
-    gate_up_scales_NG2F: Tensor | None = None,
-    gate_up_zeros_NG2F: Tensor | None = None,
-    down_scales_NGD: Tensor | None = None,
-    down_zeros_NGD: Tensor | None = None,
-    form: str = "",
-    group: int = 0,
-    gate_up_lora_a_LNRD: Tensor | None = None,
-    gate_up_lora_b_LNrO: Tensor | None = None,
-    down_lora_a_LNrF: Tensor | None = None,
-    down_lora_b_LNrD: Tensor | None = None,
-    adapter_ids_T: Tensor | None = None,
+    x_TD: Tensor, experts: Experts, route: Route, lora: ExpertLora | None = None, residual: Residual | None = None
 ) -> Tensor:
     """sum over a of weights_TA[:, a] * mlp(x_TD, experts_TA[:, a]): [T, D] in x's dtype, contiguous.
 
-    x_TD [T, D]. gate_up_N2FD [N, 2F, D]: of each of the N experts, the rows of the gate before those of up. down_NDF
-    [N, D, F]. weights_TA [T, A] float32. experts_TA [T, A] int32: the experts of each token, all different; a negative
-    number is none, and counts nothing. gate_up_bias_N2F [N, 2F] and down_bias_ND [N, D] are added to the products.
+    x_TD [T, D]. mlp(x, n) = down_NDF[n] @ h + bias, with h = act(gate) * up, gate and up from gate_up_N2FD[n] @ x +
+    bias. act is "silu", or "gelu_tanh"; or "clamped": gate is at most ``limit``, up between -limit and limit, and h =
+    (up + 1) * gate * sigmoid(1.702 * gate).
 
-    mlp(x, n) = down_NDF[n] @ h + bias, with h = act(gate) * up, gate and up from gate_up_N2FD[n] @ x + bias. act is
-    "silu", or "gelu_tanh"; or "clamped": gate is at most ``limit``, up between -limit and limit, and h = (up + 1) *
-    gate * sigmoid(1.702 * gate).
+    lora: to each of an expert's products belongs (x @ A.T) @ B as for `add_lora`, with the tables of the token's
+    adapter and that expert, before the activation; for down x is h, as it was rounded.
 
-    Scales, zeros, form and group: where the matrices are encoded, each expert's as
-    `graphllm.ops.encodings.encoded_weights.decoded` says; a decoded matrix may be rounded to x's dtype.
-
-    Low-rank adapters: to each of an expert's products belongs (x @ A.T) @ B as for `add_lora`, with the tables of the
-    token's adapter and that expert, before the activation; for down x is h, as it was rounded. gate_up_lora_a_LNRD [L,
-    N, 2r, D], r rows for the gate before those for up, gate_up_lora_b_LNrO [L, N, r, 2F], down_lora_a_LNrF [L, N, r,
-    F], down_lora_b_LNrD [L, N, r, D], in x's dtype. adapter_ids_T [T] int32, 0 for tokens without one. All of them are
-    given, or none.
+    residual: is added to the sum. The experts get the `rms_norm` of x, with offset 0, where it has a norm. An
+    implementation may add in float32 and round once, and leave the normalized rows unrounded.
 
     Products, biases and activation are in float32 (float64 for float64 inputs); h is rounded to x's dtype once, and the
     weighted sum once in the end. Sources: Shazeer et al. 2017; OpenAI 2025, gpt-oss (clamped).
     """
-    T, A = experts_TA.shape
-    N, D = gate_up_N2FD.shape[0], x_TD.shape[1]
+    if residual is not None:
+        if residual.norm_D is not None:
+            x_TD = rms_norm.reference(x_TD, residual.norm_D, residual.eps)
+        return residual.residual_TD + fused_moe.reference(x_TD, experts, route, lora)
+    T, A = route.experts_TA.shape
+    N, D, F = experts.sizes
     wide = torch.promote_types(x_TD.dtype, torch.float32)
-    experts = experts_TA.flatten().long()
+    chosen = route.experts_TA.flatten().long()
     out_PD = torch.zeros(T * A, D, dtype=wide, device=x_TD.device)
     # The pairs of a token and an expert, in the order of the experts.
-    order = torch.argsort(experts, stable=True)
-    ends = torch.searchsorted(experts[order], torch.arange(N + 1, device=x_TD.device)).tolist()
+    order = torch.argsort(chosen, stable=True)
+    ends = torch.searchsorted(chosen[order], torch.arange(N + 1, device=x_TD.device)).tolist()
     for n, (begin, end) in enumerate(itertools.pairwise(ends)):
         if begin == end:
             continue
         pairs = order[begin:end]
-        first, second = gate_up_N2FD[n], down_NDF[n]
-        if gate_up_scales_NG2F is not None and down_scales_NGD is not None:
-            zeros = [None if z is None else z[n] for z in (gate_up_zeros_NG2F, down_zeros_NGD)]
-            first = decoded(first, gate_up_scales_NG2F[n], zeros[0], form, group, D).to(x_TD.dtype)
-            second = decoded(second, down_scales_NGD[n], zeros[1], form, group, len(first) // 2).to(x_TD.dtype)
+        first, second = (_matrix(experts, i, n, width, x_TD.dtype) for i, width in enumerate((D, F)))
         rows = x_TD[pairs // A]
         gate_up = rows.to(wide) @ first.to(wide).T
-        ids = None if adapter_ids_T is None else adapter_ids_T[pairs // A]
-        if gate_up_bias_N2F is not None:
-            gate_up = gate_up + gate_up_bias_N2F[n].to(wide)
-        tables = (gate_up_lora_a_LNRD, gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD)
-        first_a, first_b, second_a, second_b = (None if t is None else t[:, n] for t in tables)
-        gate_up = adapted(gate_up, rows, first_a, first_b, ids, [gate_up.shape[1] // 2] * 2)
-        hidden = activate(gate_up, activation, limit).to(x_TD.dtype)
-        out = adapted(hidden.to(wide) @ second.to(wide).T, hidden, second_a, second_b, ids, [D])
-        out_PD[pairs] = out if down_bias_ND is None else out + down_bias_ND[n].to(wide)
-    weighted_PD = out_PD * rearrange(weights_TA.to(wide), "t a -> (t a) 1")
+        if experts.gate_up_bias_N2F is not None:
+            gate_up = gate_up + experts.gate_up_bias_N2F[n].to(wide)
+        first_lora, second_lora = _tables_of(lora, n, pairs // A, F, D)
+        gate_up = adapted(gate_up, rows, first_lora)
+        hidden = activate(gate_up, experts.activation, experts.limit).to(x_TD.dtype)
+        out = adapted(hidden.to(wide) @ second.to(wide).T, hidden, second_lora)
+        out_PD[pairs] = out if experts.down_bias_ND is None else out + experts.down_bias_ND[n].to(wide)
+    weighted_PD = out_PD * rearrange(route.weights_TA.to(wide), "t a -> (t a) 1")
     return reduce(weighted_PD, "(t a) d -> t d", "sum", a=A).to(x_TD.dtype)
+
+
+def _tables_of(
+    lora: ExpertLora | None, n: int, tokens: Tensor, F: int, D: int
+) -> tuple[LowRank | None, LowRank | None]:
+    """Of both products of an expert, for some tokens."""
+    if lora is None:
+        return None, None
+    ids, widths = lora.adapter_ids_T[tokens], ([F, F], [D])
+    first, second = (LowRank(a[:, n], b[:, n], ids, w) for a, b, w in zip(lora.a, lora.b, widths, strict=True))
+    return first, second
+
+
+def _matrix(experts: Experts, i: int, n: int, width: int, dtype: torch.dtype) -> Tensor:
+    """An expert's matrix of the first or second product, in plain numbers."""
+    weight, scales, zeros = experts.weights[i][n], experts.scales[i], experts.zeros[i]
+    if scales is None:
+        return weight
+    none = None if zeros is None else zeros[n]
+    return decoded(weight, scales[n], none, experts.form, experts.group, width).to(dtype)
 
 
 def activate(gate_up: Tensor, activation: str, limit: float) -> Tensor:

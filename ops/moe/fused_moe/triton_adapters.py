@@ -6,7 +6,6 @@ add for B in their ends, adapter by adapter."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import launch_triton
+from graphllm.ir.pdl import gdc_wait_early
+from graphllm.ops.moe.fused_moe.operands import ExpertLora
 
 _MOST_RANKS = 64  # columns of B, or rows of A, that are multiplied at a time
 
@@ -23,9 +24,7 @@ def _shrink_pairs_kernel(
     x_ptr, a_ptr, experts_ptr, ids_ptr, low_ptr, X_ROW: tl.constexpr, A: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     K: tl.constexpr, GATED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     pair = tl.program_id(1)
     expert = tl.load(experts_ptr + pair)
     own_id = tl.load(ids_ptr + pair // A)
@@ -49,9 +48,7 @@ def _shrink_tiles_kernel(
     R: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, TILES: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     if tl.program_id(0) >= tl.load(tiles_ptr + TILES * 3):
         return
     tile = tiles_ptr + tl.program_id(0) * 3
@@ -108,62 +105,38 @@ def plus_low_rank(
     return acc
 
 
-class Lora(NamedTuple):
-    """The tables of adapters of a call, and the entry of each token. a, b: of both products."""
-
-    a: tuple[Tensor, Tensor]
-    b: tuple[Tensor, Tensor]
-    ids: Tensor
-
-    @property
-    def rank(self) -> int:
-        return self.b[0].shape[2]
-
-    def low(self, i: int, x: Tensor, pairs: int) -> Tensor:
-        """Memory for x @ A.T of a product's pairs."""
-        return torch.empty((pairs, self.a[i].shape[2]), dtype=torch.float32, device=x.device)
-
-    def shrink_pairs(self, i: int, x: Tensor, experts_TA: Tensor, x_row: int) -> Tensor:
-        """x @ A.T by programs of one pair and some rows of A."""
-        low, (_, N, R, K) = self.low(i, x, experts_TA.numel()), self.a[i].shape
-        launch_triton(
-            _shrink_pairs_kernel, (-(-R // 8), experts_TA.numel()), x, self.a[i], experts_TA, self.ids, low,
-            X_ROW=x_row, A=experts_TA.shape[1], N=N, R=R, K=K, GATED=i == 0, BLOCK_R=8,
-            BLOCK_K=min(512, triton.next_power_of_2(K)), EMULATED=triton.knobs.runtime.interpret, num_warps=4,
-        )  # fmt: skip
-        return low
-
-    def shrink_tiles(
-        self, i: int, x: Tensor, experts_TA: Tensor, x_row: int, order: Tensor, tiles: Tensor, config: Mapping[str, int]
-    ) -> Tensor:
-        """x @ A.T by programs of a tile of pairs in the order of experts and some rows of A."""
-        low, (_, N, R, K) = self.low(i, x, experts_TA.numel()), self.a[i].shape
-        block = min(_MOST_RANKS, max(16, triton.next_power_of_2(R)))
-        launch_triton(
-            _shrink_tiles_kernel, (config["tiles"], -(-R // block)), x, self.a[i], self.ids, order, tiles, low,
-            X_ROW=x_row, A=experts_TA.shape[1], N=N, R=R, K=K, GATED=i == 0, BLOCK_T=config["block_t"], BLOCK_R=block,
-            BLOCK_K=64, TILES=config["tiles"], EMULATED=triton.knobs.runtime.interpret, num_warps=4,
-        )  # fmt: skip
-        return low
-
-    def constants(self) -> dict[str, int]:
-        """Of a kernel with `plus_low_rank` in it."""
-        return {"RANK": self.rank, "BLOCK_R": min(_MOST_RANKS, max(16, triton.next_power_of_2(self.rank)))}
+def shrink_pairs(lora: ExpertLora, i: int, x: Tensor, experts_TA: Tensor, x_row: int) -> Tensor:
+    """x @ A.T of the first or second product by programs of one pair and some rows of A."""
+    low, (_, N, R, K) = _low(lora, i, experts_TA), lora.a[i].shape
+    launch_triton(
+        _shrink_pairs_kernel, (-(-R // 8), experts_TA.numel()), x, lora.a[i], experts_TA, lora.adapter_ids_T, low,
+        X_ROW=x_row, A=experts_TA.shape[1], N=N, R=R, K=K, GATED=i == 0, BLOCK_R=8,
+        BLOCK_K=min(512, triton.next_power_of_2(K)), EMULATED=triton.knobs.runtime.interpret, num_warps=4,
+    )  # fmt: skip
+    return low
 
 
-NO_LORA: dict[str, int] = {"RANK": 0, "BLOCK_R": 16}
+def shrink_tiles(
+    lora: ExpertLora, i: int, x: Tensor, experts_TA: Tensor, x_row: int, order: Tensor, tiles: Tensor,
+    config: Mapping[str, int],
+) -> Tensor:  # fmt: skip
+    """x @ A.T by programs of a tile of pairs in the order of experts and some rows of A."""
+    low, (_, N, R, K) = _low(lora, i, experts_TA), lora.a[i].shape
+    block = min(_MOST_RANKS, max(16, triton.next_power_of_2(R)))
+    launch_triton(
+        _shrink_tiles_kernel, (config["tiles"], -(-R // block)), x, lora.a[i], lora.adapter_ids_T, order, tiles, low,
+        X_ROW=x_row, A=experts_TA.shape[1], N=N, R=R, K=K, GATED=i == 0, BLOCK_T=config["block_t"], BLOCK_R=block,
+        BLOCK_K=64, TILES=config["tiles"], EMULATED=triton.knobs.runtime.interpret, num_warps=4,
+    )  # fmt: skip
+    return low
 
 
-def lora_of(
-    gate_up_a: Tensor | None, gate_up_b: Tensor | None, down_a: Tensor | None, down_b: Tensor | None, ids: Tensor | None
-) -> Lora | None:
-    """From an op's arguments."""
-    if gate_up_a is None or gate_up_b is None or down_a is None or down_b is None or ids is None:
-        return None
-    return Lora((gate_up_a, down_a), (gate_up_b, down_b), ids)
+def _low(lora: ExpertLora, i: int, experts_TA: Tensor) -> Tensor:
+    """Memory for x @ A.T of a product's pairs."""
+    return experts_TA.new_empty((experts_TA.numel(), lora.a[i].shape[2]), dtype=torch.float32)
 
 
-def lora_supported(arguments: Mapping[str, Any], names: tuple[str, ...]) -> bool:
-    """Whether the kernels can read the tables among an op's arguments, if there are any."""
-    tables = [t for name in names if (t := arguments[name]) is not None]
-    return all(t.is_contiguous() and t.dtype == arguments["x_TD"].dtype for t in tables)
+def lora_constants(lora: ExpertLora | None) -> dict[str, int]:
+    """Of a kernel with `plus_low_rank` in it."""
+    rank = 0 if lora is None else lora.rank
+    return {"RANK": rank, "BLOCK_R": min(_MOST_RANKS, max(16, triton.next_power_of_2(rank)))}

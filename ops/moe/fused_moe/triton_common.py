@@ -4,17 +4,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
-from graphllm.ops.encodings.encoded_weights import BITS, span_of
-from graphllm.ops.moe.fused_moe.op import LORA_TABLES
-from graphllm.ops.moe.fused_moe.triton_adapters import Lora, lora_supported
+from graphllm.ir.pdl import gdc_wait_early
+from graphllm.ops.encodings.encoded_weights import BITS
+from graphllm.ops.moe.fused_moe.operands import LORA_TABLES, Experts, Residual
 
 
 @triton.jit
@@ -29,6 +27,25 @@ def activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
     else:
         scaled = gate
     return gate / (1.0 + tl.exp(-scaled)) * up
+
+
+@triton.jit
+def pairs_of(experts_ptr, expert, T, A: tl.constexpr, A_PAD: tl.constexpr, BLOCK_T: tl.constexpr):
+    """[BLOCK_T]: the pair of each token with an expert, -1 for tokens that have not chosen it."""
+    t = tl.arange(0, BLOCK_T)
+    a = tl.arange(0, A_PAD)
+    choice = t[:, None] * A + a[None, :]
+    chosen = tl.load(experts_ptr + choice, mask=(t < T)[:, None] & (a < A)[None, :], other=-1)
+    return tl.max(tl.where(chosen == expert, choice, -1), axis=1)
+
+
+@triton.jit
+def pairs_in_slots(pair, rank, start, SLOTS: tl.constexpr):
+    """[SLOTS]: the pairs from the start-th on, -1 after the last one. rank: of each pair among those that there are,
+    from 1 on."""
+    s = tl.arange(0, SLOTS)
+    here = (pair >= 0)[:, None] & (rank[:, None] == (start + 1 + s)[None, :])
+    return tl.max(tl.where(here, pair[:, None], -1), axis=0)
 
 
 @triton.jit
@@ -58,9 +75,7 @@ def _add_kernel(
     y_ptr, experts_ptr, residual_ptr, out_ptr, A: tl.constexpr, D: tl.constexpr, RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -75,13 +90,13 @@ def _add_kernel(
 _ADD_BLOCK = 1024
 
 
-def added(y_PD: Tensor, experts_TA: Tensor, residual_TD: Tensor | None) -> Tensor:
+def added(y_PD: Tensor, experts_TA: Tensor, residual: Residual | None) -> Tensor:
     """[T, D]: the sum of what the experts of each token gave, y_PD [T * A, D], and of the residual if there is one."""
     (T, A), D = experts_TA.shape, y_PD.shape[1]
     out_TD = y_PD.new_empty((T, D))
     launch_triton(
         _add_kernel, (T, -(-D // _ADD_BLOCK)), y_PD, experts_TA,
-        y_PD if residual_TD is None else residual_TD, out_TD, A=A, D=D, RESIDUAL=residual_TD is not None,
+        y_PD if residual is None else residual.residual_TD, out_TD, A=A, D=D, RESIDUAL=residual is not None,
         BLOCK=_ADD_BLOCK, EMULATED=triton.knobs.runtime.interpret, num_warps=4,
     )  # fmt: skip
     return out_TD
@@ -91,76 +106,28 @@ SHARED = 227 * 1024  # bytes of shared memory that the programs on a multiproces
 
 
 def programs_at_once(site: CallSite, rows: int, tokens: int, inner: int, stages: int) -> int:
-    """Of those that have tiles of so many rows of weights and of x in shared memory, ``inner`` entries of each in every
-    stage."""
+    """Programs that fit on a multiprocessor at once, with tiles of ``rows`` rows of weights and ``tokens`` rows of x in
+    shared memory, ``inner`` entries of each in every stage."""
     size = site.args["x_TD"].element_size()
     weight = rows * BITS.get(site.args["form"], 8 * size)
     return SHARED // ((weight + tokens * 8 * size) // 8 * inner * stages)
 
 
-class Experts(NamedTuple):
-    """The matrices of experts and the sizes of a call. scales, zeros: where they are encoded, None or both stacks'."""
-
-    gate_up: Tensor
-    down: Tensor
-    biases: tuple[Tensor | None, Tensor | None]
-    scales: tuple[Tensor | None, Tensor | None]
-    zeros: tuple[Tensor | None, Tensor | None]
-    form: str
-    group: int
-    activation: str
-    limit: float
-    lora: Lora | None = None
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """N, D and F."""
-        return self.gate_up.shape[0], self.down.shape[1], self.gate_up.shape[1] // 2
-
-    def encoding(self, i: int, inner: int) -> dict[str, Any]:
-        """Constants of the first or second product that say how its weights are encoded."""
-        scales, zeros = self.scales[i], self.zeros[i]
-        return {
-            "FORM": self.form, "GROUP": self.group, "ZEROS": zeros is not None,
-            "GROUPS": 1 if scales is None else scales.shape[1],
-            "WEIGHT_ROW": (self.gate_up, self.down)[i].shape[2],
-            "SPAN": span_of(self.form, inner, self.group) if self.form else 0,
-        }  # fmt: skip
-
-
-def experts_of(
-    gate_up_N2FD: Tensor, down_NDF: Tensor, activation: str = "silu", limit: float = 0.0,
-    gate_up_bias_N2F: Tensor | None = None, down_bias_ND: Tensor | None = None,
-    gate_up_scales_NG2F: Tensor | None = None, gate_up_zeros_NG2F: Tensor | None = None,
-    down_scales_NGD: Tensor | None = None, down_zeros_NGD: Tensor | None = None, form: str = "", group: int = 0,
-    lora: Lora | None = None,
-) -> Experts:  # fmt: skip
-    """From the op's arguments."""
-    return Experts(
-        gate_up_N2FD, down_NDF, (gate_up_bias_N2F, down_bias_ND), (gate_up_scales_NG2F, down_scales_NGD),
-        (gate_up_zeros_NG2F, down_zeros_NGD), form, group, activation, limit, lora,
-    )  # fmt: skip
-
-
-_ENCODED = (
-    "gate_up_N2FD", "down_NDF", "gate_up_scales_NG2F", "gate_up_zeros_NG2F", "down_scales_NGD", "down_zeros_NGD",
-)  # fmt: skip
-
-
-def supports(site: CallSite) -> bool:
-    """Whether the kernels can read the tensors of a site."""
-    x_TD, form, group = (site.args[n] for n in ("x_TD", "form", "group"))
-    tensors = {n: t for n in (*_ENCODED, "gate_up_bias_N2F", "down_bias_ND") if (t := site.args[n]) is not None}
-    F = tensors["gate_up_N2FD"].shape[1] // 2
+def supports(site: CallSite, norm: bool = False) -> bool:
+    """Whether the kernels can read the tensors of a site. norm: and normalize their rows."""
+    x_TD, experts, residual_TD = site.args["x_TD"], site.struct(Experts), site.args["residual_TD"]
+    plain, form = [t for t in experts.biases if t is not None], experts.form
+    encoded = [t for t in (*experts.weights, *experts.scales, *experts.zeros) if t is not None]
+    tables = [t for name in LORA_TABLES if (t := site.args[name]) is not None]
     halves = (torch.bfloat16, torch.float16) if form else (torch.bfloat16, torch.float16, torch.float32)
     return (
         x_TD.dtype in halves
         and x_TD.stride(-1) == 1
-        and all(t.is_contiguous() for t in tensors.values())
-        and all(t.dtype == x_TD.dtype for n, t in tensors.items() if not form or n not in _ENCODED)
-        and all(n % 8 == 0 for n in (x_TD.shape[1], F))
-        and lora_supported(site.args, LORA_TABLES)
-        and group % (64 if BITS.get(form) == 8 else 32) == 0
-        and site.args["experts_TA"].is_contiguous()
-        and site.args["weights_TA"].is_contiguous()
+        and all(t.is_contiguous() for t in (*encoded, *plain, *tables))
+        and all(t.dtype == x_TD.dtype for t in (*plain, *tables, *(() if form else encoded)))
+        and all(n % 8 == 0 for n in experts.sizes[1:])
+        and experts.group % (64 if BITS.get(form) == 8 else 32) == 0
+        and all(site.args[n].is_contiguous() for n in ("experts_TA", "weights_TA"))
+        and (residual_TD is None or residual_TD.is_contiguous())
+        and (norm or site.args["norm_D"] is None)
     )

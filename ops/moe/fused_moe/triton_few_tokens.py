@@ -17,15 +17,18 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.gemm.fused_linear.triton_direct import direct_product
 from graphllm.ops.gemm.fused_linear.triton_encoded import encoded_product, tiles_of
+from graphllm.ops.gemm.fused_linear.triton_fused_linear import weight_rows
 from graphllm.ops.moe.fused_moe.op import fused_moe
-from graphllm.ops.moe.fused_moe.triton_adapters import NO_LORA, lora_of, plus_low_rank
+from graphllm.ops.moe.fused_moe.operands import ExpertLora, Experts, Residual, Route
+from graphllm.ops.moe.fused_moe.triton_adapters import lora_constants, plus_low_rank, shrink_pairs
 from graphllm.ops.moe.fused_moe.triton_common import (
-    Experts,
     activated,
     added,
-    experts_of,
+    pairs_in_slots,
+    pairs_of,
     programs_at_once,
     supports,
     write_pairs,
@@ -42,20 +45,10 @@ def one_hidden_kernel(
     experts_ptr,  # [A]
     norm_ptr,  # [D]
     h_ptr,  # [A, F]
-    EPS: tl.constexpr,
-    NORM: tl.constexpr,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    EPS: tl.constexpr, NORM: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    gdc_wait_early(EMULATED)
     block = tl.program_id(0)
     a = tl.program_id(1)
     expert = tl.load(experts_ptr + a).to(tl.int64)
@@ -97,18 +90,10 @@ def one_sum_kernel(
     experts_ptr,  # [A]
     residual_ptr,  # [D]
     out_ptr,  # [D]
-    RESIDUAL: tl.constexpr,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    A: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    RESIDUAL: tl.constexpr, D: tl.constexpr, F: tl.constexpr, A: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    gdc_wait_early(EMULATED)
     d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -146,45 +131,26 @@ def few_kernel(
     low_ptr,  # [P, RANK], for each of the gate and up; x @ A.T
     lora_b_ptr,  # [L, N, RANK, ROWS]
     out_ptr,  # [P, ROWS / 2], or [P, ROWS]
-    T,
-    X_ROW: tl.constexpr,
-    WEIGHT_ROW: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ROWS: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    A: tl.constexpr,
-    A_PAD: tl.constexpr,
+    T, X_ROW: tl.constexpr, WEIGHT_ROW: tl.constexpr, GROUPS: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
+    ZEROS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, A: tl.constexpr, A_PAD: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,  # the first of the two products: with an activation, from tokens; else scaled
-    ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BY_PAIR: tl.constexpr,  # programs are for pairs, of which there are fewer than experts; else for experts
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    BY_PAIR: tl.constexpr,  # programs are for pairs, where these are fewer than experts; else for experts
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPAN: tl.constexpr,  # of encoded weights
     BLOCK_S: tl.constexpr,  # tokens of an expert that are multiplied at a time, with weights read into registers; or 0
     WARPS: tl.constexpr,
     RANK: tl.constexpr,  # of adapters, 0 without
-    BLOCK_R: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    BLOCK_R: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    gdc_wait_early(EMULATED)
     block = tl.program_id(0)
     expert = tl.program_id(1)
     if BY_PAIR:
         expert = tl.load(experts_ptr + tl.program_id(1))
     t = tl.arange(0, BLOCK_T)
-    a = tl.arange(0, A_PAD)
-    choice = t[:, None] * A + a[None, :]
-    chosen = tl.load(experts_ptr + choice, mask=(t < T)[:, None] & (a < A)[None, :], other=-1)
-    pair = tl.max(tl.where(chosen == expert, choice, -1), axis=1)
+    pair = pairs_of(experts_ptr, expert, T, A, A_PAD, BLOCK_T)
     there = pair >= 0
     if BY_PAIR:  # the first pair of an expert works for all of them
         first = tl.min(tl.where(there, pair, T * A), axis=0)
@@ -192,13 +158,7 @@ def few_kernel(
             return
     elif tl.max(pair, axis=0) < 0:
         return
-    r = tl.arange(0, BLOCK_N)
-    if GATED:  # rows of the gate and of up by turns
-        column = block * (BLOCK_N // 2) + r // 2
-        row, in_row = column + (r % 2) * (ROWS // 2), column < ROWS // 2
-    else:
-        row = block * BLOCK_N + r
-        in_row = row < ROWS
+    row, in_row = weight_rows(block, ROWS, GATED, BLOCK_N)
     bias = tl.zeros([BLOCK_N], tl.float32)
     if BIAS:
         bias = tl.load(bias_ptr + expert * ROWS + row, mask=in_row, other=0.0).to(tl.float32)
@@ -206,10 +166,8 @@ def few_kernel(
     scale = expert.to(tl.int64) * (GROUPS * ROWS) + row
     if BLOCK_S:
         rank = tl.cumsum(there.to(tl.int32), axis=0)
-        s = tl.arange(0, BLOCK_S)
         for start in range(0, tl.max(rank, axis=0), BLOCK_S):
-            here = there[:, None] & (rank[:, None] == (start + 1 + s)[None, :])
-            of_slot = tl.max(tl.where(here, pair[:, None], -1), axis=0)
+            of_slot = pairs_in_slots(pair, rank, start, BLOCK_S)
             from_row = of_slot // A if GATED else of_slot
             acc = direct_product(
                 weight_ptr, weight_index, in_row, scales_ptr + scale, zeros_ptr + scale, x_ptr, from_row.to(tl.int64),
@@ -245,7 +203,7 @@ def few_kernel(
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     if RANK:
         for p in tl.static_range(2 if GATED else 1):
-            of_part = in_row & (r % 2 == p) if GATED else in_row
+            of_part = in_row & (tl.arange(0, BLOCK_N) % 2 == p) if GATED else in_row
             acc = plus_low_rank(
                 acc, pair, ids_ptr, low_ptr + p * RANK, lora_b_ptr, expert, row, of_part, A, N, ROWS, RANK,
                 2 * RANK if GATED else RANK, BLOCK_R, EMULATED,
@@ -273,7 +231,7 @@ _MOST_DIRECT = 2  # tokens, in an expert's product on registers: with more, tile
 
 def supports_one(site: CallSite) -> bool:
     plain = site.args["form"] == "" and site.args["adapter_ids_T"] is None
-    return site.rows("x_TD") == 1 and plain and supports(site)
+    return site.rows("x_TD") == 1 and plain and supports(site, norm=True)
 
 
 def configs_of_one(site: CallSite) -> list[Config]:
@@ -281,40 +239,23 @@ def configs_of_one(site: CallSite) -> list[Config]:
 
 
 @fused_moe.impl("triton_one", device="cuda", supports=supports_one, configs=configs_of_one)
-def triton_one(
-    x_TD: Tensor,
-    gate_up_N2FD: Tensor,
-    down_NDF: Tensor,
-    weights_TA: Tensor,
-    experts_TA: Tensor,
-    activation: str = "silu",
-    limit: float = 0.0,
-    gate_up_bias_N2F: Tensor | None = None,
-    down_bias_ND: Tensor | None = None,
-    **config: int,
-) -> Tensor:
-    """For one token. h is rounded to x's dtype."""
-    experts = experts_of(gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND)
-    return one_token(x_TD, experts, weights_TA, experts_TA, config)
-
-
-def one_token(
-    x_TD: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, config: Config,
-    residual_TD: Tensor | None = None, norm_D: Tensor | None = None, eps: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """residual + the experts of the norm of x, as `fused_moe` and `residual_moe` say."""
+def triton_one(x_TD: Tensor, experts: Experts, route: Route, residual: Residual | None, **config: int) -> Tensor:
+    """For one token. h is rounded to x's dtype, the normalized row is not."""
+    weights_TA, experts_TA = route
+    residual_TD, norm_D, eps = residual or (None, None, 0.0)
     A, (_, D, F) = experts_TA.shape[1], experts.sizes
     emulated, (first, second) = triton.knobs.runtime.interpret, experts.biases
     h_AF, out_TD = x_TD.new_empty((A, F)), x_TD.new_empty(x_TD.shape)
     launch_triton(
-        one_hidden_kernel, (-(-2 * F // config["n1"]), A), x_TD, experts.gate_up,
-        experts.gate_up if first is None else first, experts_TA, x_TD if norm_D is None else norm_D, h_AF, EPS=eps,
+        one_hidden_kernel, (-(-2 * F // config["n1"]), A), x_TD, experts.gate_up_N2FD,
+        experts.gate_up_N2FD if first is None else first, experts_TA, x_TD if norm_D is None else norm_D, h_AF, EPS=eps,
         NORM=norm_D is not None, D=D, F=F, BIAS=first is not None, ACTIVATION=experts.activation, LIMIT=experts.limit,
         BLOCK_N=config["n1"], BLOCK_K=config["k1"], EMULATED=emulated, num_warps=config["w1"],
     )  # fmt: skip
     launch_triton(
-        one_sum_kernel, (-(-D // config["n2"]),), h_AF, experts.down, experts.down if second is None else second,
-        weights_TA, experts_TA, h_AF if residual_TD is None else residual_TD, out_TD,
+        one_sum_kernel, (-(-D // config["n2"]),), h_AF, experts.down_NDF,
+        experts.down_NDF if second is None else second, weights_TA, experts_TA,
+        h_AF if residual_TD is None else residual_TD, out_TD,
         RESIDUAL=residual_TD is not None, D=D, F=F, A=A, BIAS=second is not None, BLOCK_N=config["n2"],
         BLOCK_K=config["k2"], EMULATED=emulated, num_warps=config["w2"],
     )  # fmt: skip
@@ -348,66 +289,34 @@ def configs_of_few(site: CallSite) -> list[Config]:
 
 @fused_moe.impl("triton_few", device="cuda", supports=supports_few, configs=configs_of_few)
 def triton_few(
-    x_TD: Tensor,
-    gate_up_N2FD: Tensor,
-    down_NDF: Tensor,
-    weights_TA: Tensor,
-    experts_TA: Tensor,
-    activation: str = "silu",
-    limit: float = 0.0,
-    gate_up_bias_N2F: Tensor | None = None,
-    down_bias_ND: Tensor | None = None,
-    gate_up_scales_NG2F: Tensor | None = None,
-    gate_up_zeros_NG2F: Tensor | None = None,
-    down_scales_NGD: Tensor | None = None,
-    down_zeros_NGD: Tensor | None = None,
-    form: str = "",
-    group: int = 0,
-    gate_up_lora_a_LNRD: Tensor | None = None,
-    gate_up_lora_b_LNrO: Tensor | None = None,
-    down_lora_a_LNrF: Tensor | None = None,
-    down_lora_b_LNrD: Tensor | None = None,
-    adapter_ids_T: Tensor | None = None,
-    **config: int,
+    x_TD: Tensor, experts: Experts, route: Route, lora: ExpertLora | None, residual: Residual | None, **config: int
 ) -> Tensor:
     """For up to 64 tokens. h and what each expert gives are rounded to x's dtype."""
-    experts = experts_of(
-        gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
-        gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
-        lora_of(gate_up_lora_a_LNRD, gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD, adapter_ids_T),
-    )  # fmt: skip
-    return few_tokens(x_TD, experts, weights_TA, experts_TA, config)
-
-
-def few_tokens(
-    x_TD: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, config: Config,
-    residual_TD: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """residual + the experts of x, as `fused_moe` and `residual_moe` say."""
+    weights_TA, experts_TA = route
     T, A = experts_TA.shape
     N, D, F = experts.sizes
     h_PF, y_PD = x_TD.new_empty((T * A, F)), x_TD.new_empty((T * A, D))
     products = (
-        (x_TD, experts.gate_up, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": 2 * F, "K": D, "GATED": True}),
-        (h_PF, experts.down, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "GATED": False}),
+        (x_TD, experts.gate_up_N2FD, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": 2 * F, "K": D, "GATED": True}),
+        (h_PF, experts.down_NDF, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "GATED": False}),
     )
     for i, (x, weight, out, sizes) in enumerate(products):
         if config["one"]:
-            launch_one(i, x, out, experts, weights_TA, experts_TA, config["block_n"], config["warps"], config["ahead"])
+            launch_one(i, x, out, experts, route, config["block_n"], config["warps"], config["ahead"])
             continue
         if config["halves"]:
             rows = (config["block_n"], config["halves"])[i]
-            launch_halves(i, x, out, experts, weights_TA, experts_TA, config["block_t"], rows, config["stages"])
+            launch_halves(i, x, out, experts, route, config["block_t"], rows, config["stages"])
             continue
-        bias, lora = experts.biases[i], experts.lora
-        tables, of_lora = (x, x, x), NO_LORA
+        bias, tables = experts.biases[i], (x, x, x)
         if lora is not None:
-            tables = lora.ids, lora.shrink_pairs(i, x, experts_TA, int(sizes["X_ROW"])), lora.b[i]
-            of_lora = lora.constants()
+            low = shrink_pairs(lora, i, x, experts_TA, int(sizes["X_ROW"]))
+            tables = lora.adapter_ids_T, low, lora.b[i]
         encoding = experts.encoding(i, int(sizes["K"]))
         constants = {
-            "BLOCK_K": encoding["SPAN"] // config["parts"] or config["block_k"], **sizes, **encoding, **of_lora,
-            "N": N, "A": A, "A_PAD": 1 << (A - 1).bit_length(), "BY_PAIR": T * A < N, "BIAS": bias is not None,
+            "BLOCK_K": encoding["SPAN"] // config["parts"] or config["block_k"], **sizes, **encoding,
+            **lora_constants(lora), "N": N, "A": A, "A_PAD": 1 << (A - 1).bit_length(),
+            "BY_PAIR": T * A < N, "BIAS": bias is not None,
             "ACTIVATION": experts.activation, "LIMIT": experts.limit, "BLOCK_T": config["block_t"],
             "BLOCK_N": config["block_n"], "BLOCK_S": config["block_s"], "WARPS": config["warps"],
             "EMULATED": triton.knobs.runtime.interpret, "num_warps": config["warps"], "num_stages": config["stages"],
@@ -417,4 +326,4 @@ def few_tokens(
             *(weight if t is None else t for t in (experts.scales[i], experts.zeros[i])), x if bias is None else bias,
             weights_TA, experts_TA, *tables, out, T, **constants,
         )  # fmt: skip
-    return added(y_PD, experts_TA, residual_TD)
+    return added(y_PD, experts_TA, residual)

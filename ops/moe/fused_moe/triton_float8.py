@@ -16,14 +16,17 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.encodings.encoded_weights import span_of
 from graphllm.ops.gemm.fused_linear.triton_encoded import number_of
+from graphllm.ops.gemm.fused_linear.triton_fused_linear import weight_rows
 from graphllm.ops.gemm.quantize_rows.op import LARGEST
 from graphllm.ops.gemm.quantize_rows.triton_quantize_rows import float8_code
-from graphllm.ops.moe.fused_moe.triton_common import Experts, write_pairs
+from graphllm.ops.moe.fused_moe.operands import Experts, Route
+from graphllm.ops.moe.fused_moe.triton_common import pairs_in_slots, pairs_of, write_pairs
 
 _GROUP = 32  # entries of one scale
-_PADDED = 128  # entries of which rows of halves are a multiple
+_PADDED = 128  # rows of halves are a multiple of that, in entries
 _WARPS = 4
 _SLOTS = 16  # tokens of an expert that are multiplied at a time
 
@@ -50,17 +53,10 @@ def halves_kernel(
     x_ptr,  # [T, K]
     halves_ptr,  # [T, WIDTH] int16: of each group the high parts in pairs, then the low parts
     scales_ptr,  # [T]
-    X_ROW: tl.constexpr,
-    K: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    X_ROW: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    gdc_wait_early(EMULATED)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * X_ROW + k, mask=k < K, other=0.0).to(tl.float32)
@@ -108,7 +104,7 @@ def _twice(numbers):
 
 @triton.jit
 def _scales_of(tile, scale_at, in_row, ROWS: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr):
-    """uint8 scales of a span's four groups; behind the last one, where x is zero, any."""
+    """uint8 scales of a span's four groups; after the last one, where x is zero, any."""
     scales = ()
     for j in tl.static_range(4):
         group = tl.minimum(tile * 4 + j, K // GROUP - 1)
@@ -143,16 +139,9 @@ def _product(
     scale_at,  # [BLOCK_N] pointers to their first scales
     in_row,
     x_row,  # [SLOTS, 1] pointers to rows of halves
-    there,
-    ROWS: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SLOTS: tl.constexpr,
-    EVEN: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    there, ROWS: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLOTS: tl.constexpr, EVEN: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     """[BLOCK_N, SLOTS] float32: rows of weights times rows of halves. Scales are read a span ahead: they are too small
     to go through shared memory as the rest does."""
     acc = tl.zeros([BLOCK_N, SLOTS], tl.float32)
@@ -187,48 +176,23 @@ def halves_experts_kernel(
     out_ptr,  # [P, ROWS / 2], or [P, ROWS]
     T,
     X_ROW: tl.constexpr,  # bytes
-    WEIGHT_ROW: tl.constexpr,
-    ROWS: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
-    A: tl.constexpr,
-    A_PAD: tl.constexpr,
-    BIAS: tl.constexpr,
+    WEIGHT_ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    A: tl.constexpr, A_PAD: tl.constexpr, BIAS: tl.constexpr,
     GATED: tl.constexpr,  # the first of the two products: with an activation, from tokens; else scaled
-    ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SLOTS: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
     EMULATED: tl.constexpr,
-):
+):  # fmt: skip
     """Programs have some weight rows of one expert, and read them once for every SLOTS tokens that chose it."""
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     block = tl.program_id(0)
     expert = tl.program_id(1)
-    r = tl.arange(0, BLOCK_N)
-    if GATED:  # rows of the gate and of up by turns
-        column = block * (BLOCK_N // 2) + r // 2
-        row, in_row = column + (r % 2) * (ROWS // 2), column < ROWS // 2
-    else:
-        row = block * BLOCK_N + r
-        in_row = row < ROWS
+    row, in_row = weight_rows(block, ROWS, GATED, BLOCK_N)
     weight_row = weight_ptr + (expert.to(tl.int64) * ROWS + row)[:, None] * WEIGHT_ROW
     scale_at = scales_ptr + expert.to(tl.int64) * (K // GROUP * ROWS) + row
-    t = tl.arange(0, BLOCK_T)
-    a = tl.arange(0, A_PAD)
-    choice = t[:, None] * A + a[None, :]
-    chosen = tl.load(experts_ptr + choice, mask=(t < T)[:, None] & (a < A)[None, :], other=-1)
-    pair = tl.max(tl.where(chosen == expert, choice, -1), axis=1)
-    there = pair >= 0
-    rank = tl.cumsum(there.to(tl.int32), axis=0)
-    s = tl.arange(0, SLOTS)
+    pair = pairs_of(experts_ptr, expert, T, A, A_PAD, BLOCK_T)
+    rank = tl.cumsum((pair >= 0).to(tl.int32), axis=0)
     for start in range(0, tl.max(rank, axis=0), SLOTS):
-        here = there[:, None] & (rank[:, None] == (start + 1 + s)[None, :])
-        of_slot = tl.max(tl.where(here, pair[:, None], -1), axis=0)
+        of_slot = pairs_in_slots(pair, rank, start, SLOTS)
         from_row = tl.maximum(of_slot // A if GATED else of_slot, 0)
         x_row = x_ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True) + from_row.to(tl.int64)[:, None] * X_ROW
         acc = _product(
@@ -253,11 +217,10 @@ def supports_halves(site: CallSite) -> bool:
 
 
 def launch_halves(
-    i: int, x: Tensor, out: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, block_t: int,
-    block_n: int, stages: int,
-) -> None:  # fmt: skip
+    i: int, x: Tensor, out: Tensor, experts: Experts, route: Route, block_t: int, block_n: int, stages: int
+) -> None:
     """The first or second product: x [T, D] into ``out`` [P, F], or x [P, F] into [P, D]."""
-    (rows, K), (T, A), emulated = x.shape, experts_TA.shape, triton.knobs.runtime.interpret
+    (rows, K), (T, A), emulated = x.shape, route.experts_TA.shape, triton.knobs.runtime.interpret
     width = -(-K // _PADDED) * _PADDED
     halves, row_scales = x.new_empty((rows, width), dtype=torch.int16), x.new_empty((rows,), dtype=torch.float32)
     block = 1 << (width - 1).bit_length()
@@ -265,11 +228,11 @@ def launch_halves(
         halves_kernel, (rows,), x, halves, row_scales, X_ROW=x.stride(0), K=K, WIDTH=width, GROUP=_GROUP,
         LARGEST=LARGEST, BLOCK=block, EMULATED=emulated, num_warps=8 if block > 2048 else 4,
     )  # fmt: skip
-    weight, scales, bias = (experts.gate_up, experts.down)[i], experts.scales[i], experts.biases[i]
+    weight, scales, bias = experts.weights[i], experts.scales[i], experts.biases[i]
     N, out_rows, weight_row = weight.shape
     launch_triton(
         halves_experts_kernel, (-(-out_rows // block_n), N), halves, row_scales, weight, scales,
-        weight if bias is None else bias, weights_TA, experts_TA, out, T, X_ROW=2 * width, WEIGHT_ROW=weight_row,
+        weight if bias is None else bias, *route, out, T, X_ROW=2 * width, WEIGHT_ROW=weight_row,
         ROWS=out_rows, K=K, GROUP=_GROUP, SPAN=span_of(experts.form, K, _GROUP), A=A, A_PAD=1 << (A - 1).bit_length(),
         BIAS=bias is not None, GATED=i == 0, ACTIVATION=experts.activation, LIMIT=experts.limit,
         BLOCK_T=block_t, BLOCK_N=block_n, SLOTS=_SLOTS, EMULATED=emulated,

@@ -17,24 +17,24 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.gemm.fused_linear.triton_encoded import encoded_product, tiles_of
 from graphllm.ops.moe.fused_moe.op import fused_moe
-from graphllm.ops.moe.fused_moe.triton_adapters import NO_LORA, lora_of, plus_low_rank
-from graphllm.ops.moe.fused_moe.triton_common import Experts, activated, added, experts_of, programs_at_once, supports
+from graphllm.ops.moe.fused_moe.operands import ExpertLora, Experts, Residual, Route
+from graphllm.ops.moe.fused_moe.triton_adapters import lora_constants, plus_low_rank, shrink_tiles
+from graphllm.ops.moe.fused_moe.triton_common import activated, added, programs_at_once, supports
 
 
 @triton.jit(do_not_specialize_on_alignment=["P"])
 def count_kernel(
     experts_ptr,  # [P] int32, negative for none
-    counts_ptr,  # [2, N_PAD] of zeros, to the first row of which the pairs of each expert are added
+    counts_ptr,  # [2, N_PAD] of zeros; the pairs of each expert are added to the first row
     P,
     N_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     counts = _counts(experts_ptr, tl.program_id(0) * BLOCK, P, N_PAD, BLOCK)
     tl.atomic_add(counts_ptr + tl.arange(0, N_PAD), counts, mask=counts > 0, sem="relaxed")
 
@@ -55,19 +55,11 @@ def place_kernel(
     scratch_ptr,  # [BLOCKS, N_PAD]
     order_ptr,  # [P] int32: pairs in the order of experts
     tiles_ptr,  # [TILES + 1, 3] int32: expert, first place in that order, pairs; and how many tiles there are
-    P,
-    N: tl.constexpr,
-    N_PAD: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    TILES: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    P, N: tl.constexpr, N_PAD: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
+    TILES: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     """The first BLOCKS programs place pairs, each of the others writes BLOCK tiles."""
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    gdc_wait_early(EMULATED)
     block = tl.program_id(0)
     n = tl.arange(0, N_PAD)
     total = tl.load(counts_ptr + n)
@@ -93,7 +85,7 @@ def place_kernel(
             tl.store(tiles_ptr + TILES * 3, tl.sum(tiles, axis=0))
         for first in range(0, BLOCK, 32):
             i = (block - BLOCKS) * BLOCK + first + tl.arange(0, 32)
-            at = tl.sum((last[None, :] <= i[:, None]).to(tl.int32), axis=1)  # N_PAD behind the last
+            at = tl.sum((last[None, :] <= i[:, None]).to(tl.int32), axis=1)  # N_PAD after the last
             of = (n[None, :] == at[:, None]).to(tl.int32)
             skipped = (i - tl.sum(of * (last - tiles)[None, :], axis=1)) * BLOCK_T
             pairs = tl.minimum(tl.sum(of * total[None, :], axis=1) - skipped, BLOCK_T)
@@ -104,47 +96,29 @@ def place_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["P"])
 def experts_kernel(
-    x_ptr,  # [T, K] of which rows are gathered, or [P, K] in the order of experts
+    x_ptr,  # [T, K], rows are gathered, or [P, K] in the order of experts
     weight_ptr,  # [N, ROWS, K], or encoded
     scales_ptr,  # of encoded weights [N, GROUPS, ROWS]
     zeros_ptr,
     bias_ptr,  # [N, ROWS]
     scale_ptr,  # [P] float32
-    order_ptr,
-    tiles_ptr,
+    order_ptr, tiles_ptr,
     counts_ptr,  # what place_kernel counted with
     ids_ptr,  # of adapters [T]
     low_ptr,  # [P, RANK] by pair, for each of the gate and up; x @ A.T
     lora_b_ptr,  # [L, N, RANK, ROWS]
     out_ptr,  # [P, ROWS / 2] in the order of experts, or [P, ROWS] by pair
-    P,
-    X_ROW: tl.constexpr,
-    WEIGHT_ROW: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ROWS: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    A: tl.constexpr,
-    BIAS: tl.constexpr,
+    P, X_ROW: tl.constexpr, WEIGHT_ROW: tl.constexpr, GROUPS: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
+    ZEROS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, A: tl.constexpr, BIAS: tl.constexpr,
     GATED: tl.constexpr,  # the first of the two products: with an activation, from tokens; else scaled
-    ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPAN: tl.constexpr,  # of encoded weights
-    TILES: tl.constexpr,
-    COUNTS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    TILES: tl.constexpr, COUNTS: tl.constexpr, PROGRAMS: tl.constexpr,
     RANK: tl.constexpr,  # of adapters, 0 without
-    BLOCK_R: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    BLOCK_R: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     """Programs take one block after the other, so that each has its weights' descriptor once."""
-    # In this order: see `gluon_product`, whose kernel writes descriptors before it waits.
+    # In this order: see the kernel of `gluon_product`, which writes descriptors before it waits.
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -276,62 +250,29 @@ def supports_many(site: CallSite) -> bool:
 
 @fused_moe.impl("triton_sorted", device="cuda", supports=supports_many, configs=configs)
 def triton_sorted(
-    x_TD: Tensor,
-    gate_up_N2FD: Tensor,
-    down_NDF: Tensor,
-    weights_TA: Tensor,
-    experts_TA: Tensor,
-    activation: str = "silu",
-    limit: float = 0.0,
-    gate_up_bias_N2F: Tensor | None = None,
-    down_bias_ND: Tensor | None = None,
-    gate_up_scales_NG2F: Tensor | None = None,
-    gate_up_zeros_NG2F: Tensor | None = None,
-    down_scales_NGD: Tensor | None = None,
-    down_zeros_NGD: Tensor | None = None,
-    form: str = "",
-    group: int = 0,
-    gate_up_lora_a_LNRD: Tensor | None = None,
-    gate_up_lora_b_LNrO: Tensor | None = None,
-    down_lora_a_LNrF: Tensor | None = None,
-    down_lora_b_LNrD: Tensor | None = None,
-    adapter_ids_T: Tensor | None = None,
-    **config: int,
+    x_TD: Tensor, experts: Experts, route: Route, lora: ExpertLora | None, residual: Residual | None, **config: int
 ) -> Tensor:
     """h and what each expert gives are rounded to x's dtype."""
-    experts = experts_of(
-        gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
-        gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
-        lora_of(gate_up_lora_a_LNRD, gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD, adapter_ids_T),
-    )  # fmt: skip
-    return many_tokens(x_TD, experts, weights_TA, experts_TA, config)
-
-
-def many_tokens(
-    x_TD: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, config: Config,
-    residual_TD: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """residual + the experts of x, as `fused_moe` and `residual_moe` say."""
+    weights_TA, experts_TA = route
     T, A = experts_TA.shape
     N, D, F = experts.sizes
     P, emulated = T * A, triton.knobs.runtime.interpret
     order, tiles, counts = _sorted(experts_TA, P, N, config)
     h_PF, y_PD = x_TD.new_empty((P, F)), x_TD.new_empty((P, D))
     products = (
-        (x_TD, experts.gate_up, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": 2 * F, "K": D, "GATED": True}),
-        (h_PF, experts.down, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "GATED": False}),
+        (x_TD, experts.gate_up_N2FD, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": 2 * F, "K": D, "GATED": True}),
+        (h_PF, experts.down_NDF, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "GATED": False}),
     )
     for i, (x, weight, out, sizes) in enumerate(products):
-        bias, lora = experts.biases[i], experts.lora
-        tables, of_lora = (x, x, x), NO_LORA
+        bias, tables = experts.biases[i], (x, x, x)
         if lora is not None:
-            low = lora.shrink_tiles(i, x, experts_TA, int(sizes["X_ROW"]), order, tiles, config)
-            tables, of_lora = (lora.ids, low, lora.b[i]), lora.constants()
+            low = shrink_tiles(lora, i, x, experts_TA, int(sizes["X_ROW"]), order, tiles, config)
+            tables = lora.adapter_ids_T, low, lora.b[i]
         encoding = experts.encoding(i, int(sizes["K"]))
         constants = {
-            "BLOCK_K": encoding["SPAN"] // config["parts"] or config[f"k{i}"], **sizes, **encoding, **of_lora, "N": N,
-            "A": A, "BIAS": bias is not None, "ACTIVATION": experts.activation, "LIMIT": experts.limit,
-            "BLOCK_T": config["block_t"], "BLOCK_N": config[f"n{i}"], "TILES": config["tiles"],
+            "BLOCK_K": encoding["SPAN"] // config["parts"] or config[f"k{i}"], **sizes, **encoding,
+            **lora_constants(lora), "N": N, "A": A, "BIAS": bias is not None, "ACTIVATION": experts.activation,
+            "LIMIT": experts.limit, "BLOCK_T": config["block_t"], "BLOCK_N": config[f"n{i}"], "TILES": config["tiles"],
             "COUNTS": counts.shape[0], "PROGRAMS": config[f"programs{i}"], "EMULATED": emulated,
             "num_warps": config[f"warps{i}"], "num_stages": config[f"stages{i}"],
         }  # fmt: skip
@@ -340,7 +281,7 @@ def many_tokens(
             *(weight if t is None else t for t in (experts.scales[i], experts.zeros[i])), x if bias is None else bias,
             weights_TA, order, tiles, counts, *tables, out, P, **constants,
         )  # fmt: skip
-    return added(y_PD, experts_TA, residual_TD)
+    return added(y_PD, experts_TA, residual)
 
 
 def _sorted(experts_TA: Tensor, P: int, N: int, config: Config) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Triton: products of one token with the encoded weights of its experts, read from memory into registers.
 
-Every program knows its pair of the token and an expert by its number alone, so it asks for weights as soon as it has
+Every program knows its pair of the token and an expert just by its number, so it asks for weights as soon as it has
 read the expert's: with so few reads to a program, looking the pair up would take as long as the product.
 """
 
@@ -13,10 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import launch_triton
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.gemm.fused_linear.triton_direct import direct_product
-from graphllm.ops.moe.fused_moe.triton_common import Experts, write_pairs
+from graphllm.ops.gemm.fused_linear.triton_fused_linear import weight_rows
+from graphllm.ops.moe.fused_moe.operands import Experts, Route
+from graphllm.ops.moe.fused_moe.triton_common import write_pairs
 
-_SLOTS = 8  # columns of a product, of which the token has one
+_SLOTS = 8  # columns of a product; the token has one
 
 
 @triton.jit
@@ -29,39 +32,19 @@ def one_pair_kernel(
     scale_ptr,  # [A] float32
     experts_ptr,  # [A]
     out_ptr,  # [A, ROWS / 2], or [A, ROWS]
-    WEIGHT_ROW: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
-    SPAN: tl.constexpr,
-    ROWS: tl.constexpr,
-    K: tl.constexpr,
-    BIAS: tl.constexpr,
+    WEIGHT_ROW: tl.constexpr, GROUPS: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
     GATED: tl.constexpr,  # the first of the two products: with an activation, of the token; else scaled
-    ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SLOTS: tl.constexpr,
-    WARPS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr, WARPS: tl.constexpr,
+    AHEAD: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    gdc_wait_early(EMULATED)
     block = tl.program_id(0)
     pair = tl.program_id(1)
     expert = tl.load(experts_ptr + pair).to(tl.int64)
     if expert < 0:
         return
-    r = tl.arange(0, BLOCK_N)
-    if GATED:  # rows of the gate and of up by turns
-        column = block * (BLOCK_N // 2) + r // 2
-        row, in_row = column + (r % 2) * (ROWS // 2), column < ROWS // 2
-    else:
-        row = block * BLOCK_N + r
-        in_row = row < ROWS
+    row, in_row = weight_rows(block, ROWS, GATED, BLOCK_N)
     slot = tl.arange(0, SLOTS)
     x_row = (slot * 0 + (0 if GATED else pair)).to(tl.int64)
     scale = expert * (GROUPS * ROWS) + row
@@ -77,16 +60,15 @@ def one_pair_kernel(
 
 
 def launch_one(
-    i: int, x: Tensor, out: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, block_n: int, warps: int,
-    ahead: int,
-) -> None:  # fmt: skip
+    i: int, x: Tensor, out: Tensor, experts: Experts, route: Route, block_n: int, warps: int, ahead: int
+) -> None:
     """The first or second product of one token: x [1, D] into ``out`` [A, F], or x [A, F] into [A, D]."""
-    weight, bias = (experts.gate_up, experts.down)[i], experts.biases[i]
+    weight, bias = experts.weights[i], experts.biases[i]
     rows = weight.shape[1]
     launch_triton(
-        one_pair_kernel, (-(-rows // block_n), experts_TA.shape[1]), x, weight,
+        one_pair_kernel, (-(-rows // block_n), route.experts_TA.shape[1]), x, weight,
         *(weight if t is None else t for t in (experts.scales[i], experts.zeros[i])), x if bias is None else bias,
-        weights_TA, experts_TA, out, **experts.encoding(i, x.shape[1]), ROWS=rows, K=x.shape[1], BIAS=bias is not None,
+        *route, out, **experts.encoding(i, x.shape[1]), ROWS=rows, K=x.shape[1], BIAS=bias is not None,
         GATED=i == 0, ACTIVATION=experts.activation, LIMIT=experts.limit, BLOCK_N=block_n, SLOTS=_SLOTS, WARPS=warps,
         AHEAD=ahead, EMULATED=triton.knobs.runtime.interpret, num_warps=warps,
     )  # fmt: skip

@@ -8,18 +8,17 @@ from torch import Tensor
 
 from graphllm.ops.lora.add_lora.tuning import every_adapter
 from graphllm.ops.moe.fused_moe.op import fused_moe
+from graphllm.ops.moe.fused_moe.operands import ExpertLora, Experts, Route
 
 
 @fused_moe.tuning_inputs
-def even_routing(
-    weights_TA: Tensor,
-    experts_TA: Tensor,
-    down_NDF: Tensor,
-    adapter_ids_T: Tensor | None,
-    down_lora_a_LNrF: Tensor | None,
-) -> dict[str, Tensor]:
+def even_routing(experts: Experts, route: Route, lora: ExpertLora | None) -> dict[str, Tensor]:
     """Experts of each token and their weights, and adapters, on the device of the given tensors and of their shapes."""
-    (T, A), N, device = experts_TA.shape, down_NDF.shape[0], down_NDF.device
+    (T, A), N, device = route.experts_TA.shape, experts.sizes[0], route.experts_TA.device
     chosen = torch.rand((T, N), device=device).topk(A, -1).indices.to(torch.int32)
-    weights = torch.softmax(torch.randn_like(weights_TA), -1)
-    return {"experts_TA": chosen, "weights_TA": weights, **every_adapter(adapter_ids_T, down_lora_a_LNrF)}
+    weights = torch.softmax(torch.randn_like(route.weights_TA), -1)
+    return {
+        "experts_TA": chosen,
+        "weights_TA": weights,
+        **(every_adapter(lora.adapter_ids_T, lora.down_lora_a_LNrF) if lora else {}),
+    }

@@ -1,4 +1,4 @@
-"""moe_route: specification in op.py, which Inductor compiles on a CPU; a kernel for GPUs beside it."""
+"""moe_route: specification in op.py, which Inductor compiles on a CPU; a kernel for GPUs in a file of its own."""
 
 import importlib.util
 

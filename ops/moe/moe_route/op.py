@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
+
+
+class Routing(NamedTuple):
+    """How experts are chosen.
+
+    k: experts of a token.
+    scoring: "softmax", "sigmoid" or "sparsemixer".
+    renormalize: whether weights are divided by their sum.
+    scale: factor of the weights.
+    groups: of neighbouring experts, 1 for none.
+    kept_groups: groups that experts are chosen from.
+    bias_N: added to the scores for the choice only, [N] float32.
+    jitter: of "sparsemixer".
+    """
+
+    k: int
+    scoring: str = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    bias_N: Tensor | None = None
+    jitter: float = 0.0
 
 
 def _cost(logits_TN: Tensor, bias_N: Tensor | None, k: int) -> Cost:
@@ -14,17 +39,7 @@ def _cost(logits_TN: Tensor, bias_N: Tensor | None, k: int) -> Cost:
 
 
 @op(cost=_cost, rowwise=True)
-def moe_route(
-    logits_TN: Tensor,
-    k: int,
-    scoring: str = "softmax",
-    renormalize: bool = True,
-    scale: float = 1.0,
-    groups: int = 1,
-    kept_groups: int = 1,
-    bias_N: Tensor | None = None,
-    jitter: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+def moe_route(logits_TN: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """The k experts of each token: their weights [T, k] float32 and their numbers [T, k] int32, the best first.
 
     logits_TN [T, N], the router's, any float dtype; all is computed in float32 (float64 for float64). Scores are
@@ -35,12 +50,13 @@ def moe_route(
     divided by their sum if ``renormalize`` (softmax over the chosen is the same), times ``scale``.
 
     "sparsemixer" chooses one expert after the other; the weight of each is its softmax among the experts not yet chosen
-    whose logits are at most 2 * jitter times max(|logit|, best logit) below the best. It knows no bias, groups or
+    with logits at most 2 * jitter times max(|logit|, best logit) below the best. It knows no bias, groups or
     renormalize.
 
     Sources: Jiang et al. 2024 (softmax), DeepSeek-AI 2024, V2 (groups) and V3 (sigmoid, correction), Liu et al. 2023
     (sparsemixer).
     """
+    k, scoring, renormalize, scale, groups, kept_groups, bias_N, jitter = routing
     logits = logits_TN.to(torch.promote_types(logits_TN.dtype, torch.float32))
     if scoring == "sparsemixer":
         return _sparsemixer(logits, k, jitter, scale)

@@ -1,4 +1,4 @@
-"""Triton kernel for moe_route: a program chooses the experts of one token, whose scores it holds in registers."""
+"""Triton kernel for moe_route: a program chooses the experts of one token and holds its scores in registers."""
 
 # mypy: allow-untyped-defs
 
@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
-from graphllm.ops.moe.moe_route.op import moe_route
+from graphllm.ir.pdl import gdc_wait_early
+from graphllm.ops.moe.moe_route.op import Routing, moe_route
 
 LOWEST = tl.constexpr(-1e30)  # of two groups' sum, too, more than -inf
 
@@ -28,22 +29,11 @@ def route_kernel(
     bias_ptr,  # [N]
     weights_ptr,  # [T, k] float32
     experts_ptr,  # [T, k] int32
-    LOGITS_ROW: tl.constexpr,
-    N: tl.constexpr,
-    N_PAD: tl.constexpr,
-    K: tl.constexpr,
-    K_PAD: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BIAS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    SCALE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KEPT: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    LOGITS_ROW: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
+    SIGMOID: tl.constexpr, BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr,
+    KEPT: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    gdc_wait_early(EMULATED)
     t = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, N_PAD)
     logits = tl.load(logits_ptr + t * LOGITS_ROW + n, mask=n < N, other=float("-inf")).to(tl.float32)
@@ -99,17 +89,8 @@ def _supports(site: CallSite) -> bool:
 
 
 @moe_route.impl("triton", device="cuda", supports=_supports)
-def triton_route(
-    logits_TN: Tensor,
-    k: int,
-    scoring: str = "softmax",
-    renormalize: bool = True,
-    scale: float = 1.0,
-    groups: int = 1,
-    kept_groups: int = 1,
-    bias_N: Tensor | None = None,
-    jitter: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+def triton_route(logits_TN: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    k, scoring, renormalize, scale, groups, kept_groups, bias_N, _ = routing
     T, N = logits_TN.shape
     weights = torch.empty((T, k), dtype=torch.float32, device=logits_TN.device)
     experts = torch.empty((T, k), dtype=torch.int32, device=logits_TN.device)

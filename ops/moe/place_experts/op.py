@@ -24,7 +24,7 @@ def place_experts(experts_TA: Tensor, starts_M: Tensor, slots_P: Tensor, first: 
     """
     experts = experts_TA.long()
     begin_TA = starts_M[experts]
-    # Inductor's C++ divides in lanes behind the last entry as well, where everything is zero.
+    # Inductor's C++ divides in lanes after the last entry as well, where everything is zero.
     copies_TA = (starts_M[experts + 1] - begin_TA).clamp(min=1)
     index_T1 = torch.arange(experts.shape[0], device=experts.device, dtype=torch.int32).unsqueeze(1)
     local_TA = slots_P[(begin_TA + index_T1 % copies_TA).long()] - first

@@ -46,7 +46,7 @@ bool keeps_x(const Group& g) {
 #endif
 }
 
-// Rows [pairs, K], sorted by expert, as int8; those of one expert side by side.
+// Rows [pairs, K], sorted by expert, as int8; the rows of one expert lie side by side.
 template <typename F, typename T>
 struct Rounded {
   const T* rows;
@@ -75,7 +75,7 @@ void keep(const Stack<F, bf16>& w, const Group& g, i64 first, i64 rows, Range mi
 #endif
 }
 
-// Hidden rows [pairs, size] of an expert, entries `mine`, whose first is a multiple of kBlock.
+// Hidden rows [pairs, size] of an expert, entries `mine`, from a multiple of kBlock on.
 template <typename F, typename T>
 void hide(const Stack<F, T>& w, const Group& g, i64 size, Range mine, const Quantized<F>& x, T* h, Activation kind,
           float limit, const ExpertsLora<T>& lora) {
@@ -109,7 +109,7 @@ void hide(const Stack<F, T>& w, const Group& g, i64 size, Range mine, const Quan
   }
 }
 
-// What an expert gives, [pairs, w.rows], entries `mine`, whose first is a multiple of kBlock.
+// What an expert gives, [pairs, w.rows], entries `mine`, from a multiple of kBlock on.
 template <typename F, typename T>
 void give(const Stack<F, T>& w, const Group& g, Range mine, const Quantized<F>& h, T* y, const ExpertsLora<T>& lora) {
   const auto finish = [&](i64 m, i64 block, Vec sum) {

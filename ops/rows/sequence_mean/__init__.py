@@ -1,4 +1,4 @@
-"""sequence_mean: specification in op.py, kernels beside it."""
+"""sequence_mean: specification in op.py, kernels in files of their own."""
 
 import importlib.util
 

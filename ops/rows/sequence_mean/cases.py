@@ -22,7 +22,7 @@ def _owned(out_RD: torch.Tensor, args: Mapping[str, Any]) -> torch.Tensor:
 def _case(
     name: str, lengths: Sequence[int], D: int, pad: int = 0, back: int = 0, size: Literal["small", "real"] = "small"
 ) -> Case:
-    """pad: rows behind the last sequence's, and as many of rows_R. back: how many rows before the end of a sequence."""
+    """pad: rows after the last sequence's, and as many of rows_R. back: how many rows before the end of a sequence."""
     T = sum(lengths) + pad
 
     def inputs(make: Maker) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphllm.ir.kernels import CKernel
+from graphllm.ir.kernels import float_kernels
 from graphllm.ir.op import CallSite
 from graphllm.ops.rows.sequence_mean.op import sequence_mean
 
@@ -15,10 +15,7 @@ _SCHEMA = (
     "(Tensor x, Tensor query_start_loc, Tensor rows, Tensor(a!) out, SymInt S, SymInt R, SymInt D, SymInt stride) -> ()"
 )
 _SOURCE = Path(__file__).with_name("cpu.cpp")
-_kernels = {
-    dtype: CKernel(f"graphllm_sequence_mean_{name}", _SCHEMA, _SOURCE, usual=False)
-    for dtype, name in ((torch.float32, "f32"), (torch.bfloat16, "bf16"))
-}
+_kernels = float_kernels("graphllm_sequence_mean", _SCHEMA, _SOURCE, usual=False)
 
 
 def _supports(site: CallSite) -> bool:

@@ -1,4 +1,4 @@
-"""process_logits: specification in op.py, kernels beside it."""
+"""process_logits: specification in op.py, kernels in files of their own."""
 
 import importlib.util
 

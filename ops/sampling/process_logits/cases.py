@@ -1,4 +1,5 @@
-"""Inputs for process_logits: each change alone and all together, rows of one batch that differ, real vocabularies."""
+"""Inputs for process_logits: each change by itself and all together, rows of one batch that differ, real
+vocabularies."""
 
 from __future__ import annotations
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphllm.ir.kernels import CKernel
+from graphllm.ir.kernels import float_kernels
 from graphllm.ir.op import CallSite, each_alone
 from graphllm.ops.sampling.process_logits.op import process_logits
+from graphllm.ops.sampling.process_logits.operands import Changes, StepDrafts
 
 _SCHEMA = (
     "(Tensor logits, Tensor slot, Tensor mask_row, Tensor mask, Tensor bias_count, Tensor repetition, Tensor frequency,"
@@ -17,11 +18,7 @@ _SCHEMA = (
     " Tensor place, Tensor? ancestors, Tensor(a!) out, SymInt S, SymInt V,"
     " SymInt logits_stride, SymInt mask_stride, SymInt counts_stride, SymInt token_stride, SymInt value_stride) -> ()"
 )
-_SOURCE = Path(__file__).with_name("cpu.cpp")
-_kernels = {
-    torch.float32: CKernel("graphllm_process_logits_f32", _SCHEMA, _SOURCE),
-    torch.bfloat16: CKernel("graphllm_process_logits_bf16", _SCHEMA, _SOURCE),
-}
+_kernels = float_kernels("graphllm_process_logits", _SCHEMA, Path(__file__).with_name("cpu.cpp"))
 _INTS = (
     "slot_S", "mask_row_S", "mask_SW", "bias_count_S", "counts_NV", "bias_token_NB", "drafts_T", "logits_indices_S",
     "place_S",
@@ -40,30 +37,12 @@ def _supports(site: CallSite) -> bool:
 
 
 @process_logits.impl("cpu", device="cpu", supports=_supports, row_order=each_alone)
-def cpu_process_logits(
-    logits_SV: Tensor,
-    slot_S: Tensor,
-    mask_row_S: Tensor,
-    mask_SW: Tensor,
-    bias_count_S: Tensor,
-    repetition_S: Tensor,
-    frequency_S: Tensor,
-    presence_S: Tensor,
-    counts_NV: Tensor,
-    bias_token_NB: Tensor,
-    bias_value_NB: Tensor,
-    drafts_T: Tensor,
-    logits_indices_S: Tensor,
-    place_S: Tensor,
-    ancestors_T: Tensor | None = None,
-) -> Tensor:
+def cpu_process_logits(logits_SV: Tensor, changes: Changes, step: StepDrafts) -> Tensor:
     """Parallel over rows and chunks of the vocabulary."""
     S, V = logits_SV.shape
     out_SV = logits_SV.new_empty((S, V), dtype=torch.float32)
     _kernels[logits_SV.dtype](
-        *(logits_SV, slot_S, mask_row_S, mask_SW, bias_count_S, repetition_S, frequency_S, presence_S),
-        *(counts_NV, bias_token_NB, bias_value_NB, drafts_T, logits_indices_S, place_S),
-        *(ancestors_T, out_SV, S, V),
-        *(t.stride(0) for t in (logits_SV, mask_SW, counts_NV, bias_token_NB, bias_value_NB)),
+        *(logits_SV, *changes, *step, out_SV, S, V, logits_SV.stride(0), changes.mask_SW.stride(0)),
+        *(t.stride(0) for t in (changes.counts_NV, changes.bias_token_NB, changes.bias_value_NB)),
     )
     return out_SV

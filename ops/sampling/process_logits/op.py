@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
+from graphllm.ops.sampling.process_logits.operands import Changes, StepDrafts
 
 IN_PROMPT = 1 << 30  # flag in a token's count
 
@@ -15,43 +16,19 @@ def _cost(logits_SV: Tensor) -> Cost:
 
 
 @op(boundary=True, cost=_cost)
-def process_logits(
-    logits_SV: Tensor,
-    slot_S: Tensor,
-    mask_row_S: Tensor,
-    mask_SW: Tensor,
-    bias_count_S: Tensor,
-    repetition_S: Tensor,
-    frequency_S: Tensor,
-    presence_S: Tensor,
-    counts_NV: Tensor,
-    bias_token_NB: Tensor,
-    bias_value_NB: Tensor,
-    drafts_T: Tensor,
-    logits_indices_S: Tensor,
-    place_S: Tensor,
-    ancestors_T: Tensor | None = None,
-) -> Tensor:
+def process_logits(logits_SV: Tensor, changes: Changes, step: StepDrafts) -> Tensor:
     """Mask, bias and penalties on each row of logits, in this order and in float32.
 
-    logits_SV [S, V], any float dtype. slot_S [S] int32: the row's row of the three tensors of state.
-    Mask: mask_row_S [S] int32 is a row of mask_SW [S, ceil(V / 32)] int32, in which bit t % 32 of word t // 32 says
-    that token t is allowed; banned tokens become -inf. -1: all are allowed.
-    Bias: bias_count_S [S] int32 says how many of the first entries of the slot's list are added: bias_value_NB [N, B]
-    float32 to the tokens bias_token_NB [N, B] int32, no token twice among them.
-    Penalties: counts_NV [N, V] int32 holds in its low 30 bits how many times a token was sampled, and in bit 30
-    whether the prompt has it. repetition_S [S] float32 divides the positive logits and multiplies the others of tokens
-    that were sampled or are in the prompt; 1 is off. frequency_S [S] float32 times the number of times sampled is
-    subtracted, and presence_S [S] float32 once from each token that was sampled; 0 is off.
-    Drafts: a row that verifies one sees what plain decoding would have there. Its place_S [S] int32 drafts before it in
-    the step, of which the last one is drafts_T [T] int32 at logits_indices_S [S] int32, count as sampled, once each;
-    negative ones do not. 0: there are none. ancestors_T [T] int64 (None: -1 throughout), see `paged_attention`: of the
-    drafts before a row those count whose bit is set at its token, bit i for the i-th draft.
-    Returns [S, V] float32, contiguous (float64 for float64). NaN stays NaN unless banned. A row with all of it off is
+    logits_SV [S, V], any float dtype. Banned tokens become -inf. A row that verifies a draft sees what plain decoding
+    would have there. Returns [S, V] float32,
+    contiguous (float64 for float64). NaN stays NaN unless banned. A row with all of it off is
     copied: implementations read a row's mask, list and counts only where something of theirs is on.
     Source: Keskar et al. 2019 (CTRL, repetition penalty); OpenAI API reference (logit bias, frequency and presence
     penalty).
     """
+    slot_S, mask_row_S, mask_SW, bias_count_S, repetition_S, frequency_S, presence_S, *state = changes
+    counts_NV, bias_token_NB, bias_value_NB = state
+    drafts_T, logits_indices_S, place_S, ancestors_T = step
     dtype = torch.promote_types(logits_SV.dtype, torch.float32)
     slot = slot_S.long()
     token_V = torch.arange(logits_SV.shape[1], device=logits_SV.device)

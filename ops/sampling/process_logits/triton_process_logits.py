@@ -12,6 +12,7 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ir.op import each_alone
 from graphllm.ops.sampling.process_logits.op import process_logits
+from graphllm.ops.sampling.process_logits.operands import Changes, StepDrafts
 
 _BLOCK = 2048  # tokens of a tile, whole words of the mask
 _LIST = 256  # entries of a list of biases read at a time
@@ -36,33 +37,11 @@ def _draft(first_draft_ptr, i, bits, TREE: tl.constexpr):
 
 @triton.jit
 def _adjust_kernel(
-    logits_ptr,
-    slot_ptr,
-    mask_row_ptr,
-    mask_ptr,
-    bias_count_ptr,
-    repetition_ptr,
-    frequency_ptr,
-    presence_ptr,
-    counts_ptr,
-    bias_token_ptr,
-    bias_value_ptr,
-    drafts_ptr,
-    logits_indices_ptr,
-    place_ptr,
-    ancestors_ptr,
-    out_ptr,
-    V: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    MASK_ROW: tl.constexpr,
-    COUNTS_ROW: tl.constexpr,
-    TOKEN_ROW: tl.constexpr,
-    VALUE_ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LIST: tl.constexpr,
-    TREE: tl.constexpr,
-):
+    logits_ptr, slot_ptr, mask_row_ptr, mask_ptr, bias_count_ptr, repetition_ptr, frequency_ptr, presence_ptr,
+    counts_ptr, bias_token_ptr, bias_value_ptr, drafts_ptr, logits_indices_ptr, place_ptr, ancestors_ptr, out_ptr,
+    V: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, MASK_ROW: tl.constexpr, COUNTS_ROW: tl.constexpr,
+    TOKEN_ROW: tl.constexpr, VALUE_ROW: tl.constexpr, BLOCK: tl.constexpr, LIST: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0)
     s = tl.program_id(1)
     word = tile * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
@@ -125,33 +104,16 @@ def _supports(site: CallSite) -> bool:
 
 
 @process_logits.impl("triton_process_logits", device="cuda", supports=_supports, row_order=each_alone)
-def triton_process_logits(
-    logits_SV: Tensor,
-    slot_S: Tensor,
-    mask_row_S: Tensor,
-    mask_SW: Tensor,
-    bias_count_S: Tensor,
-    repetition_S: Tensor,
-    frequency_S: Tensor,
-    presence_S: Tensor,
-    counts_NV: Tensor,
-    bias_token_NB: Tensor,
-    bias_value_NB: Tensor,
-    drafts_T: Tensor,
-    logits_indices_S: Tensor,
-    place_S: Tensor,
-    ancestors_T: Tensor | None = None,
-) -> Tensor:
+def triton_process_logits(logits_SV: Tensor, changes: Changes, step: StepDrafts) -> Tensor:
     """One launch."""
     S, V = logits_SV.shape
     out_SV = torch.empty((S, V), dtype=torch.float32, device=logits_SV.device)
     launch_triton(
         _adjust_kernel, (triton.cdiv(V, _BLOCK), S),
-        logits_SV, slot_S, mask_row_S, mask_SW, bias_count_S, repetition_S, frequency_S, presence_S,
-        counts_NV, bias_token_NB, bias_value_NB, drafts_T, logits_indices_S, place_S,
-        logits_SV if ancestors_T is None else ancestors_T, out_SV,
-        V=V, ROW=logits_SV.stride(0), COL=logits_SV.stride(1), MASK_ROW=mask_SW.stride(0),
-        COUNTS_ROW=counts_NV.stride(0), TOKEN_ROW=bias_token_NB.stride(0), VALUE_ROW=bias_value_NB.stride(0),
-        BLOCK=_BLOCK, LIST=_LIST, TREE=ancestors_T is not None, num_warps=4,
+        logits_SV, *changes, *step[:3], logits_SV if step.ancestors_T is None else step.ancestors_T, out_SV,
+        V=V, ROW=logits_SV.stride(0), COL=logits_SV.stride(1), MASK_ROW=changes.mask_SW.stride(0),
+        COUNTS_ROW=changes.counts_NV.stride(0), TOKEN_ROW=changes.bias_token_NB.stride(0),
+        VALUE_ROW=changes.bias_value_NB.stride(0), BLOCK=_BLOCK, LIST=_LIST, TREE=step.ancestors_T is not None,
+        num_warps=4,
     )  # fmt: skip
     return out_SV

@@ -1,4 +1,4 @@
-"""record_tokens: specification in op.py, kernels beside it."""
+"""record_tokens: specification in op.py, kernels in files of their own."""
 
 import importlib.util
 

@@ -12,7 +12,7 @@ _PROMPT = 1 << 30
 
 def _case(S: int, V: int, padding: int = 0, drafts: int = 0, size: str = "small") -> Case:
     """One case. padding: rows after the S of the scrap slot, all with one token, since any of them may stay there.
-    drafts: so many rows before each one are kept in its slot, too, but for every third."""
+    drafts: number of rows before each one that are kept in its slot, too, but for every third."""
     N = S + 2
 
     def inputs(make: Maker) -> dict[str, object]:

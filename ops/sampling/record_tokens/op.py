@@ -20,11 +20,10 @@ def record_tokens(
 
     tokens_S [S] int32: what `sample` gave, -1 for nothing. slot_S [S] int32: rows of the state; all different, but for
     the last slot, the scrap one that padding rows share. last_token_N [N] int32: becomes the token, 0 for nothing;
-    which one in the scrap slot is unspecified. kept_slot_S [S] int32: the slot of which the token becomes a part, which
+    which one in the scrap slot is unspecified. kept_slot_S [S] int32: the slot that the token becomes a part of, which
     several rows may share where drafts are verified; the scrap one for a token that is not kept. counted_S [S] int32:
     where positive, and a token is kept, counts_NV [N, V] int32 of its slot grows by one at it. Bit 30 of a count is a
-    flag that stays, see `process_logits`.
-    Returns a copy of tokens_S, contiguous.
+    flag that stays, see `process_logits`. Returns a copy of tokens_S, contiguous.
     """
     kept, token = kept_slot_S.long(), tokens_S.clamp(min=0)
     last_token_N.index_put_((slot_S.long(),), token)

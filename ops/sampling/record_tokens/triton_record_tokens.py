@@ -16,16 +16,9 @@ from graphllm.ops.sampling.record_tokens.op import record_tokens
 
 @triton.jit
 def _record_kernel(
-    tokens_ptr,
-    slot_ptr,
-    kept_slot_ptr,
-    counted_ptr,
-    last_token_ptr,
-    counts_ptr,
-    out_ptr,
-    SCRAP: tl.constexpr,
+    tokens_ptr, slot_ptr, kept_slot_ptr, counted_ptr, last_token_ptr, counts_ptr, out_ptr, SCRAP: tl.constexpr,
     COUNTS_ROW: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0)
     token = tl.load(tokens_ptr + row)
     slot = tl.load(slot_ptr + row).to(tl.int64)

@@ -1,4 +1,4 @@
-"""sample: specification in op.py, kernels beside it."""
+"""sample: specification in op.py, kernels in files of their own."""
 
 import importlib.util
 

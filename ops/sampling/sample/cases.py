@@ -1,4 +1,4 @@
-"""Inputs for sample: every filter alone and together, ties, banned tokens, rows of one batch that differ, real
+"""Inputs for sample: every filter by itself and together, ties, banned tokens, rows of one batch that differ, real
 vocabularies."""
 
 from __future__ import annotations

@@ -7,19 +7,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphllm.ir.kernels import CKernel
+from graphllm.ir.kernels import float_kernels
 from graphllm.ir.op import CallSite, each_alone
 from graphllm.ops.sampling.sample.op import sample
+from graphllm.ops.sampling.sample.operands import Sampling
 
 _SCHEMA = (
     "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed,"
     " Tensor sample_index, Tensor(a!) out, SymInt S, SymInt V, SymInt stride) -> ()"
 )
-_SOURCE = Path(__file__).with_name("cpu.cpp")
-_kernels = {
-    torch.float32: CKernel("graphllm_sample_f32", _SCHEMA, _SOURCE),
-    torch.bfloat16: CKernel("graphllm_sample_bf16", _SCHEMA, _SOURCE),
-}
+_kernels = float_kernels("graphllm_sample", _SCHEMA, Path(__file__).with_name("cpu.cpp"))
 _PARAMETERS = {
     "temperature_S": torch.float32,
     "top_k_S": torch.int32,
@@ -40,19 +37,9 @@ def _supports(site: CallSite) -> bool:
 
 
 @sample.impl("cpu", device="cpu", supports=_supports, row_order=each_alone)
-def cpu_sample(
-    logits_SV: Tensor,
-    temperature_S: Tensor,
-    top_k_S: Tensor,
-    top_p_S: Tensor,
-    min_p_S: Tensor,
-    seed_S: Tensor,
-    sample_index_S: Tensor,
-) -> Tensor:
+def cpu_sample(logits_SV: Tensor, sampling: Sampling) -> Tensor:
     """Parallel over rows, and over the vocabulary for the maximum of few rows. Never sorts."""
     S, V = logits_SV.shape
     out_S = logits_SV.new_empty(S, dtype=torch.int32)
-    _kernels[logits_SV.dtype](
-        logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, seed_S, sample_index_S, out_S, S, V, logits_SV.stride(0)
-    )
+    _kernels[logits_SV.dtype](logits_SV, *sampling, out_S, S, V, logits_SV.stride(0))
     return out_S

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
+from graphllm.ops.sampling.sample.operands import Sampling
 
 
 def _mix32(x: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ def filtered(
 
 
 def uniform(bits: Tensor) -> Tensor:
-    """float32 in (0, 1), below 1: else a row's only token could tie in the race with those of -inf."""
+    """float32 in (0, 1), below 1: else a row's only token could tie in the race with tokens of -inf."""
     return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
@@ -58,35 +59,23 @@ def _cost(logits_SV: Tensor) -> Cost:
 
 
 @op(boundary=True, cost=_cost)
-def sample(
-    logits_SV: Tensor,
-    temperature_S: Tensor,
-    top_k_S: Tensor,
-    top_p_S: Tensor,
-    min_p_S: Tensor,
-    seed_S: Tensor,
-    sample_index_S: Tensor,
-) -> Tensor:
+def sample(logits_SV: Tensor, sampling: Sampling) -> Tensor:
     """One token id per row: greedy, or a random draw after temperature, min-p, top-k and top-p, in this order.
 
-    logits_SV [S, V], any float dtype, computed in float32. temperature_S [S] float32: 0 means greedy (the lowest id
-    among equal maxima), else logits are divided by it. min_p_S [S] float32: drop tokens less likely than min_p times
-    the most likely; 0 is off. top_k_S [S] int32: keep the k largest logits, ties with the k-th kept; 0 is off. top_p_S
-    [S] float32: of what is left, keep the most likely tokens until their (renormalized) mass reaches p, ties with the
-    last kept; 1 is off. seed_S [S] int64 and sample_index_S [S] int32: the random bits are a pure function of (seed,
-    sample_index, token), see `uniform_bits`, so a sequence's draws do not depend on the batch; the winner is the argmin
+    logits_SV [S, V], any float dtype, computed in float32. The random bits are a pure function of (seed, sample_index,
+    token), see `uniform_bits`, so a sequence's draws do not depend on the batch; the winner is the argmin
     of -log1p(-u) / probability with u = (bits + 0.5) / 2^32, at most 1 - 2^-24 (an exponential race). NaN logits are
     treated as -inf, and a token of -inf is never chosen. Returns [S] int32: -1 for a row without any other token,
     greedy or drawn. Source: Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p), Gumbel-max in its exponential
     form.
     """
-    logits, kept = filtered(logits_SV, temperature_S, top_k_S, top_p_S, min_p_S)
+    logits, kept = filtered(logits_SV, *sampling[:4])
     greedy = torch.argmax(logits, dim=-1)
     possible = logits.max(dim=-1).values > float("-inf")
-    u = uniform(uniform_bits(seed_S, sample_index_S, logits.shape[1]))
+    u = uniform(uniform_bits(sampling.seed_S, sampling.sample_index_S, logits.shape[1]))
     race = kept - torch.log(-torch.log1p(-u))
     drawn = torch.argmax(race, dim=-1)
-    return torch.where(possible, torch.where(temperature_S > 0, drawn, greedy), -1).to(torch.int32)
+    return torch.where(possible, torch.where(sampling.temperature_S > 0, drawn, greedy), -1).to(torch.int32)
 
 
 @sample.fake(traceable=True)

@@ -20,11 +20,12 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ir.op import each_alone
 from graphllm.ops.sampling.sample.op import sample
+from graphllm.ops.sampling.sample.operands import Sampling
 
 BLOCK = 2048  # lanes: logits that one program reads at a time
 _DEPTH = 16  # candidates that a lane has room for
 _PROGRAMS = 528  # of the scan: four for each processor of the chip that this was tuned on
-_GROUPS = 2048  # groups of tokens whose maxima bound the k-th largest logit from below
+_GROUPS = 2048  # groups of tokens; their maxima bound the k-th largest logit from below
 _LEAST = tl.constexpr(-3.4028234663852886e38)  # the smallest finite float32
 KEY_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 key that are constant
 
@@ -83,7 +84,7 @@ def _key(x, SHIFT: tl.constexpr):
 
 @triton.jit
 def _from_key(key, SHIFT: tl.constexpr):
-    """The smallest float whose key is ``key``."""
+    """The smallest float with the key ``key``."""
     wide = key << SHIFT
     negative = (wide >> 31) == 0
     return tl.where(negative, wide ^ 0xFFFFFFFF, wide ^ 0x80000000).to(tl.uint32).to(tl.float32, bitcast=True)
@@ -109,7 +110,7 @@ def filters(top_k, top_p, min_p, V):
 
 @triton.jit
 def is_filtered(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
-    """Whether a row, whose parameters these are, is drawn from with a filter."""
+    """Whether a row with these parameters is drawn from with a filter."""
     by_k, by_p, by_min = filters(tl.load(top_k_ptr), tl.load(top_p_ptr), tl.load(min_p_ptr), V)
     return (tl.load(temperature_ptr) > 0) & (by_k | by_p | by_min)
 
@@ -157,25 +158,15 @@ def race_of(
 
 @triton.jit
 def _scan_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    seed_ptr,
-    sample_index_ptr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, sample_index_ptr,
     chunk_top_ptr,  # [S, C] largest logit of the chunk
-    chunk_score_ptr,  # [S, C] best race value, or sum of exp(scaled - the chunk's largest) for rows with top-p alone
+    chunk_score_ptr,  # [S, C] best race value, or sum of exp(scaled - the chunk's largest) for rows with only top-p
     chunk_id_ptr,  # [S, C] token of the largest logit, or the race's winner
     group_top_ptr,  # [S, GROUPS] largest logit of each group of tokens, for rows with top-k
-    V: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    V: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr,
     FILTERED: tl.constexpr,  # only the rows that have a filter
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     chunk = tl.program_id(0)
     s = tl.program_id(1)
     row_ptr = logits_ptr + s.to(tl.int64) * ROW
@@ -219,18 +210,10 @@ def _scan_kernel(
 
 @triton.jit
 def _search(
-    src_ptr,
-    count,
-    target,
-    lo,
-    hi,
+    src_ptr, count, target, lo, hi,
     BY_MASS: tl.constexpr,  # compare the sum of weights, else the number of logits
-    top_logit,
-    rate,
-    COL: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    top_logit, rate, COL: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The largest key in [lo, hi) such that the logits with that key or a larger one reach the target; lo if none.
 
     Three keys a pass quarter the interval.
@@ -267,17 +250,10 @@ def threshold(
     src_ptr,  # logits to choose among: candidates in scratch, or the row
     count,
     least,  # a key that no logit to keep falls below
-    temperature,
-    top_logit,
-    top_k,
-    top_p,
-    min_p,
-    mass,  # sum of exp(off) over the row; used for rows with top-p alone
-    V,
-    COL: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    temperature, top_logit, top_k, top_p, min_p,
+    mass,  # sum of exp(off) over the row; used for rows with only top-p
+    V, COL: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The lowest key that top-k and top-p keep, and the lowest off that min-p keeps."""
     lane = tl.arange(0, BLOCK)
     by_k, by_p, by_min = filters(top_k, top_p, min_p, V)
@@ -312,21 +288,9 @@ def threshold(
 def _draw(
     src_ptr,  # as for `threshold`
     tile_ptr,  # for candidates, the tile of the row that each came from
-    count,
-    least,
-    temperature,
-    top_logit,
-    row_bits,
-    top_k,
-    top_p,
-    min_p,
-    mass,
-    V,
-    COL: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    count, least, temperature, top_logit, row_bits, top_k, top_p, min_p, mass, V, COL: tl.constexpr,
+    CANDIDATES: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The race's winner among the logits that pass the row's filters."""
     lane = tl.arange(0, BLOCK)
     top = tl.div_rn(top_logit, temperature)
@@ -364,30 +328,12 @@ def _collect(x, tile, cut, used, candidates_ptr, tiles_ptr, DEPTH: tl.constexpr,
 
 @triton.jit
 def _finish_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    seed_ptr,
-    sample_index_ptr,
-    chunk_top_ptr,
-    chunk_score_ptr,
-    chunk_id_ptr,
-    group_top_ptr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, sample_index_ptr, chunk_top_ptr,
+    chunk_score_ptr, chunk_id_ptr, group_top_ptr,
     candidate_ptr,  # [S, DEPTH, BLOCK] logits above the cut, each lane's packed from the first row
-    candidate_tile_ptr,
-    out_ptr,
-    V: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FILTERED: tl.constexpr,
-    SHIFT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    candidate_tile_ptr, out_ptr, V: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, CHUNKS: tl.constexpr,
+    GROUPS: tl.constexpr, FILTERED: tl.constexpr, SHIFT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     s = tl.program_id(0)
     chunk = tl.arange(0, CHUNKS)
     chunk_top = tl.load(chunk_top_ptr + s * CHUNKS + chunk)
@@ -482,49 +428,30 @@ def _supports(site: CallSite) -> bool:
 
 
 @sample.impl("triton_sample", device="cuda", supports=_supports, configs=_configs, row_order=each_alone)
-def triton_sample(
-    logits_SV: Tensor,
-    temperature_S: Tensor,
-    top_k_S: Tensor,
-    top_p_S: Tensor,
-    min_p_S: Tensor,
-    seed_S: Tensor,
-    sample_index_S: Tensor,
-    alike: bool = False,
-) -> Tensor:
+def triton_sample(logits_SV: Tensor, sampling: Sampling, *, alike: bool = False) -> Tensor:
     """Two launches, whatever the rows ask for. alike: each row is drawn in the same way among any others. One row then
-    has as many chunks as several, and sums of a row are over float32, as they are beside rows whose logits are edited:
+    has as many chunks as several, and sums of a row are over float32, as they are in steps with edited logits:
     threads hold other elements of a tile where these are of 16 bits, and so add in another order."""
     chunks = None
     if alike:
         logits_SV, chunks = logits_SV.float(), chunks_of(None, logits_SV.shape[1])
     out_S = torch.empty(logits_SV.shape[0], dtype=torch.int32, device=logits_SV.device)
-    settings = (temperature_S, top_k_S, top_p_S, min_p_S, seed_S, sample_index_S)
-    launch_sample(logits_SV, *settings, out_S, chunks=chunks)
+    launch_sample(logits_SV, sampling, out_S, chunks=chunks)
     return out_S
 
 
 def launch_sample(
-    logits_SV: Tensor,
-    temperature_S: Tensor,
-    top_k_S: Tensor,
-    top_p_S: Tensor,
-    min_p_S: Tensor,
-    seed_S: Tensor,
-    sample_index_S: Tensor,
-    out_S: Tensor,
-    filtered: bool = False,
-    chunks: int | None = None,
+    logits_SV: Tensor, sampling: Sampling, out_S: Tensor, filtered: bool = False, chunks: int | None = None
 ) -> None:
-    """The tokens into ``out_S``; with ``filtered`` only those of rows with top-k, top-p or min-p, and nothing else is
-    read. chunks: programs per row of the scan, those of `chunks_of` if not given."""
+    """The tokens into ``out_S``; with ``filtered`` only for rows with top-k, top-p or min-p, and nothing else is read.
+    chunks: programs per row of the scan, as `chunks_of` says if not given."""
     S, V = logits_SV.shape
     chunks = chunks or chunks_of(S, V)
 
     def scratch(*shape: object, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits_SV.device)  # type: ignore[arg-type]
 
-    row = (logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, seed_S, sample_index_S)
+    row = (logits_SV, *sampling)
     found = (scratch(S, chunks), scratch(S, chunks), scratch(S, chunks, dtype=torch.int32), scratch(S, _GROUPS))
     candidates = scratch(S, _DEPTH, BLOCK, dtype=logits_SV.dtype)
     tiles = scratch(S, _DEPTH, BLOCK, dtype=torch.int16)

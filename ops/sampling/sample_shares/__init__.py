@@ -1,4 +1,4 @@
-"""sample_shares: specification in op.py, kernels beside it."""
+"""sample_shares: specification in op.py, kernels in files of their own."""
 
 import importlib.util
 

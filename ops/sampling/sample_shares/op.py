@@ -8,6 +8,7 @@ from graphllm.ir import Cost, nbytes, op
 from graphllm.ir.groups import TENSOR
 from graphllm.ops.collectives.all_gather import all_gather
 from graphllm.ops.sampling.sample import sample
+from graphllm.ops.sampling.sample.operands import Sampling
 
 
 def _cost(logits_SN: Tensor) -> Cost:
@@ -15,24 +16,14 @@ def _cost(logits_SN: Tensor) -> Cost:
 
 
 @op(boundary=True, collective=True, cost=_cost)
-def sample_shares(
-    logits_SN: Tensor,
-    temperature_S: Tensor,
-    top_k_S: Tensor,
-    top_p_S: Tensor,
-    min_p_S: Tensor,
-    seed_S: Tensor,
-    sample_index_S: Tensor,
-    ranks: int,
-    width: int,
-) -> Tensor:
-    """`sample` of the logits that `all_gather` of so many ranks and that width makes: the same token ids on each rank.
+def sample_shares(logits_SN: Tensor, sampling: Sampling, ranks: int, width: int) -> Tensor:
+    """`sample` of the logits that `all_gather` makes with ``ranks`` and ``width``: the same token ids on each rank.
 
     logits_SN [S, N]: of this rank's tokens. The rest as for `sample`; every rank has the same. An implementation need
     not put the logits together.
     """
     logits_SV = all_gather.reference(logits_SN, TENSOR, ranks, width)
-    return sample.reference(logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, seed_S, sample_index_S)
+    return sample.reference(logits_SV, sampling)
 
 
 @sample_shares.fake

@@ -18,6 +18,7 @@ from torch import Tensor
 from graphllm.ir import CallSite, exchange, launch_triton
 from graphllm.ir.exchange import MOST_RANKS, OWN, exchange_bytes
 from graphllm.ops.collectives.all_reduce.triton_exchange import arrived, exchange_half, peer_slot
+from graphllm.ops.sampling.sample.operands import Sampling
 from graphllm.ops.sampling.sample.triton_sample import (
     BLOCK,
     KEY_SHIFT,
@@ -47,22 +48,10 @@ def _rank(exchange_ptr):
 
 @triton.jit
 def _scan_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    seed_ptr,
-    sample_index_ptr,
-    exchange_ptr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, sample_index_ptr, exchange_ptr,
     found_ptr,  # [S, 3, C] int32: of each chunk the largest logit, the best race value, both as bits, and the token
-    N: tl.constexpr,
-    V: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    N: tl.constexpr, V: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The scan of `sample` over this rank's tokens, without what filters need."""
     chunk = tl.program_id(0)
     s = tl.program_id(1)
@@ -105,27 +94,15 @@ def _told(k, chunk, region, exchange_ptr, half, own, CHUNKS: tl.constexpr, RANKS
 
 @triton.jit
 def _tell_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    exchange_ptr,
-    found_ptr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, exchange_ptr, found_ptr,
     whole_ptr,  # [S, V]: filled for the rows that have a filter
-    out_ptr,
-    N: tl.constexpr,
-    V: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    out_ptr, N: tl.constexpr, V: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, CHUNKS: tl.constexpr,
     RANKS: tl.constexpr,
     REGION: tl.constexpr,  # bytes of a slot that a program has
-    PART: tl.constexpr,
-    TURNS: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
-    """Programs [S, columns]: the first of a row without a filter finds its token, those of others fill the row."""
+    PART: tl.constexpr, TURNS: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """Programs [S, columns]: the first of a row without a filter finds its token, programs of other rows fill the
+    row."""
     PEERS: tl.constexpr = 1 if RANKS == 2 else RANKS
     s = tl.program_id(0)
     column = tl.program_id(1)
@@ -208,20 +185,8 @@ def _supports(site: CallSite) -> bool:
 
 
 @sample_shares.impl("triton_sample_shares", device="cuda", supports=_supports, configs=_configs)
-def triton_sample_shares(
-    logits_SN: Tensor,
-    temperature_S: Tensor,
-    top_k_S: Tensor,
-    top_p_S: Tensor,
-    min_p_S: Tensor,
-    seed_S: Tensor,
-    sample_index_S: Tensor,
-    ranks: int,
-    width: int,
-    *,
-    rows: int,
-) -> Tensor:
-    """Four launches, of which the last two find nothing to do where no row has a filter. rows: at most."""
+def triton_sample_shares(logits_SN: Tensor, sampling: Sampling, ranks: int, width: int, *, rows: int) -> Tensor:
+    """Four launches; the last two find nothing to do where no row has a filter. rows: at most."""
     S, N = logits_SN.shape
     columns = max(1, min(16, _PROGRAMS // rows))
     region = exchange_bytes(ranks) // (1 << (rows * columns - 1).bit_length())
@@ -230,16 +195,15 @@ def triton_sample_shares(
     chunks = chunks_of(S, N)
     found = torch.empty((S, 3, chunks), dtype=torch.int32, device=logits_SN.device)
     whole_SV, out_S = logits_SN.new_empty((S, width)), found.new_empty(S)
-    settings = (temperature_S, top_k_S, top_p_S, min_p_S)
     sizes = {"N": N, "V": width, "ROW": logits_SN.stride(0), "COL": logits_SN.stride(1), "CHUNKS": chunks}
     launch_triton(
-        _scan_kernel, (chunks, S), logits_SN, *settings, seed_S, sample_index_S, exchange(logits_SN, ranks), found,
+        _scan_kernel, (chunks, S), logits_SN, *sampling, exchange(logits_SN, ranks), found,
         **sizes, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
     launch_triton(
-        _tell_kernel, (S, columns), logits_SN, *settings, exchange(logits_SN, ranks), found, whole_SV, out_S,
+        _tell_kernel, (S, columns), logits_SN, *sampling[:4], exchange(logits_SN, ranks), found, whole_SV, out_S,
         **sizes, RANKS=ranks, REGION=region, PART=part, TURNS=turns, EMULATED=triton.knobs.runtime.interpret,
         num_warps=8,
     )  # fmt: skip
-    launch_sample(whole_SV, *settings, seed_S, sample_index_S, out_S, filtered=True)
+    launch_sample(whole_SV, sampling, out_S, filtered=True)
     return out_S

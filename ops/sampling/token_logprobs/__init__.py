@@ -1,4 +1,4 @@
-"""token_logprobs: specification in op.py, kernels beside it."""
+"""token_logprobs: specification in op.py, kernels in files of their own."""
 
 import importlib.util
 

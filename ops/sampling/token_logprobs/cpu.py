@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphllm.ir.kernels import CKernel
+from graphllm.ir.kernels import float_kernels
 from graphllm.ir.op import CallSite, each_alone
 from graphllm.ops.sampling.token_logprobs.op import token_logprobs
 
@@ -15,11 +15,7 @@ _SCHEMA = (
     "(Tensor logits, Tensor tokens, Tensor target, Tensor wanted, Tensor(a!) out, SymInt S, SymInt V, SymInt stride,"
     " SymInt k) -> ()"
 )
-_SOURCE = Path(__file__).with_name("cpu.cpp")
-_kernels = {
-    torch.float32: CKernel("graphllm_token_logprobs_f32", _SCHEMA, _SOURCE),
-    torch.bfloat16: CKernel("graphllm_token_logprobs_bf16", _SCHEMA, _SOURCE),
-}
+_kernels = float_kernels("graphllm_token_logprobs", _SCHEMA, Path(__file__).with_name("cpu.cpp"))
 
 
 def _supports(site: CallSite) -> bool:

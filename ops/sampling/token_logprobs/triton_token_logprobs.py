@@ -1,9 +1,8 @@
 """Triton kernels for token_logprobs: one read of each wanted row, then a tournament for the k largest.
 
 The scan kernel gives every tile of a row its largest logit, its sum of exponentials and how many logits beat the scored
-token's. The finish kernel merges them and takes the best of the tiles' champions k times, each time looking up, in the
-winner's tile alone, the next one below it. Logits are compared as 64-bit integers that order by logit, then by lower
-id.
+token's. The finish kernel merges them and takes the best of the tiles' champions k times, each time looking up, only in
+the winner's tile, the next one below it. Logits are compared as 64-bit integers that order by logit, then by lower id.
 """
 
 # mypy: allow-untyped-defs
@@ -52,7 +51,7 @@ def _token_of(entry):
 
 @triton.jit
 def _scored(row_ptr, tokens_ptr, target_ptr, s, V, COL: tl.constexpr):
-    """The token whose probability is asked for, or -1, and its logit."""
+    """The token with the wanted probability, or -1, and its logit."""
     target = tl.load(target_ptr + s)
     token = tl.where(target >= 0, target, tl.load(tokens_ptr + s))
     return token, tl.where(token >= 0, _logits(row_ptr, tl.maximum(token, 0), V, COL), float("-inf"))
@@ -60,19 +59,12 @@ def _scored(row_ptr, tokens_ptr, target_ptr, s, V, COL: tl.constexpr):
 
 @triton.jit
 def _scan_kernel(
-    logits_ptr,
-    tokens_ptr,
-    target_ptr,
-    wanted_ptr,
+    logits_ptr, tokens_ptr, target_ptr, wanted_ptr,
     best_ptr,  # [S, TILES] the entry of the tile's largest logit
     sum_ptr,  # [S, TILES] sum of exp(logit - largest)
     larger_ptr,  # [S, TILES] logits larger than the scored one
-    V: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    V: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0)
     s = tl.program_id(1)
     if tl.load(wanted_ptr + s) >= 0:
@@ -96,23 +88,10 @@ def _logprob(x, shift, log_sum):
 
 @triton.jit
 def _finish_kernel(
-    logits_ptr,
-    tokens_ptr,
-    target_ptr,
-    wanted_ptr,
-    best_ptr,
-    sum_ptr,
-    larger_ptr,
-    out_ptr,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TABLE: tl.constexpr,
-    V: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, tokens_ptr, target_ptr, wanted_ptr, best_ptr, sum_ptr, larger_ptr, out_ptr, K: tl.constexpr,
+    COLUMNS: tl.constexpr, TABLE: tl.constexpr, V: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     s = tl.program_id(0)
     out_row_ptr = out_ptr + s * (2 + 2 * K)
     if tl.load(wanted_ptr + s) < 0:

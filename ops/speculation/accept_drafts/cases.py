@@ -15,7 +15,7 @@ def _case(
     right: tuple[int, ...], versions: int, prompts: tuple[int, ...] = (), padding: int = 0, scored: int = 0
 ) -> Case:
     """One case. right: of each sequence with ``versions`` rows, how many drafts are. prompts: tokens of further
-    sequences, of which the last is sampled from, and ``scored`` before it have rows without a slot."""
+    sequences, the last one is sampled from, and ``scored`` before it have rows without a slot."""
     counts = [versions] * len(right) + list(prompts)
     rows = [versions] * len(right) + [min(n, 1 + scored) for n in prompts]
     S, T = len(counts), sum(counts)
@@ -52,8 +52,8 @@ def _case(
     def specified(output: torch.Tensor, args: Mapping[str, Any]) -> torch.Tensor:
         return output[: int(args["row_start_loc"][-1])]
 
-    told = "_".join(map(str, right)) or "none"
-    name = f"right{told}_of{versions}_prompts{len(prompts)}_scored{scored}_pad{padding}"
+    shown = "_".join(map(str, right)) or "none"
+    name = f"right{shown}_of{versions}_prompts{len(prompts)}_scored{scored}_pad{padding}"
     bucket = Bucket("mixed", T, T + padding)
     return Case(name, inputs, {"float32": 0.0}, "integers are exact", bucket, specified=specified)
 

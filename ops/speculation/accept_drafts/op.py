@@ -26,10 +26,10 @@ def accept_drafts(
     version_N: Tensor,
     versions: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keep of each sequence the longest run of sampled tokens that its drafts foresaw, and one token behind it.
+    """Keep of each sequence the longest run of sampled tokens that its drafts foresaw, and one token after it.
 
     tokens_R [R]: sampled from the rows logits_indices_R [R] of the step's T tokens, each with its own random numbers,
-    -1 for none. Row i of a sequence samples what comes behind its token i, so it is kept where all rows before it
+    -1 for none. Row i of a sequence samples what comes after its token i, so it is kept where all rows before it
     sampled the drafts drafts_T [T] that follow them: what is kept is what would be sampled without drafts, token by
     token. sequence_ids_T [T]: the sequence of each token. query_start_loc, row_start_loc [S+1]: where each sequence's
     tokens and rows begin. row_slots_R [R], slots_S [S]: slots, the last one is the scrap one of padding. A sequence has
@@ -37,7 +37,7 @@ def accept_drafts(
     row is kept.
 
     Written at slots_S: rejected_N [N], rows that are not kept; version_N [N], the version of recurrent states that is
-    valid from now on: a step of n tokens leaves the state behind its token i at version i, of at most ``versions``.
+    valid from now on: a step of n tokens leaves the state after its token i at version i, of at most ``versions``.
     Returns row_slots_R with the scrap slot but for each sequence's last kept row; the same with the slot in all kept
     rows; how many are kept [S], 0 for sequences without rows; and how many drafts there were [S], up to the first that
     is negative. Of padding all are unspecified. Source: Leviathan et al. 2023 (speculative sampling; the proposal is
@@ -46,11 +46,11 @@ def accept_drafts(
     R, T, scrap = tokens_R.shape[0], drafts_T.shape[0], rejected_N.shape[0] - 1
     first_S, rows_S = row_start_loc[:-1].long(), (row_start_loc[1:] - row_start_loc[:-1]).long()
     next_R = drafts_T[(logits_indices_R.long() + 1).clamp(max=T - 1)]
-    # Rows behind the last one are looked at, too, where there is none.
-    behind = row_slots_R.new_full((1,), scrap)
-    slots_R = torch.cat([row_slots_R, behind])
-    right_R = torch.cat([(tokens_R == next_R) & (tokens_R >= 0), behind < 0])
-    there_R = torch.cat([next_R >= 0, behind < 0])
+    # Rows after the last one are looked at, too, where there is none.
+    past = row_slots_R.new_full((1,), scrap)
+    slots_R = torch.cat([row_slots_R, past])
+    right_R = torch.cat([(tokens_R == next_R) & (tokens_R >= 0), past < 0])
+    there_R = torch.cat([next_R >= 0, past < 0])
     kept_S = (rows_S > 0).long()
     run_S = there_S = drafted_S = (rows_S > 1) & (slots_R[first_S] != scrap)
     count_S = torch.zeros_like(kept_S)

@@ -1,4 +1,4 @@
-"""Inputs for accept_dynamic_tree: those of accept_tree, where all sequences have the same tree."""
+"""Inputs for accept_dynamic_tree: cases of accept_tree in which all sequences have the same tree."""
 
 from __future__ import annotations
 

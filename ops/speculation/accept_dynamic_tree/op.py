@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
-from graphllm.ops.speculation.accept_tree.op import as_one_run, one_run_like
+from graphllm.ops.speculation.accept_tree.op import TreeRows, as_one_run, one_run_like
 
 
 def _cost(tokens_R: Tensor, slots_S: Tensor, path_NL: Tensor, bits_SM: Tensor) -> Cost:
@@ -16,14 +16,7 @@ def _cost(tokens_R: Tensor, slots_S: Tensor, path_NL: Tensor, bits_SM: Tensor) -
 
 @op(cost=_cost, mutates=("rejected_N", "path_NL"))
 def accept_dynamic_tree(
-    tokens_R: Tensor,
-    row_slots_R: Tensor,
-    drafts_T: Tensor,
-    logits_indices_R: Tensor,
-    sequence_ids_T: Tensor,
-    query_start_loc: Tensor,
-    row_start_loc: Tensor,
-    slots_S: Tensor,
+    rows: TreeRows,
     rejected_N: Tensor,
     path_NL: Tensor,
     parents_SM: Tensor,
@@ -36,11 +29,12 @@ def accept_dynamic_tree(
     parents_SM [S, M] int32: of each node the one before it, which comes first; of node 0, the root, anything. bits_SM
     [S, M] int64: bit j is set where node j is on the path to the node, its own one included. depths_SM [S, M] int32: of
     the root 0, at most levels, D. Of sequences that verify none these may be anything. The other arguments and what is
-    returned and written are those of `accept_tree`.
+    returned and written are as for `accept_tree`.
     """
+    tokens_R, row_slots_R, drafts_T, _, _, query_start_loc, row_start_loc, _ = rows
     R, T, M, scrap = tokens_R.shape[0], drafts_T.shape[0], parents_SM.shape[1], rejected_N.shape[0] - 1
     first_S, rows_S = row_start_loc[:-1].long(), (row_start_loc[1:] - row_start_loc[:-1]).long()
-    # Rows and tokens behind the last one are looked at, too.
+    # Rows and tokens after the last one are looked at, too.
     slots_R = torch.cat([row_slots_R, row_slots_R.new_full((1,), scrap)])
     sampled_R, draft_T = (torch.cat([t, t.new_full((1,), -1)]) for t in (tokens_R, drafts_T))
     tree_S = (rows_S > 1) & (slots_R[first_S] != scrap)
@@ -60,8 +54,7 @@ def accept_dynamic_tree(
     depth_D = torch.arange(levels + 1, device=tokens_R.device)
     at_SDM = kept_SM[:, None, :] & (depths_SM[:, None, :] == depth_D[:, None])
     path_SD = torch.where(at_SDM.any(-1), torch.where(at_SDM, node_M, 0).sum(-1), depth_D)
-    where = row_slots_R, logits_indices_R, sequence_ids_T, query_start_loc, row_start_loc, slots_S
-    return as_one_run(tokens_R, *where, rejected_N, path_NL, path_SD, tree_S, kept_S, drafted_S)
+    return as_one_run(rows, rejected_N, path_NL, path_SD, tree_S, kept_S, drafted_S)
 
 
 accept_dynamic_tree.fake(traceable=True)(one_run_like)

@@ -1,4 +1,4 @@
-"""Inputs for accept_tree: trees whose drafts are right along every path, chains, prompts beside them, and padding."""
+"""Inputs for accept_tree: trees with right drafts along every path, chains, prompts in the same step, and padding."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def _case(
     name: str, parents: tuple[int, ...], right: tuple[tuple[int, ...], ...], prompts: tuple[int, ...] = (),
     padding: int = 0, scored: int = 0, absent: tuple[int, ...] = (),
 ) -> Case:  # fmt: skip
-    """One case. right: of each sequence with a tree, the nodes whose drafts are right. prompts: tokens of further
-    sequences, of which the last is sampled from, and ``scored`` before it have rows without a slot. absent: nodes
+    """One case. right: of each sequence with a tree, the nodes with right drafts. prompts: tokens of further
+    sequences, the last one is sampled from, and ``scored`` before it have rows without a slot. absent: nodes
     without a draft."""
     nodes = len(parents)
     counts = [nodes] * len(right) + list(prompts)

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
+
+
+class TreeRows(NamedTuple):
+    """What a step sampled: the arguments of `accept_drafts` of these names, for R rows, T tokens and S sequences."""
+
+    tokens_R: Tensor
+    row_slots_R: Tensor
+    drafts_T: Tensor
+    logits_indices_R: Tensor
+    sequence_ids_T: Tensor
+    query_start_loc: Tensor
+    row_start_loc: Tensor
+    slots_S: Tensor
 
 
 def _cost(tokens_R: Tensor, slots_S: Tensor, path_NL: Tensor) -> Cost:
@@ -14,44 +29,34 @@ def _cost(tokens_R: Tensor, slots_S: Tensor, path_NL: Tensor) -> Cost:
 
 @op(cost=_cost, mutates=("rejected_N", "path_NL"))
 def accept_tree(
-    tokens_R: Tensor,
-    row_slots_R: Tensor,
-    drafts_T: Tensor,
-    logits_indices_R: Tensor,
-    sequence_ids_T: Tensor,
-    query_start_loc: Tensor,
-    row_start_loc: Tensor,
-    slots_S: Tensor,
-    rejected_N: Tensor,
-    path_NL: Tensor,
-    parents: list[int],
+    rows: TreeRows, rejected_N: Tensor, path_NL: Tensor, parents: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Keep of each sequence the longest path from the root whose drafts are what the rows before them sampled, and the
-    token sampled behind it.
+    """Keep of each sequence the longest path from the root on which every draft is what the row before it sampled, and
+    the token sampled after it.
 
-    The arguments are those of `accept_drafts`. parents: of each node the one before it, -1 of node 0, the root; parents
+    The arguments are as for `accept_drafts`. parents: of each node the one before it, -1 of node 0, the root; parents
     come first, and D is the longest path. A sequence verifies a tree where it has several rows and its first one has a
     slot; then row and token i of it are node i's: the root is the token last sampled, node i > 0 the draft there, and
-    each row sampled what comes behind its node with the random numbers of that place, the same for all nodes of one
+    each row sampled what comes after its node with the random numbers of that place, the same for all nodes of one
     depth. So what is kept is what would be sampled without drafts, token by token. Of several children with the right
     token the first is taken. Of other sequences the last row is kept.
 
     Returns, as if the kept rows were the first ones of each tree: tokens_R and the rows that they come from, kept ones
     in their order; row_slots_R with the scrap slot but for each sequence's last kept row; the same with the slot in all
-    kept rows; how many are kept [S], 0 for sequences without rows; how many drafts one behind the other there were [S],
-    up to the first depth without any; path [S, D + 1]: the node at each depth that is kept, from the root, and behind
-    these d at depth d.
-    Written at slots_S: rejected_N [N], how many of D + 1 tokens are not kept, 0 without a tree; path_NL [N, D + 2],
-    that path, and in the last column the place of the newest token that is kept among those of the step, or of the
+    kept rows; how many are kept [S], 0 for sequences without rows; how many drafts one after the other there were [S],
+    up to the first depth without any; path [S, D + 1]: the node at each depth that is kept, from the root, and after
+    these d at depth d. Written at slots_S: rejected_N [N], how many of D + 1 tokens are not kept, 0 without a tree;
+    path_NL [N, D + 2], that path, and in the last column the place of the newest kept token in the step, or in the
     path. Of padding all are unspecified. Source: Cai et al. 2024 (Medusa), Miao et al. 2024 (SpecInfer).
     """
+    tokens_R, row_slots_R, drafts_T, _, _, query_start_loc, row_start_loc, _ = rows
     R, T, nodes, scrap = tokens_R.shape[0], drafts_T.shape[0], len(parents), rejected_N.shape[0] - 1
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
     levels, device = max(depths), tokens_R.device
     first_S, rows_S = row_start_loc[:-1].long(), (row_start_loc[1:] - row_start_loc[:-1]).long()
-    # Rows and tokens behind the last one are looked at, too.
+    # Rows and tokens after the last one are looked at, too.
     slots_R = torch.cat([row_slots_R, row_slots_R.new_full((1,), scrap)])
     sampled_R, draft_T = (torch.cat([t, t.new_full((1,), -1)]) for t in (tokens_R, drafts_T))
     tree_S = (rows_S > 1) & (slots_R[first_S] != scrap)
@@ -78,8 +83,7 @@ def accept_tree(
             node_S = torch.where(kept[node], node, node_S)
         kept_S, drafted_S = kept_S + any_S.long(), drafted_S + drafts_S.long()
         path.append(node_S)
-    where = row_slots_R, logits_indices_R, sequence_ids_T, query_start_loc, row_start_loc, slots_S
-    return as_one_run(tokens_R, *where, rejected_N, path_NL, torch.stack(path, -1), tree_S, kept_S, drafted_S)
+    return as_one_run(rows, rejected_N, path_NL, torch.stack(path, -1), tree_S, kept_S, drafted_S)
 
 
 @accept_tree.fake(traceable=True)
@@ -94,13 +98,7 @@ def one_run_like(
 
 
 def as_one_run(
-    tokens_R: Tensor,
-    row_slots_R: Tensor,
-    logits_indices_R: Tensor,
-    sequence_ids_T: Tensor,
-    query_start_loc: Tensor,
-    row_start_loc: Tensor,
-    slots_S: Tensor,
+    rows: TreeRows,
     rejected_N: Tensor,
     path_NL: Tensor,
     path_SD: Tensor,
@@ -110,6 +108,7 @@ def as_one_run(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What `accept_tree` returns and writes, from the path that is kept, which sequences have a tree, and how many
     tokens are kept and drafts were there."""
+    tokens_R, row_slots_R, _, logits_indices_R, sequence_ids_T, query_start_loc, row_start_loc, slots_S = rows
     R, levels, scrap = tokens_R.shape[0], path_SD.shape[1] - 1, rejected_N.shape[0] - 1
     first_S, rows_S = row_start_loc[:-1].long(), (row_start_loc[1:] - row_start_loc[:-1]).long()
     count_S = (query_start_loc[1:] - query_start_loc[:-1]).long()
@@ -130,5 +129,5 @@ def as_one_run(
     newest_R = torch.where(row_R == end_R, row_slots_R, scrap)
     kept_R = torch.where(row_R <= end_R, row_slots_R, scrap)
     int32 = torch.int32
-    rows = from_R.to(int32), newest_R.to(int32), kept_R.to(int32)
-    return tokens_R[from_R], *rows, kept_S.to(int32), drafted_S.to(int32), path_SD.to(int32)
+    made = from_R.to(int32), newest_R.to(int32), kept_R.to(int32)
+    return tokens_R[from_R], *made, kept_S.to(int32), drafted_S.to(int32), path_SD.to(int32)

@@ -1,4 +1,4 @@
-"""keep_path: specification in op.py, kernels beside it."""
+"""keep_path: specification in op.py, kernels in files of their own."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-// keep_path: copies rows of the cache, and the scales behind all rows of a block's head where there are some.
+// keep_path: copies rows of the cache, and the scales after all rows of a block's head where there are some.
 #include <cstdint>
 #include <cstring>
 

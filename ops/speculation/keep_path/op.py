@@ -20,7 +20,7 @@ def _cost(kv_cache: Tensor, path_SD: Tensor, kept_S: Tensor) -> Cost:
 def keep_path(
     kv_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, path_SD: Tensor, kept_S: Tensor
 ) -> None:
-    """Of each sequence's rows that `paged_attention` has written in this step, move those of a path to the front.
+    """Of each sequence's rows that `paged_attention` has written in this step, move the rows of a path to the front.
 
     kv_cache, block_table, query_start_loc and seq_lens: as there. path_SD [S, D + 1] int32: the rows, growing, the
     first is 0; kept_S [S] int32: how many of them are kept. For d from 1 to kept - 1, keys and values of row path[d],

@@ -1,4 +1,4 @@
-"""ngram_drafts: specification in op.py, kernels beside it."""
+"""ngram_drafts: specification in op.py, kernels in files of their own."""
 
 import importlib.util
 

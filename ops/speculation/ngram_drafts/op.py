@@ -31,16 +31,16 @@ def ngram_drafts(
     newest_R [R] int32: the slot of a row that ends a sequence, else the last slot, the scrap one. tokens_R [R] int32:
     sampled, -1 for nothing; positions_R [R] int32: where each one stands in its sequence; slots_R [R] int32: its slot,
     or the scrap one. The row that ends a sequence and up to K before it that have its slot too are appended, the token
-    at position p to history_NL [N, L] int32 at p % L, 0 for nothing. So a history holds the last L tokens, of which the
-    K oldest may be overwritten and are not looked at; L is larger than K + largest.
+    at position p to history_NL [N, L] int32 at p % L, 0 for nothing. So a history holds the last L tokens; the K oldest
+    may be overwritten and are not looked at; L is larger than K + largest.
 
     drafts_NK [N, K] int32 of that slot becomes what followed the latest of the longest runs that equal the last tokens,
     of ``smallest`` to ``largest``; where that reaches the end, it goes on with what it says itself. -1, all of them,
     where there is no run. The scrap slot stays as it is.
 
-    Returns [R] int32, of a row that ends a sequence how many of its last tokens stood before at the place whose
-    continuation is the guess, up to LONGEST_RUN, however few were looked up: the more, the surer the guess. 0 without a
-    guess, and of other rows. Source: prompt lookup decoding (Saxena 2023).
+    Returns [R] int32, of a row that ends a sequence how many of its last tokens also stood before the place that the
+    guess continues, up to LONGEST_RUN, however few were looked up: the more, the surer the guess. 0 without a guess,
+    and of other rows. Source: prompt lookup decoding (Saxena 2023).
     """
     (N, L), (R,), K = history_NL.shape, tokens_R.shape, drafts_NK.shape[1]
     slots, newest, positions = slots_R.long(), newest_R.long(), positions_R.long()

@@ -54,7 +54,7 @@ def _ngram_kernel(
         if best > (LARGEST - 1) * L:  # no run is longer, and none that is as long is nearer
             start = looked
     back = tl.maximum((L - best % L) % L, 1)
-    # Ages are less than L, so a score is between those of two lengths.
+    # Ages are less than L, so a score is between the scores of two lengths.
     found = tl.load(text + (end - back + 1 + i % back + L) % L, mask=i < K, other=0)
     tl.store(drafts_ptr + own * K + i, tl.where(best > 0, found, -1), mask=i < K)
 

@@ -1,4 +1,4 @@
-"""Inputs for record_draft_probs: greedy and sampled rows, a vocabulary of its own, places behind the last one."""
+"""Inputs for record_draft_probs: greedy and sampled rows, a vocabulary of its own, places after the last one."""
 
 from __future__ import annotations
 

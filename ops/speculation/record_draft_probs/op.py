@@ -25,7 +25,7 @@ def record_draft_probs(
     scrap one of padding.
 
     softmax(logits_SV / temperature_S), computed in float32, goes to probs_NKV [N, K, V] float32 at [slots_S, places_S],
-    places_S [S] int32; a place behind the last one is dropped. temperature_S [S] float32; where it is 0, 1 stands for
+    places_S [S] int32; a place after the last one is dropped. temperature_S [S] float32; where it is 0, 1 stands for
     it, since the drafts of greedy requests are accepted by no probability. ids_V: the tokens that logits_SV are of,
     which differ, where these are not all; the others get 0. In the scrap slot all is unspecified.
     """

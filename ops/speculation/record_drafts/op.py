@@ -1,4 +1,4 @@
-"""record_drafts: a drafted token becomes part of the slots' state, for verification and for the draft behind it."""
+"""record_drafts: a drafted token becomes part of the slots' state, for verification and for the next draft."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def record_drafts(
 ) -> None:
     """Write J drafts for each of the slots slots_S [S], which differ but for the last one, the scrap one of padding.
 
-    tokens_SJ [S, J] int32 go to drafts_NK [N, K] from places_S [S] on; those behind the last place are dropped. What
-    drafts the next one is remembered: count_N [N], the place behind; token_N [N], the last one; position_N [N], where
-    the row of the next run stands, one behind positions_S [S] and at most last_position. In the scrap slot all are
+    tokens_SJ [S, J] int32 go to drafts_NK [N, K] from places_S [S] on; tokens after the last place are dropped. What
+    drafts the next one is remembered: count_N [N], the next place; token_N [N], the last one; position_N [N], where
+    the row of the next run stands, one after positions_S [S] and at most last_position. In the scrap slot all are
     unspecified.
     """
     J, K = tokens_SJ.shape[1], drafts_NK.shape[1]

@@ -1,4 +1,4 @@
-"""rejection_sample: specification in op.py, kernels beside it."""
+"""rejection_sample: specification in op.py, kernels in files of their own."""
 
 import importlib.util
 

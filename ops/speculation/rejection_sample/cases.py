@@ -29,7 +29,7 @@ def _case(
     banned: int = 0, size: str = "small", rows: Sequence[tuple[float, int, float, float]] = _ROWS,
 ) -> Case:  # fmt: skip
     """One case of S sequences with K drafts each. K of 0: no probabilities. near: how far q is from p. banned: tokens
-    of which the logits are -inf, drafts among them."""
+    with logits of -inf, drafts among them."""
     each = (K or 3) + 1
     R, N = S * each, S + 1
 

@@ -7,20 +7,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphllm.ir.kernels import CKernel
+from graphllm.ir.kernels import float_kernels
 from graphllm.ir.op import CallSite
 from graphllm.ops.speculation.rejection_sample.op import rejection_sample
+from graphllm.ops.speculation.rejection_sample.operands import Proposal, RowSampling
 
 _SCHEMA = (
     "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor sample_index,"
     " Tensor drafts, Tensor slots, Tensor place, Tensor? probs, Tensor(a!) out, SymInt S, SymInt V, SymInt K,"
     " SymInt stride, SymInt slot_stride, SymInt place_stride, float threshold, float alpha, float synthetic) -> ()"
 )
-_SOURCE = Path(__file__).with_name("cpu.cpp")
-_kernels = {
-    torch.float32: CKernel("graphllm_rejection_sample_f32", _SCHEMA, _SOURCE),
-    torch.bfloat16: CKernel("graphllm_rejection_sample_bf16", _SCHEMA, _SOURCE),
-}
+_kernels = float_kernels("graphllm_rejection_sample", _SCHEMA, Path(__file__).with_name("cpu.cpp"))
 _FLOATS, _INTS = (
     ("temperature_R", "top_p_R", "min_p_R"),
     ("top_k_R", "sample_index_R", "drafts_R", "slots_R", "place_R"),
@@ -39,29 +36,13 @@ def _supports(site: CallSite) -> bool:
 
 
 @rejection_sample.impl("cpu", device="cpu", supports=_supports)
-def cpu_rejection_sample(
-    logits_RV: Tensor,
-    temperature_R: Tensor,
-    top_k_R: Tensor,
-    top_p_R: Tensor,
-    min_p_R: Tensor,
-    seed_R: Tensor,
-    sample_index_R: Tensor,
-    drafts_R: Tensor,
-    slots_R: Tensor,
-    place_R: Tensor,
-    draft_probs_NKV: Tensor | None = None,
-    typical_threshold: float = 0.0,
-    typical_alpha: float = 0.0,
-    synthetic_rate: float = 0.0,
-) -> Tensor:
+def cpu_rejection_sample(logits_RV: Tensor, sampling: RowSampling, proposal: Proposal) -> Tensor:
     """Parallel over rows, and over the vocabulary for the maximum of few rows. Never sorts."""
     R, V = logits_RV.shape
     out_R = logits_RV.new_empty(R, dtype=torch.int32)
-    probs = draft_probs_NKV
+    probs = proposal.draft_probs_NKV
     K, slot, place = (1, 0, 0) if probs is None else (probs.shape[1], probs.stride(0), probs.stride(1))
     _kernels[logits_RV.dtype](
-        logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, sample_index_R, drafts_R, slots_R, place_R, probs,
-        out_R, R, V, K, logits_RV.stride(0), slot, place, typical_threshold, typical_alpha, synthetic_rate,
-    )  # fmt: skip
+        logits_RV, *sampling, *proposal[:4], out_R, R, V, K, logits_RV.stride(0), slot, place, *proposal[4:]
+    )
     return out_R

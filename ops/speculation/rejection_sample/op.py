@@ -7,6 +7,7 @@ from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
 from graphllm.ops.sampling.sample.op import filtered, uniform, uniform_bits
+from graphllm.ops.speculation.rejection_sample.operands import Proposal, RowSampling
 
 
 def _cost(logits_RV: Tensor) -> Cost:
@@ -14,32 +15,17 @@ def _cost(logits_RV: Tensor) -> Cost:
 
 
 @op(boundary=True, cost=_cost)
-def rejection_sample(
-    logits_RV: Tensor,
-    temperature_R: Tensor,
-    top_k_R: Tensor,
-    top_p_R: Tensor,
-    min_p_R: Tensor,
-    seed_R: Tensor,
-    sample_index_R: Tensor,
-    drafts_R: Tensor,
-    slots_R: Tensor,
-    place_R: Tensor,
-    draft_probs_NKV: Tensor | None = None,
-    typical_threshold: float = 0.0,
-    typical_alpha: float = 0.0,
-    synthetic_rate: float = 0.0,
-) -> Tensor:
+def rejection_sample(logits_RV: Tensor, sampling: RowSampling, proposal: Proposal) -> Tensor:
     """As `sample`, but for rows with a draft, the token that is expected to come next: they give it as often as they
-    may. All else is as there, and a row without a draft (drafts_R [R] int32, negative) draws the same token.
+    may. All else is as there, and a row without a draft draws the same token.
 
     p: the row's distribution, after temperature, min-p, top-k and top-p. u in (0, 1): `uniform_bits` of token V, which
     no token of the vocabulary has. x: the draft. Greedy rows give the likeliest token, whatever the draft is, but for
     the last kind:
-    - draft_probs_NKV [N, K, V] float32: the distribution q from which x was drawn, at [slots_R, place_R], both [R]
-      int32. Lossless: x where u q(x) < p(x), else a draw from max(0, p - q), by the race of `sample` with that in place
-      of p, or from p where all of it is 0. x must have been drawn by other random numbers than the row's own
-      (`draft_seed`). Then x is given with probability 1 minus the distance of p and q (total variation).
+    - draft_probs_NKV: the distribution q from which x was drawn, at [slots_R, place_R]. Lossless: x where u q(x) <
+      p(x), else a draw from max(0, p - q), by the race of `sample` with that in place of p, or from p where all of it
+      is 0. x must have been drawn by other random numbers than the row's own (`draft_seed`). Then x is given with
+      probability 1 minus the distance of p and q (total variation).
     - typical_threshold, typical_alpha above 0: lossy, typical acceptance: x where p(x) is at least the smaller one of
       the threshold and alpha exp(-entropy of p), else a draw from p, as if there were no draft.
     - synthetic_rate above 0: for benchmarks, x where u is below it, else a draw from p: no distribution at all. Greedy
@@ -48,7 +34,9 @@ def rejection_sample(
     Returns [R] int32, -1 for rows without a token that may be chosen. Source: Leviathan et al. 2023, Chen et al. 2023
     (speculative sampling); Cai et al. 2024 (Medusa: typical acceptance).
     """
-    logits, kept = filtered(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R)
+    temperature_R, *_, seed_R, sample_index_R = sampling
+    drafts_R, slots_R, place_R, draft_probs_NKV, typical_threshold, typical_alpha, synthetic_rate = proposal
+    logits, kept = filtered(logits_RV, *sampling[:4])
     V = logits.shape[1]
     greedy = torch.argmax(logits, dim=-1)
     possible = logits.max(dim=-1).values > float("-inf")

@@ -1,7 +1,7 @@
 """Triton kernel for rejection_sample: one program for each row, which reads its logits a few times.
 
-Thresholds and random numbers are those of sample. A row without a filter is read for its maximum, for its mass and for
-the race; filters are searched over the whole row, not over candidates as in sample.
+Thresholds and random numbers are the same as in sample. A row without a filter is read for its maximum, for its mass
+and for the race; filters are searched over the whole row, not over candidates as in sample.
 """
 
 # mypy: allow-untyped-defs
@@ -29,27 +29,18 @@ from graphllm.ops.sampling.sample.triton_sample import (
     uniform,
 )
 from graphllm.ops.speculation.rejection_sample.op import rejection_sample
+from graphllm.ops.speculation.rejection_sample.operands import Proposal, RowSampling
 
 _BLOCK = 2048
 
 
 @triton.jit
 def _race(
-    row_ptr,
-    probs_ptr,
+    row_ptr, probs_ptr,
     residual,  # whether the draft's distribution is taken off
-    cut,
-    floor,
-    temperature,
-    top_logit,
-    share,
-    row_bits,
-    V: tl.constexpr,
-    COL: tl.constexpr,
-    PROBS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    cut, floor, temperature, top_logit, share, row_bits, V: tl.constexpr, COL: tl.constexpr, PROBS: tl.constexpr,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The winner of the race among what the filters keep; -1 where nothing is left of it."""
     lane = tl.arange(0, BLOCK)
     top = tl.div_rn(top_logit, temperature)
@@ -77,31 +68,11 @@ def _race(
 
 @triton.jit
 def _reject_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    seed_ptr,
-    sample_index_ptr,
-    drafts_ptr,
-    slots_ptr,
-    place_ptr,
-    probs_ptr,
-    out_ptr,
-    V: tl.constexpr,
-    K: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    SLOT: tl.constexpr,
-    PLACE: tl.constexpr,
-    PROBS: tl.constexpr,
-    TYPICAL: tl.constexpr,
-    ALPHA: tl.constexpr,
-    RATE: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, sample_index_ptr, drafts_ptr, slots_ptr,
+    place_ptr, probs_ptr, out_ptr, V: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
+    SLOT: tl.constexpr, PLACE: tl.constexpr, PROBS: tl.constexpr, TYPICAL: tl.constexpr, ALPHA: tl.constexpr,
+    RATE: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     r = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     row_ptr = logits_ptr + r.to(tl.int64) * ROW
@@ -183,33 +154,17 @@ def _supports(site: CallSite) -> bool:
 
 
 @rejection_sample.impl("triton_rejection_sample", device="cuda", supports=_supports)
-def triton_rejection_sample(
-    logits_RV: Tensor,
-    temperature_R: Tensor,
-    top_k_R: Tensor,
-    top_p_R: Tensor,
-    min_p_R: Tensor,
-    seed_R: Tensor,
-    sample_index_R: Tensor,
-    drafts_R: Tensor,
-    slots_R: Tensor,
-    place_R: Tensor,
-    draft_probs_NKV: Tensor | None = None,
-    typical_threshold: float = 0.0,
-    typical_alpha: float = 0.0,
-    synthetic_rate: float = 0.0,
-) -> Tensor:
+def triton_rejection_sample(logits_RV: Tensor, sampling: RowSampling, proposal: Proposal) -> Tensor:
     """One launch."""
     R, V = logits_RV.shape
     out_R = torch.empty(R, dtype=torch.int32, device=logits_RV.device)
-    given = draft_probs_NKV
-    probs = temperature_R if given is None else given
+    given = proposal.draft_probs_NKV
+    probs = sampling.temperature_R if given is None else given
     K, slot, place = (1, 0, 0) if given is None else (given.shape[1], given.stride(0), given.stride(1))
     launch_triton(
-        _reject_kernel, (R,), logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, sample_index_R,
-        drafts_R, slots_R, place_R, probs, out_R,
+        _reject_kernel, (R,), logits_RV, *sampling, *proposal[:3], probs, out_R,
         V=V, K=K, ROW=logits_RV.stride(0), COL=logits_RV.stride(1), SLOT=slot, PLACE=place, PROBS=given is not None,
-        TYPICAL=typical_threshold, ALPHA=typical_alpha, RATE=synthetic_rate, SHIFT=KEY_SHIFT[logits_RV.dtype],
-        BLOCK=_BLOCK, num_warps=16,
+        TYPICAL=proposal.typical_threshold, ALPHA=proposal.typical_alpha, RATE=proposal.synthetic_rate,
+        SHIFT=KEY_SHIFT[logits_RV.dtype], BLOCK=_BLOCK, num_warps=16,
     )  # fmt: skip
     return out_R

@@ -9,7 +9,7 @@ from graphllm.ir.testing import Case, Maker
 
 
 def _case(counts: tuple[int, ...], K: int = 3, padding: int = 0) -> Case:
-    """One case. counts: tokens of each sequence. padding: tokens behind them."""
+    """One case. counts: tokens of each sequence. padding: tokens after them."""
     S, T = len(counts), sum(counts)
     N = S + 2
 

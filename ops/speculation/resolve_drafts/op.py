@@ -35,7 +35,7 @@ def resolve_drafts(
     it rejected, rejected_N [N], is then taken off positions and lengths. last_token_N [N], drafts_NK [N, K].
 
     Returns token ids [T], none negative; drafts [T], the same with -1 where there is no draft or token; positions [T],
-    context lengths [T], sequence lengths [S]. Those of padding are unspecified but not negative.
+    context lengths [T], sequence lengths [S]. For padding they are unspecified but not negative.
     """
     sequence_T = sequence_ids_T.long()
     slot_T = slots_S.long()[sequence_T]
