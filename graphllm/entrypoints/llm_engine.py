@@ -17,7 +17,7 @@ from graphllm.engine.requests.text import Tokenizer
 from graphllm.engine.vectors.pooling import Pooling
 from graphllm.entrypoints.adapters import AdapterFiles, LoRARequest
 from graphllm.entrypoints.metrics_reader import Metric, MetricsReader
-from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, stat_loggers, tell
+from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, log_all, stat_loggers
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
 from graphllm.entrypoints.vllm_config import VllmConfig
 from graphllm.loading.artifact.model import resolve_model
@@ -156,7 +156,7 @@ class LLMEngine:
     def do_log_stats(self) -> None:
         """Tell the loggers now."""
         self._logged = time.monotonic()
-        tell(self._loggers, self.core.stats())
+        log_all(self._loggers, self.core.stats())
 
     def get_metrics(self) -> list[Metric]:
         """All that was counted since the engine's start."""

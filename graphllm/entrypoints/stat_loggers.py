@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 from graphllm.config import EngineArgs
+from graphllm.engine.process.messages import EngineDeadError
 from graphllm.engine.requests.request import CoreStats
 from graphllm.entrypoints.vllm_config import VllmConfig, vllm_config
 
@@ -70,8 +72,19 @@ def stat_loggers(args: EngineArgs, factories: Sequence[StatLoggerFactory] | None
     return [make(config, 0) for make in factories]
 
 
-def tell(loggers: Iterable[StatLogger], stats: CoreStats) -> None:
-    """Have them say what they have to say."""
+def log_all(loggers: Iterable[StatLogger], stats: CoreStats) -> None:
+    """Have every logger write the figures."""
     for logger in loggers:
         logger.record(stats, None, engine_idx=0)
         logger.log()
+
+
+async def log_regularly(log: Callable[[], Awaitable[None]], gone: Callable[[], bool]) -> None:
+    """Call ``log`` every ten seconds until the engine is gone for good. gone: whether a dead one is."""
+    while True:
+        await asyncio.sleep(SECONDS)
+        try:
+            await log()
+        except EngineDeadError:
+            if gone():
+                return

@@ -64,10 +64,10 @@ def test_a_core_that_is_killed_comes_back_on_its_gpu(checkpoint: Path, options: 
             expected = await asyncio.gather(*map(one, range(8)))
             device = visible(clients[1].pid)
             os.kill(clients[1].pid, signal.SIGKILL)
-            while engine.healths()[1].state != "dead":
+            while engine.cores.healths()[1].state != "dead":
                 await asyncio.sleep(0.05)
             assert await asyncio.gather(*map(one, range(8))) == expected  # on the other one
-            await engine.restart(1)
+            await engine.cores.restart(1)
             assert visible(clients[1].pid) == device
             assert await asyncio.gather(*map(one, range(8))) == expected
             for client in clients:

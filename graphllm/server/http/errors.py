@@ -13,7 +13,8 @@ from graphllm.chat.error_bodies import anthropic_error_body, error_body
 from graphllm.config import ConfigError
 from graphllm.engine.process.messages import EngineDeadError
 from graphllm.engine.requests.request import QueueFullError
-from graphllm.entrypoints.async_llm import EngineUnhealthyError, SlowReaderError
+from graphllm.entrypoints.async_llm import EngineUnhealthyError
+from graphllm.entrypoints.streams import SlowReaderError
 from graphllm.runtime.commands.calls import RankCallError
 from graphllm.server.http.wire import json_response, record_of
 

@@ -18,8 +18,9 @@ from graphllm.engine.process.messages import EngineDeadError
 from graphllm.engine.requests.outputs import RequestOutput
 from graphllm.engine.requests.processor import Prompt
 from graphllm.engine.requests.request import Adapter, QueueFullError
-from graphllm.entrypoints.async_llm import EngineUnhealthyError, merge
+from graphllm.entrypoints.async_llm import EngineUnhealthyError
 from graphllm.entrypoints.engine_client import EngineClient
+from graphllm.entrypoints.streams import merge
 from graphllm.entrypoints.tracing import Tracing
 from graphllm.server.http.errors import failure_error
 from graphllm.server.http.wire import Record

@@ -88,7 +88,7 @@ class EngineSupervisor(EngineView):
         if engine is None or self.status in ("restarting", "draining"):
             return
         if self.cores:
-            for number, health in enumerate(engine.healths()):
+            for number, health in enumerate(engine.cores.healths()):
                 self._look_at(number, health, engine)
             return
         health = engine.health()
@@ -114,7 +114,7 @@ class EngineSupervisor(EngineView):
             self._core_becomes(number, "ready")
             return
         cause = _cause(health, self.options)
-        engine.fail_requests(failure(health), number)
+        engine.cores.fail_requests(failure(health), number)
         _log.error("engine core %d is %s: %s; its requests failed", number, health.state, cause)
         self._core_becomes(number, health.state, cause)
 
@@ -141,7 +141,7 @@ class EngineSupervisor(EngineView):
         while True:
             begun = time.monotonic()
             try:
-                await self._engine.restart(number)
+                await self._engine.cores.restart(number)
             except (ConfigError, EngineDeadError) as failure:
                 cause = f"{self.cores[number].cause}; it could not be started again: {failure}"[-1000:]
                 _log.error("restart of engine core %d failed, next try in %.0f s: %s", number, pause, failure)
@@ -183,9 +183,9 @@ class EngineSupervisor(EngineView):
         if self._engine is None or (not self.cores and self.status in ("restarting", "dead")):
             return []
         if not self.cores:
-            return self._engine.folders
+            return self._engine.cores.folders
         ready = [core.status == "ready" for core in self.cores]
-        return [folder if there else "" for folder, there in zip(self._engine.folders, ready, strict=True)]
+        return [folder if there else "" for folder, there in zip(self._engine.cores.folders, ready, strict=True)]
 
     @contextlib.asynccontextmanager
     async def _announced(self) -> AsyncIterator[None]:
@@ -206,7 +206,7 @@ class EngineSupervisor(EngineView):
     async def stats(self) -> list[CoreStats | None]:
         """Each core's figures; None for one that does not answer."""
         if self._engine is not None and self.status in ("ready", "degraded", "draining"):
-            return await self._engine.engine_stats(_STATS_TIMEOUT)
+            return await self._engine.cores.stats(_STATS_TIMEOUT)
         return [None] * max(1, len(self.cores))
 
     def drain(self) -> None:

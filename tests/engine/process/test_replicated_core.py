@@ -132,7 +132,7 @@ def test_the_same_for_streams(place: Path, expected: dict[tuple[int, ...], list[
             found = await asyncio.gather(*(one(n, prompt) for n, prompt in enumerate(expected)))
             for tokens, wanted in zip(found, expected.values(), strict=True):
                 assert tokens == wanted[: len(tokens)]
-            assert all(stats and stats.generated_tokens for stats in await engine.engine_stats())
+            assert all(stats and stats.generated_tokens for stats in await engine.cores.stats())
         finally:
             await engine.close()
 

@@ -36,6 +36,14 @@ _PROMPTS_OF = {"search_query": "query", "search_document": "document"}  # Cohere
 def pooling_routes(service: Service) -> APIRouter:
     """The routes, for one service."""
     router = APIRouter(route_class=JsonRoute, tags=["Pooling"], responses=errors(*GENERATES))
+    _add_vectors(router, service)
+    _add_scores(router, service)
+    _add_cohere(router, service)
+    return router
+
+
+def _add_vectors(router: APIRouter, service: Service) -> None:
+    """Embeddings, classes, and vectors of every kind, one for each text."""
 
     @router.post("/v1/embeddings", tags=["OpenAI"], responses=answers(protocol.EmbeddingList))
     async def embeddings(body: protocol.EmbeddingBody, request: Request) -> Response:
@@ -69,6 +77,10 @@ def pooling_routes(service: Service) -> APIRouter:
             label = labels[best] if best < len(labels) else None
             data.append({"index": i, "label": label, "probs": vector.tolist(), "num_classes": len(vector)})
         return json_response(_list(service, request, "classify", data, found))
+
+
+def _add_scores(router: APIRouter, service: Service) -> None:
+    """Scores of pairs of texts, and documents in the order of their scores."""
 
     async def score(body: protocol.ScoreBody, request: Request) -> Response:
         """How well texts go together."""
@@ -107,6 +119,10 @@ def pooling_routes(service: Service) -> APIRouter:
     for path in _RANKS:
         router.add_api_route(path, rerank, methods=["POST"], responses=answers(protocol.RerankList))
 
+
+def _add_cohere(router: APIRouter, service: Service) -> None:
+    """Embeddings as Cohere's API gives them."""
+
     @router.post("/v2/embed", tags=["Cohere"], responses=answers(protocol.CohereEmbeddings))
     async def cohere_embed(body: protocol.CohereEmbedBody, request: Request) -> Response:
         """The embedding of each text, in one or several forms."""
@@ -133,8 +149,6 @@ def pooling_routes(service: Service) -> APIRouter:
         return json_response(
             {"id": head["id"], "embeddings": made, "texts": texts, "meta": meta, "response_type": "embeddings_by_type"}
         )
-
-    return router
 
 
 async def _given(service: Service, request: Request, kind: type[protocol.Object]) -> dict[str, Any]:

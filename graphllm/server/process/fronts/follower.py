@@ -15,7 +15,8 @@ from graphllm.engine.process.core_group import CoreGroup
 from graphllm.engine.process.messages import DeathCause, EngineDeadError
 from graphllm.engine.process.remote_core import RemoteCore
 from graphllm.engine.requests.text import Tokenizer
-from graphllm.entrypoints.async_llm import UNREAD, AsyncLLM
+from graphllm.entrypoints.async_llm import AsyncLLM
+from graphllm.entrypoints.streams import UNREAD
 from graphllm.loading.artifact.model import ResolvedModel
 from graphllm.server.process.fronts.messages import EngineState, ServedModel
 from graphllm.server.supervision.engine_supervisor import warm
@@ -105,7 +106,7 @@ class EngineFollower(EngineView):
         assert self.opened is not None
         seed = self.options.seed
         seed = None if seed is None else seed + (self.number << 64)  # other ones than in every front before this
-        engine = AsyncLLM.beside(self._client(folders, self.opened), self.opened, seed, UNREAD // self.fronts)
+        engine = AsyncLLM.for_shared_core(self._client(folders, self.opened), self.opened, seed, UNREAD // self.fronts)
         self._joining = engine
         await engine.start()
         if self._joining is not engine:
@@ -131,7 +132,7 @@ class EngineFollower(EngineView):
             last, task = self._coming.get(number, (ours, None))
             if theirs == last:
                 continue
-            self._engine.lose(number, DeathCause(kind="exit", message=state.cores[number].cause or "it is gone"))
+            self._engine.cores.lose(number, DeathCause(kind="exit", message=state.cores[number].cause or "it is gone"))
             self._folders[number] = ""
             if theirs:
                 joining = asyncio.create_task(self._join_core(self._engine, number, theirs, task))
@@ -143,7 +144,7 @@ class EngineFollower(EngineView):
         if before is not None:
             await before
         with contextlib.suppress(EngineDeadError):  # else the next state says what comes now
-            await engine.restart(number)
+            await engine.cores.restart(number)
             self._folders[number] = folder
             self.joined(list(self._folders))
         if self._coming[number][0] == folder:
