@@ -131,7 +131,7 @@ def measure(llm: Any, case: str, drafts: int, tiny: bool) -> dict[str, Any]:
 
 def _executor(llm: Any) -> Any:
     """The executor of an LLM whose engine runs in this process."""
-    return llm._core.executor
+    return llm.llm_engine.core.executor
 
 
 def main() -> None:

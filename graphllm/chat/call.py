@@ -27,6 +27,7 @@ from graphllm.config.errors import ErrorPlace
 from graphllm.config.parameter import parameters
 from graphllm.config.requests.sampling_params import BeamSearchParams, SamplingParams
 from graphllm.config.requests.structured_outputs import BACKENDS, StructuredOutputsParams
+from graphllm.config.server import ChatConfig
 from graphllm.engine.chat_template.conversation import check_template_kwargs, conversation, text_of
 from graphllm.engine.process.template_trial import TemplateTrial
 from graphllm.engine.requests.processor import Prompt, Truncation
@@ -62,20 +63,7 @@ class Style(NamedTuple):
         return Style(detect_tools(template), detect_reasoning(template))
 
 
-class Rules(NamedTuple):
-    """What a server makes of bodies. strict: no field is ignored. templates: bodies may bring a chat template.
-    template_kwargs: variables of chat templates where a body says nothing else. tokens_as_ids: of log-probabilities.
-    usage: every stream ends with it. role: of answers."""
-
-    strict: bool = False
-    templates: bool = False
-    template_kwargs: Mapping[str, Any] = {}
-    tokens_as_ids: bool = False
-    usage: bool = False
-    role: str = "assistant"
-
-
-_NO_RULES = Rules()
+_DEFAULTS = ChatConfig()
 
 
 class Call(NamedTuple):
@@ -127,18 +115,18 @@ class Call(NamedTuple):
         return place.prompt_error(mistake) if count > 1 else mistake
 
 
-def parse_call(url: object, body: object, defaults: SamplingParams, rules: Rules = _NO_RULES) -> Call:
+def parse_call(url: object, body: object, defaults: SamplingParams, config: ChatConfig = _DEFAULTS) -> Call:
     """Check the body of a request to ``url``.
 
-    defaults: for what the body leaves open; max_tokens None is the endpoint's own default. rules: of the server. Raises
-    ConfigError, whose message begins with the field's name (`error_body`).
+    defaults: for what the body leaves open; max_tokens None is the endpoint's own default. config: of the server.
+    Raises ConfigError; its message begins with the field's name (`error_body`).
     """
     if url not in (CHAT, COMPLETIONS):
         raise ConfigError(f"url is {url!r:.80}: give {CHAT} or {COMPLETIONS}")
     if not isinstance(body, dict):
         raise ConfigError(f"body is {body!r:.80}: give an object")
     chat = url == CHAT
-    rest = judged(body, strict=rules.strict)
+    rest = judged(body, strict=config.strict_fields)
     rest |= unguided(rest)
     if "vllm_xargs" in rest:  # which SamplingParams has under its own name
         rest["extra_args"] = _take(rest, "vllm_xargs", dict, {})
@@ -154,26 +142,26 @@ def parse_call(url: object, body: object, defaults: SamplingParams, rules: Rules
         echo=_take(rest, "echo", bool, False),
         special=_take(rest, "add_special_tokens", bool, not chat) if "add_special_tokens" in rest else None,
         token_ids=_take(rest, "return_token_ids", bool, False),
-        tokens_as_ids=_take(rest, "return_tokens_as_token_ids", bool, rules.tokens_as_ids),
+        tokens_as_ids=_take(rest, "return_tokens_as_token_ids", bool, config.return_tokens_as_token_ids),
         truncation=_truncation(rest),
         interval=_interval(rest),
         request_id=checked_id(_take(rest, "request_id", str, "")),
-        role=rules.role,
+        role=config.response_role,
     )
-    call = _streaming(call, rest, rules.usage)
+    call = _streaming(call, rest, config.enable_force_include_usage)
     if chat:
         tools = check_tools(
             rest.pop("tools", None), rest.pop("tool_choice", None), _take(rest, "parallel_tool_calls", bool, True)
         )
         call = call._replace(
             messages=conversation(rest.pop("messages", None)),
-            chat_template=_chat_template(rest, rules.templates),
+            chat_template=_chat_template(rest, config.trust_request_chat_template),
             continues=_take(rest, "continue_final_message", bool, False),
             prompt_text=_take(rest, "return_prompt_text", bool, False),
             tools=tools,
             reasoning=_take(rest, "include_reasoning", bool, True),
         )
-        call = _turn(call._replace(template=_template(rest, call.continues, rules.template_kwargs)))
+        call = _turn(call._replace(template=_template(rest, call.continues, config.default_chat_template_kwargs or {})))
         rest |= _chat_sampling(rest)
     else:
         call = call._replace(prompts=_prompts(rest.pop("prompt", None)), suffix=_take(rest, "suffix", str, ""))

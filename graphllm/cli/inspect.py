@@ -10,12 +10,16 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from graphllm.cli.inspect_adapter import inspect_adapter, is_adapter
 from graphllm.config import Bucket
 from graphllm.program import artifact, baked_table
 
 
 def inspect(folder: Path, json: bool) -> None:
-    """Verify the artifact, also the weights in it, then print target, buckets, pieces, passes, kernels and memory."""
+    """Print what an artifact or a LoRA adapter holds. An artifact is verified first, also the weights in it."""
+    if is_adapter(folder):
+        inspect_adapter(folder, json)
+        return
     opened = artifact.Artifact.open(folder)
     if opened.is_baked:
         baked_table.check_contents(folder)

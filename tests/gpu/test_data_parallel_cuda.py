@@ -42,7 +42,7 @@ def test_text_of_several_gpus(checkpoint: Path, options: dict[str, Any]) -> None
         expected = [o.outputs[0].token_ids for o in alone.generate(PROMPTS, GREEDY)]
     with LLM(checkpoint, data_parallel_size=2, **options) as llm:
         assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)] == expected
-        core: Any = llm._core
+        core: Any = llm.llm_engine.core
         assert [stats.generated_tokens for stats in core.engine_stats()] == [160, 160]
         pids = [client.pid for client in core._client._clients]
         assert len({visible(pid) for pid in pids}) == 2

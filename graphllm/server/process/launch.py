@@ -92,7 +92,7 @@ class LocalFront:
 
             http = Metrics("")
             overview = JointOverview(http, parts)
-        shared = in_memory(overview, options.max_body, options.access.rate, ResponseStore(), options.adapters)
+        shared = in_memory(overview, options.config, ResponseStore(), options.adapters)
         services = []
         for names, view in engines:
             _, metrics, running = parts[names[0]]
@@ -120,10 +120,10 @@ def serve(models: Sequence[Opening], options: ServerOptions) -> int:
     used."""
     from graphllm.entrypoints.tracing import Tracing
 
-    tls = read_tls(options)
+    tls = read_tls(options.config.listen)
     tracing = Tracing(options.traces) if options.traces else None
     prepare_process()
-    with listening(options) as listener:
+    with listening(options.config.listen) as listener:
         import uvloop
 
         from graphllm.server.supervision.engine_supervisor import EngineSupervisor
@@ -172,13 +172,16 @@ async def _serve(
         supervisor.phases["application"] = time.monotonic() - begun
     http = asyncio.create_task(front.serve(listener))
     scheme = "https" if tls else "http"
-    _log.info("listening on %s", options.uds or f"{scheme}://{options.host}:{listener.getsockname()[1]}")
+    _log.info(
+        "listening on %s",
+        options.config.listen.uds or f"{scheme}://{options.config.listen.host}:{listener.getsockname()[1]}",
+    )
     telling = asyncio.create_task(_tell(supervisors, front.metrics, options))
     await asyncio.wait({*running, http, asyncio.create_task(ended.wait())}, return_when=asyncio.FIRST_COMPLETED)
     telling.cancel()
     code = 0
     if ended.is_set():
-        await _drain(supervisors, front, options.shutdown_timeout)
+        await _drain(supervisors, front, options.config.serving.shutdown_timeout)
     for engine in running:
         engine.cancel()
     try:
@@ -202,7 +205,7 @@ def _front(
     tls: ssl.SSLContext | None,
     tracing: Tracing | None,
 ) -> Front:
-    if options.fronts == 1:
+    if options.config.serving.api_server_count == 1:
         return LocalFront(engines, options, tls, tracing)
     from graphllm.server.process.fronts.controller import Fronts
 

@@ -54,7 +54,7 @@ class EngineSupervisor(EngineView):
         while True:
             await asyncio.sleep(_TICK)
             self.look()
-            if not self.options.restart or self.status == "draining":
+            if not self.options.watch.restart_engine or self.status == "draining":
                 continue
             if not self.cores and self.status != "ready":
                 await self._restart()
@@ -68,7 +68,9 @@ class EngineSupervisor(EngineView):
         self.changed.set()
         options = self.options
         children, self.children = self.children, ()  # one process loads one engine
-        engine = AsyncLLM.from_resolved(self.opened, options.seed, options.silence, options.step_timeout, children)
+        engine = AsyncLLM.from_resolved(
+            self.opened, options.seed, options.silence, options.watch.step_timeout, children
+        )
         try:
             await engine.start()
         except BaseException:
@@ -240,6 +242,6 @@ def _cause(health: Health, options: SupervisorOptions) -> str:
     if health.state == "stuck":
         return (
             f"one step has not got on for {health.seconds:.1f} s; if kernels of this model take that long, raise "
-            f"--step-timeout (now {options.step_timeout:g} s) or lower --max-num-batched-tokens"
+            f"--step-timeout (now {options.watch.step_timeout:g} s) or lower --max-num-batched-tokens"
         )
     return f"the engine's process has been silent for {health.seconds:.1f} s"

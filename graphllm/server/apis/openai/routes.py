@@ -92,7 +92,7 @@ def _texts(service: Service, ids: list[int]) -> list[str]:
 
 async def _text(service: Service, record: Record) -> tuple[str, bool]:
     """What is to be tokenized, and whether special tokens are added."""
-    given = judged(record.body, strict=service.rules.strict)
+    given = judged(record.body, strict=service.chat.strict_fields)
     for name in ("model", "return_token_strs"):
         given.pop(name, None)
     if ("prompt" in given) == ("messages" in given):

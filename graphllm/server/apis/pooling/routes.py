@@ -154,7 +154,7 @@ def _add_cohere(router: APIRouter, service: Service) -> None:
 async def _given(service: Service, request: Request, kind: type[protocol.Object]) -> dict[str, Any]:
     """The fields of a body that say something. Raises ConfigError for one that there is not."""
     record = record_of(request.scope)
-    given = judged(record.body, kind.model_fields, service.rules.strict)
+    given = judged(record.body, kind.model_fields, service.chat.strict_fields)
     if unknown := next((name for name in given if name not in kind.model_fields), None):
         raise ConfigError(f"{unknown:.80} is {given[unknown]!r:.80}: not supported; leave it out")
     name = given.pop("model", None)

@@ -47,7 +47,7 @@ def _add_create(router: APIRouter, service: Service, store: Responses) -> None:
         """The answer to text or items, maybe as a continuation of an earlier response."""
         given = record_of(request.scope).body
         earlier = await _earlier(store, given.get("previous_response_id"))
-        asked = requests.to_chat(given, earlier, service.rules.strict)
+        asked = requests.to_chat(given, earlier, service.chat.strict_fields)
         if given.get("truncation") == "auto":
             asked["messages"] = await _fitting(service, request, asked)
         started = await service.start(request, CHAT, asked)

@@ -78,7 +78,7 @@ class Fronts:
         self._store = ResponseStore()
         name = options.names[0]
         self._metrics = Metrics(name, {"model": name}, self._processes, options.rank)
-        self._shared = in_memory(_Overview(self), options.max_body, options.access.rate, self._store, options.adapters)
+        self._shared = in_memory(_Overview(self), options.config, self._store, options.adapters)
         self._connections = Connections(self._fronts, self._later)
         self._answers = Answers(self._shared, self._store, self._fronts, self._send)
         self._encode = msgspec.json.Encoder().encode
@@ -92,7 +92,7 @@ class Fronts:
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.bind(address(self._folder))
-        for _ in range(self._options.fronts):
+        for _ in range(self._options.config.serving.api_server_count):
             self._start()
         work = [asyncio.create_task(loop()) for loop in (self._receive, self._watch, self._report, self._publish)]
         over = asyncio.create_task(self._over.wait())
