@@ -77,7 +77,7 @@ ROOMS = {
     ),
     "loading": (("checkpoint", "memory"), ("artifact",), ("core",)),
     "server": (
-        ("frontend_names", "http", "page"),
+        ("http", "page"),
         ("supervision",),
         ("service",),
         ("apis", "middleware"),

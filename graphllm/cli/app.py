@@ -14,13 +14,12 @@ from typer.main import get_command
 from graphllm.cli.bench.app import bench_app
 from graphllm.cli.endings import endings
 from graphllm.cli.late import call
-from graphllm.cli.options import engine_options, sampling_options, server_options
+from graphllm.cli.options import EngineCommand, engine_options, sampling_options, server_options
 from graphllm.cli.run.inputs import Inputs
-from graphllm.cli.vllm_flags import EngineCommand
 from graphllm.config import CompileConfig, ConfigError, EngineArgs, definitions
 from graphllm.config.requests.pooling_params import PoolingParams
 from graphllm.config.server import ServerConfig
-from graphllm.server.frontend_names import FRONTEND_NAMES
+from graphllm.config.vllm.server_names import FRONTEND_NAMES
 from graphllm.version import __version__
 
 
@@ -215,7 +214,7 @@ def doctor_command(
     artifact: Annotated[Path | None, typer.Argument(help="Artifact folder; without it, the machine only.")] = None,
 ) -> None:
     """Say what this machine and an artifact can do."""
-    raise typer.Exit(call("doctor:doctor", artifact))
+    raise typer.Exit(call("doctor.doctor:doctor", artifact))
 
 
 @op_app.command("list")

@@ -10,13 +10,25 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
 
-from graphllm.cli.vllm_flags import OPTION, vllm_values
 from graphllm.config import EngineArgs, EngineConfig
 from graphllm.config.parameter import ParameterDefinition, parameters
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.config.server import ServerConfig, server_config
 from graphllm.config.setting import Definition, choices, definitions
+from graphllm.config.vllm.flags import OPTION, CommandLine, vllm_values
+from graphllm.config.vllm.names import ForeignName
+
+
+class EngineCommand(TyperCommand):
+    """A command with options of the engine. others: names of vLLM's that are not the engine's."""
+
+    others: Mapping[str, ForeignName] = {}
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read a command line."""
+        return super().parse_args(ctx, CommandLine(args, self.name or "", self.params, self.others).rewritten())
 
 
 def engine_options(

@@ -12,6 +12,7 @@ from graphllm.config import ConfigError
 from graphllm.engine.requests.request import Adapter, CoreInfo
 from graphllm.program.artifact import Artifact
 from graphllm.weights.adapters.adapted import linear_from
+from graphllm.weights.adapters.adapters import adapter_digest, check_adapter
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,6 @@ class AdapterFiles:
         seen = _signature(folder)
         known = self._opened.get((name, str(folder)))
         if known is None or known[0] != seen:
-            from graphllm.weights.adapters.adapters import adapter_digest, check_adapter
-
             digest = adapter_digest(folder)
             check_adapter(folder, self._info.adapted, self._info.max_lora_rank)
             self._opened[name, str(folder)] = known = (seen, Adapter(name, str(folder), digest))
@@ -81,8 +80,6 @@ def check_adapters(artifact: Artifact, given: Sequence[tuple[str, str]]) -> None
     """Raise ConfigError for adapters (name, folder) that an engine with this artifact cannot serve."""
     if not given:
         return
-    from graphllm.weights.adapters.adapters import check_adapter
-
     linears = [linear_from(plain) for plain in artifact.program.adapted]
     rank = artifact.config.max_lora_rank
     for name, folder in given:

@@ -12,6 +12,7 @@ from typing import Any, cast
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.requests.pooling_params import Vectors
 from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.config.vllm.view import VllmConfig
 from graphllm.engine.process.core_client import CoreClient, Health
 from graphllm.engine.process.core_group import CoreGroup
 from graphllm.engine.process.messages import DeathCause, EngineDeadError, Ready
@@ -30,7 +31,6 @@ from graphllm.entrypoints.stat_loggers import LoggingStatLogger, StatLogger, Sta
 from graphllm.entrypoints.stat_loggers import stat_loggers as stat_loggers_of
 from graphllm.entrypoints.streams import UNREAD, PooledRequests, RequestNames, RequestStreams
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
-from graphllm.entrypoints.vllm_config import VllmConfig
 from graphllm.loading.artifact.model import ResolvedModel, grammar_maker, resolve_model
 from graphllm.loading.core.core_clients import core_client
 from graphllm.runtime.commands.calls import PROFILE_PREFIX, START_PROFILE, STOP_PROFILE, call_of

@@ -10,6 +10,7 @@ from typing import Any
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.requests.pooling_params import Vectors
 from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.config.vllm.view import VllmConfig
 from graphllm.engine.requests.outputs import OutputProcessor, RequestOutput
 from graphllm.engine.requests.processor import GrammarChecker, Processor, Prompt
 from graphllm.engine.requests.request import Core
@@ -20,7 +21,6 @@ from graphllm.entrypoints.driver import Driver
 from graphllm.entrypoints.metrics_reader import Metric, MetricsReader
 from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, log_all, stat_loggers
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
-from graphllm.entrypoints.vllm_config import VllmConfig
 from graphllm.loading.artifact.model import resolve_model
 from graphllm.loading.core.open_core import open_core
 from graphllm.runtime.commands.calls import PROFILE_PREFIX, START_PROFILE, STOP_PROFILE, call_of

@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 from graphllm.config import EngineArgs
+from graphllm.config.vllm.view import VllmConfig
 from graphllm.engine.process.messages import EngineDeadError
 from graphllm.engine.requests.request import CoreStats
-from graphllm.entrypoints.vllm_config import VllmConfig, vllm_config
+from graphllm.entrypoints.vllm_config import vllm_config
 
 SECONDS = 10.0
 _log = logging.getLogger(__name__)

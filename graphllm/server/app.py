@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from graphllm.config.server import AccessConfig
+from graphllm.config.vllm.unserved import UNSERVED
 from graphllm.server.apis.admin import admin_routes
 from graphllm.server.apis.anthropic.routes import anthropic_routes
 from graphllm.server.apis.openai.adapters import adapter_routes
@@ -25,7 +26,6 @@ from graphllm.server.apis.pooling.routes import pooling_routes
 from graphllm.server.apis.probes import probe_routes
 from graphllm.server.apis.responses.routes import responses_routes
 from graphllm.server.http.errors import KNOWN, describe, error_response
-from graphllm.server.http.unserved import UNSERVED
 from graphllm.server.http.wire import App, GoneError, record_of
 from graphllm.server.middleware import Middleware
 from graphllm.server.multi_model import ByModel

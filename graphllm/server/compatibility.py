@@ -3,19 +3,20 @@ is made from the models of bodies, the tables of other fields, the routes and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from pydantic import BaseModel
 
 from graphllm.chat.fields import GUIDED, IGNORED, REFUSED
-from graphllm.config.vllm.names import SAMPLING_NAMES, ForeignName
+from graphllm.config.vllm.names import SAMPLING_NAMES
+from graphllm.config.vllm.server_names import FRONTEND_NAMES
+from graphllm.config.vllm.table import state, table
+from graphllm.config.vllm.unserved import UNSERVED
 from graphllm.engine.metrics.metric_families import FAMILIES, NOT_MEASURED
 from graphllm.server.apis.anthropic import requests as anthropic
 from graphllm.server.apis.anthropic.requests import MessagesRequest
 from graphllm.server.apis.openai.protocol import ChatBody, CompletionBody
 from graphllm.server.apis.responses.requests import ResponsesRequest
-from graphllm.server.frontend_names import FRONTEND_NAMES
-from graphllm.server.http.unserved import UNSERVED
 
 APIS: Mapping[str, type[BaseModel]] = {
     "chat": ChatBody,
@@ -79,8 +80,8 @@ def _fields() -> list[tuple[str, ...]]:
     return [(f"`{name}`", *(state_of(api, name) for api in APIS), _about(name)) for name in sorted(names)]
 
 
-def http_part(table: Callable[..., str], state: Callable[[ForeignName], str]) -> str:
-    """The whole part, in Markdown. table: of a head and rows. state: what happens to a name, in words."""
+def http_part() -> str:
+    """The part about HTTP, in Markdown."""
     routes = [(f"`{path}`", f"refused: {why}") for path, why in sorted(UNSERVED.items())]
     flags = [(f"`--{name.replace('_', '-')}`", state(entry)) for name, entry in sorted(FRONTEND_NAMES.items())]
     metrics = [(f"`vllm:{name}`", why) for name, why in sorted(NOT_MEASURED.items())]

@@ -16,10 +16,10 @@ import pytest
 
 import graphllm
 from graphllm.cli.compatibility import PARTS, page
-from graphllm.cli.vllm_flags import vllm_values
 from graphllm.config import ConfigError, EngineArgs, EngineConfig, definitions
 from graphllm.config.parameter import parameters
 from graphllm.config.requests.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
+from graphllm.config.vllm.flags import vllm_values
 from graphllm.config.vllm.names import SAMPLING_NAMES, VLLM_NAMES
 
 ROOT = Path(__file__).parents[2]

@@ -14,11 +14,11 @@ from graphllm.config import ConfigError
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.config.server import ChatConfig
 from graphllm.config.vllm.names import VLLM_NAMES, as_settings
+from graphllm.config.vllm.server_names import FRONTEND_NAMES
 from graphllm.engine.metrics.metric_families import FAMILIES, NOT_MEASURED
 from graphllm.server.apis.anthropic import requests as anthropic
 from graphllm.server.apis.responses import requests as responses
 from graphllm.server.compatibility import APIS, state_of
-from graphllm.server.frontend_names import FRONTEND_NAMES
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 HELLO = [{"role": "user", "content": "hello"}]

@@ -55,7 +55,9 @@ class AccessConfig:
     )
     disable_fastapi_docs: bool = setting(False, help="Serve neither /docs nor /openapi.json.")
     disable_access_log_for_endpoints: tuple[str, ...] = setting(
-        (), parse=parse_words, help="Log no line for requests of these paths, separated by commas."
+        (),
+        parse=functools.partial(parse_words, "disable-access-log-for-endpoints"),
+        help="Log no line for requests of these paths, separated by commas.",
     )
 
 
@@ -199,8 +201,9 @@ def server_config(given: Mapping[str, Any]) -> ServerConfig:
     values = {}
     for name, d in definitions(ServerConfig).items():
         if (value := given.get(name)) is not None:
-            value = d._replace(name=name.replace("_", "-")).read(value)
-            values[name] = tuple(word for text in value for word in parse_words(text)) if name in _LIST else value
+            option = name.replace("_", "-")
+            value = d._replace(name=option).read(value)
+            values[name] = tuple(w for text in value for w in parse_words(option, text)) if name in _LIST else value
     config: ServerConfig = assemble(ServerConfig, values)
     config.check()
     return config

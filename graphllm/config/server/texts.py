@@ -10,9 +10,14 @@ from typing import Any
 from graphllm.config.errors import ConfigError
 
 
-def parse_words(text: str) -> tuple[str, ...]:
-    """The words of a JSON list, or of a text with commas."""
-    return tuple(json.loads(text) if text.startswith("[") else text.split(","))
+def parse_words(name: str, text: str) -> tuple[str, ...]:
+    """The words of a JSON list, or of a text with commas. name: of the setting. Raises ConfigError."""
+    if not text.startswith("["):
+        return tuple(text.split(","))
+    try:
+        return tuple(map(str, json.loads(text)))
+    except ValueError as damage:
+        raise ConfigError(f"{name} is {text!r:.80}: no JSON ({damage}); give a list of texts") from damage
 
 
 def parse_root_path(given: str) -> str:
