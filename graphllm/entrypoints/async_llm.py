@@ -24,12 +24,12 @@ from graphllm.engine.requests.request import Adapter, CoreInfo, CoreStats
 from graphllm.engine.requests.text import Tokenizer
 from graphllm.engine.vectors.pooling import Pooling
 from graphllm.entrypoints.adapters import AdapterFiles, LoRARequest
-from graphllm.entrypoints.async_pooling import PoolingAsyncMixin
-from graphllm.entrypoints.async_processor import AsyncProcessor, LongTexts
-from graphllm.entrypoints.engine_cores import EngineCores
 from graphllm.entrypoints.stat_loggers import LoggingStatLogger, StatLogger, StatLoggerFactory, log_all, log_regularly
 from graphllm.entrypoints.stat_loggers import stat_loggers as stat_loggers_of
-from graphllm.entrypoints.streams import UNREAD, PooledRequests, RequestNames, RequestStreams
+from graphllm.entrypoints.streaming.async_pooling import PoolingAsyncMixin
+from graphllm.entrypoints.streaming.async_processor import AsyncProcessor, LongTexts
+from graphllm.entrypoints.streaming.engine_cores import EngineCores
+from graphllm.entrypoints.streaming.streams import UNREAD, PooledRequests, RequestNames, RequestStreams
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
 from graphllm.loading.artifact.model import ResolvedModel, grammar_maker, resolve_model
 from graphllm.loading.core.core_clients import core_client

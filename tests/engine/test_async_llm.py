@@ -23,7 +23,7 @@ from graphllm.engine.requests.request import CoreStats, QueueFullError
 from graphllm.engine.requests.text import Tokenizer
 from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError
 from graphllm.entrypoints.engine_client import EngineClient
-from graphllm.entrypoints.streams import merge
+from graphllm.entrypoints.streaming.streams import merge
 from tests.engine.stub_process import COMMAND, CONTEXT, VOCAB, expected
 from tests.waiting import PATIENCE, until_async
 

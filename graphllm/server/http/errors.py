@@ -14,7 +14,7 @@ from graphllm.config import ConfigError
 from graphllm.engine.process.messages import EngineDeadError
 from graphllm.engine.requests.request import QueueFullError
 from graphllm.entrypoints.async_llm import EngineUnhealthyError
-from graphllm.entrypoints.streams import SlowReaderError
+from graphllm.entrypoints.streaming.streams import SlowReaderError
 from graphllm.runtime.commands.calls import RankCallError
 from graphllm.server.http.wire import json_response, record_of
 

@@ -20,7 +20,7 @@ from graphllm.engine.requests.processor import Prompt
 from graphllm.engine.requests.request import Adapter, QueueFullError
 from graphllm.entrypoints.async_llm import EngineUnhealthyError
 from graphllm.entrypoints.engine_client import EngineClient
-from graphllm.entrypoints.streams import merge
+from graphllm.entrypoints.streaming.streams import merge
 from graphllm.entrypoints.tracing import Tracing
 from graphllm.server.http.errors import failure_error
 from graphllm.server.http.wire import Record

@@ -29,7 +29,7 @@ from graphllm.engine.requests.processor import check_vocabulary
 from graphllm.engine.requests.request import Adapter, CoreInfo
 from graphllm.engine.requests.text import Tokenizer
 from graphllm.entrypoints.adapters import LoRARequest
-from graphllm.entrypoints.streams import merge
+from graphllm.entrypoints.streaming.streams import merge
 from graphllm.entrypoints.tracing import Tracing
 from graphllm.server.http.errors import NotFoundError, UnavailableError
 from graphllm.server.http.wire import Record, aside, cancelled, encode, record_of, while_there

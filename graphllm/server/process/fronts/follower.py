@@ -16,7 +16,7 @@ from graphllm.engine.process.messages import DeathCause, EngineDeadError
 from graphllm.engine.process.remote_core import RemoteCore
 from graphllm.engine.requests.text import Tokenizer
 from graphllm.entrypoints.async_llm import AsyncLLM
-from graphllm.entrypoints.streams import UNREAD
+from graphllm.entrypoints.streaming.streams import UNREAD
 from graphllm.loading.artifact.model import ResolvedModel
 from graphllm.server.process.fronts.messages import EngineState, ServedModel
 from graphllm.server.supervision.engine_supervisor import warm

@@ -7,7 +7,7 @@ from graphllm.engine.process.core_group import CoreGroup
 from graphllm.engine.process.messages import DeathCause
 from graphllm.engine.process.remote_core import RemoteCore
 from graphllm.engine.requests.request import CoreStats
-from graphllm.entrypoints.streams import RequestStreams
+from graphllm.entrypoints.streaming.streams import RequestStreams
 
 
 class EngineCores:

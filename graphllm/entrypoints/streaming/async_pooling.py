@@ -19,9 +19,9 @@ from graphllm.engine.requests.request import Adapter, EngineCoreOutput
 from graphllm.engine.vectors.pooling import Pair, Pooling, PoolingRequest
 from graphllm.engine.vectors.pooling_outputs import PoolingRequestOutput, pooling_output
 from graphllm.entrypoints.adapters import LoRARequest
-from graphllm.entrypoints.async_processor import LongTexts
 from graphllm.entrypoints.llm_engine import refuse
-from graphllm.entrypoints.streams import PooledRequests, RequestNames
+from graphllm.entrypoints.streaming.async_processor import LongTexts
+from graphllm.entrypoints.streaming.streams import PooledRequests, RequestNames
 
 
 class PoolingAsyncMixin:
