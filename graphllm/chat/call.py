@@ -67,15 +67,35 @@ _DEFAULTS = ChatConfig()
 
 
 class Call(NamedTuple):
-    """What a body asks for. chat: of which endpoint. model: as the body names it. prompts: of a completion, text or
-    token ids. messages, template: a conversation, and what else the chat template is told. tools: that it may call.
-    priority: lower goes first. stream, usage, running_usage: chunks, one with the usage at the end, or in every chunk.
-    echo: the prompt comes before the completion; alone: and nothing else does. reasoning: it is shown.
-    role: of the answer. prefix: text that an answer begins with, as echo has it in a chat. continues: the last message
-    goes on. chat_template: in place of the model's. special: the tokenizer adds BOS and such; None where that is usual.
-    suffix: what comes behind a completion. truncation: of the prompt. token_ids, prompt_text: are shown. tokens_as_ids:
-    in log-probabilities tokens are written as their ids. interval: tokens of a chunk. beams: how n of them are searched
-    for. request_id: as the client calls it.
+    """A request of a client.
+
+    chat: for the chat endpoint; else for completions.
+    params: sampling parameters.
+    model: as the body names it.
+    prompts: of a completion, text or token ids.
+    messages: of a conversation.
+    template: variables of the chat template.
+    tools: functions that the model may call.
+    priority: lower goes first.
+    stream: the answer comes in chunks.
+    usage: the last chunk has the usage.
+    running_usage: every chunk has the usage.
+    echo: the prompt comes before the completion.
+    echo_only: the answer is the prompt; there is no completion.
+    reasoning: the answer shows it.
+    role: of the answer.
+    prefix: text that an answer begins with, from echo in a chat.
+    continues: the answer goes on with the last message.
+    chat_template: in place of the model's.
+    special: the tokenizer adds BOS and such; None: as usual for the endpoint.
+    suffix: text after a completion.
+    truncation: of the prompt.
+    token_ids: the answer shows them.
+    prompt_text: the answer shows it.
+    tokens_as_ids: log-probabilities write tokens as their ids.
+    interval: tokens of a chunk.
+    beams: settings of a beam search for n completions.
+    request_id: the client's name of the request.
     reply: how the text is read (from `write_out`).
     """
 
@@ -92,7 +112,7 @@ class Call(NamedTuple):
     usage: bool = False
     running_usage: bool = False
     echo: bool = False
-    alone: bool = False
+    echo_only: bool = False
     reasoning: bool = True
     role: str = "assistant"
     prefix: str = ""
@@ -110,7 +130,7 @@ class Call(NamedTuple):
     reply: ReplyFormat = ReplyFormat()
 
     def prompt_error(self, mistake: ConfigError, number: int, count: int) -> ConfigError:
-        """A mistake that shows with one of so many prompts; it names that prompt if it is about it."""
+        """A mistake in one of ``count`` prompts. The message names the prompt if the mistake is in it."""
         place = ErrorPlace("messages" if self.chat else "prompt", number)
         return place.prompt_error(mistake) if count > 1 else mistake
 
@@ -166,7 +186,7 @@ def parse_call(url: object, body: object, defaults: SamplingParams, config: Chat
     else:
         call = call._replace(prompts=_prompts(rest.pop("prompt", None)), suffix=_take(rest, "suffix", str, ""))
         if call.echo and rest.get("max_tokens") == 0 and type(rest["max_tokens"]) is int:
-            call, rest["max_tokens"] = call._replace(alone=True), 1
+            call, rest["max_tokens"] = call._replace(echo_only=True), 1
     backend = rest.pop(BACKEND, None)
     if backend not in (None, *BACKENDS):
         raise ConfigError(f"{BACKEND} is {backend!r:.80}: give one of {', '.join(BACKENDS)}")
@@ -227,7 +247,7 @@ def _chat_template(rest: dict[str, Any], allowed: bool) -> str | None:
 
 
 def _turn(call: Call) -> Call:
-    """Whose turn it is: of the last message, where that goes on, or where nothing says that another begins."""
+    """Set whether the last message goes on, or another one begins."""
     last = call.messages[-1]
     other = call.template["add_generation_prompt"]
     role = call.role if other or call.continues else last["role"]
@@ -247,7 +267,7 @@ def _beam_fields(rest: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _with_beams(call: Call, beams: Mapping[str, Any], rest: Mapping[str, Any]) -> Call:
-    """A call whose completions are found by a beam search of width n."""
+    """A call for a beam search of width n."""
     p = call.params
     if call.stream:
         raise ConfigError("use_beam_search is True: the best sequences are known at the end; leave out stream")
@@ -255,7 +275,7 @@ def _with_beams(call: Call, beams: Mapping[str, Any], rest: Mapping[str, Any]) -
     other = next((name for name in rest if name not in known and rest[name] not in (None, [], "", {})), None)
     if other is not None:
         raise ConfigError(f"{other} is {rest[other]!r:.80}: it has no meaning with use_beam_search; leave it out")
-    if call.alone:
+    if call.echo_only:
         raise ConfigError("max_tokens is 0: a beam search needs tokens; give a number from 1")
     params = BeamSearchParams(
         beam_width=p.n,
@@ -303,7 +323,7 @@ def _template(rest: dict[str, Any], continues: bool, defaults: Mapping[str, Any]
 
 
 def _chat_sampling(rest: dict[str, Any]) -> dict[str, Any]:
-    """Takes the fields that only a chat has out of a body; as those of `SamplingParams`."""
+    """Takes the fields that only a chat has out of a body; the result has fields of `SamplingParams`."""
     found: dict[str, Any] = {}
     if "max_completion_tokens" in rest:  # the new name, which wins
         found["max_tokens"] = _take(rest, "max_completion_tokens", int, 0)
@@ -359,7 +379,7 @@ def write_out(
     call: Call, tokenizer: Tokenizer, style: Style, templates: TemplateTrial | None = None
 ) -> tuple[Call, Sequence[Prompt]]:
     """What a processor takes, a chat written out by the chat template, and the call with how its reply is read. Prompts
-    that are echoed have their text with them. templates: renders those of requests.
+    that are echoed have their text with them. templates: renders chat templates of requests.
 
     Raises ConfigError when the template refuses, and for tools that the model has no known way to call.
     """
@@ -369,7 +389,7 @@ def write_out(
             prompts = [infilled(prompt, call.suffix, tokenizer) for prompt in prompts]
         if call.echo:
             prompts = [_with_text(prompt, tokenizer) for prompt in prompts]
-        return call, [_told(prompt, call) for prompt in prompts]
+        return call, [_prompt_of(prompt, call) for prompt in prompts]
     use, text = call.tools, rendered(call, tokenizer, templates)
     format = _tool_format(use, style)
     if format is not None and format == style.tools and use.choice != "auto":
@@ -393,10 +413,10 @@ def write_out(
     prompt: dict[str, Any] = {"prompt": text, "add_special_tokens": bool(call.special)}
     if call.reply.reasoning and call.params.stop:  # which are about the answer
         prompt["thinking"] = call.reply.thinking
-    return call, [_told(prompt, call)]
+    return call, [_prompt_of(prompt, call)]
 
 
-def _told(prompt: Prompt, call: Call) -> Prompt:
+def _prompt_of(prompt: Prompt, call: Call) -> Prompt:
     """A prompt with what the call says of it."""
     more: dict[str, Any] = {} if call.truncation is None else {"truncation": call.truncation}
     if not call.chat and call.special is False:

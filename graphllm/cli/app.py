@@ -24,7 +24,7 @@ from graphllm.version import __version__
 
 
 class _Commands(TyperGroup):
-    """Told here how commands end, because typer has its own ideas of interrupts and broken pipes."""
+    """Ends commands in graphllm's way; typer has its own ideas of interrupts and broken pipes."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -35,7 +35,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="graphllm",
     cls=_Commands,
-    help="An LLM inference engine whose compiler is the engine.",
+    help="An LLM inference engine: the compiler is the engine.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
@@ -87,11 +87,14 @@ def quantize_command(
         Path | None, typer.Option(help="Your text: a text file, or .jsonl of text, prompt or messages.")
     ] = None,
     ignore: Annotated[
-        list[str] | None, typer.Option(help="Leave modules of this name alone (* and ?, or re:); may be repeated.")
+        list[str] | None,
+        typer.Option(help="Do not quantize modules of this name (* and ?, or re:); may be repeated."),
     ] = None,
-    group_size: Annotated[int | None, typer.Option(help="Entries of a row with one scale, of integers.")] = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="Entries of a row that share one scale, for integer schemes.")
+    ] = None,
     samples: Annotated[int, typer.Option(help="Sequences of the calibration text.", min=2)] = 128,
-    length: Annotated[int, typer.Option(help="Tokens of one, at most.", min=2)] = 512,
+    length: Annotated[int, typer.Option(help="Most tokens of a calibration sequence.", min=2)] = 512,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to compute.")] = "cpu",
 ) -> None:
     """Write a quantized checkpoint.
@@ -110,7 +113,8 @@ def merge_command(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="New checkpoint folder.")],
     dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"] | None, typer.Option(help="Of the new one; default: the base's.")
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(help="Dtype of the new checkpoint; default: the base's."),
     ] = None,
 ) -> None:
     """Merge LoRA adapters into a checkpoint.
@@ -141,15 +145,15 @@ def run_command(
     regex: Annotated[str | None, typer.Option(help="Answer in text that this matches.")] = None,
     task: Annotated[
         Literal["generate", "embed", "classify", "score"],
-        typer.Option(help="Text, or vectors, classes or scores of pairs, of a model that gives them."),
+        typer.Option(help="Make text; or, with a model for it, vectors, classes, or scores of pairs."),
     ] = "generate",
-    dimensions: Annotated[int | None, typer.Option(help="Keep so many numbers of an embedding.")] = None,
+    dimensions: Annotated[int | None, typer.Option(help="Keep this many numbers of an embedding.")] = None,
     truncate: Annotated[
-        int | None, typer.Option(help="With --task: keep so many tokens of a text; -1: what fits.")
+        int | None, typer.Option(help="With --task: keep this many tokens of a text; -1 keeps all that fit.")
     ] = None,
     lora: Annotated[
         list[str] | None,
-        typer.Option(help="Folder of an adapter; or name=folder, for lines whose model is that name; may be repeated."),
+        typer.Option(help="Folder of an adapter; or name=folder, for lines with that model; may be repeated."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
 ) -> None:
@@ -188,9 +192,9 @@ def serve_command(server: ServerConfig, args: EngineArgs, context: typer.Context
 @sampling_options(_CHAT_OPTIONS, shown=dict.fromkeys(_CHAT_OPTIONS, "the server's"))
 def chat_command(
     sampling: dict[str, Any],
-    url: Annotated[str, typer.Option(help="Of a running server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[str | None, typer.Option(envvar="GRAPHLLM_API_KEY", help="Of that server.")] = None,
-    model: Annotated[str | None, typer.Option(help="Its name at the server; default: the first there.")] = None,
+    url: Annotated[str, typer.Option(help="URL of a running server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option(envvar="GRAPHLLM_API_KEY", help="API key of that server.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model at the server; default: the first one.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
 ) -> None:
     """Talk to a running server in the terminal."""

@@ -29,7 +29,7 @@ Names of vLLM's package and of its modules, imported from `graphllm`: `LLM`, `Sa
 `AsyncLLMEngine`, `EngineArgs`, `AsyncEngineArgs`, `RequestOutput`, `CompletionOutput`, `TextPrompt`, `TokensPrompt`,
 `PromptType`, `BeamSearchParams`, `StructuredOutputsParams`, `RepetitionDetectionParams`, `RequestOutputKind`,
 `LogitsProcessor`, `BatchUpdate`, `FlexibleArgumentParser` and more. `EngineArgs.create_engine_config()` gives a
-`VllmConfig` to read, of which `LLMEngine.from_vllm_config` and `AsyncLLM.from_vllm_config` make engines.
+`VllmConfig` to read; `LLMEngine.from_vllm_config` and `AsyncLLM.from_vllm_config` make engines of it.
 `PoolingParams` can be made, and are for `LLM.embed` and `LLM.encode` of models that give vectors; others say
 that they generate text.
 [Ten scripts](examples/vllm) show them at work.

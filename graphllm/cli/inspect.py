@@ -75,7 +75,7 @@ def inspect(folder: Path, json: bool) -> None:
             f"{tuning['timed']:g} of {tuning['sites']:g} sites, the others being equal"
         )
     if compilers := ", ".join(f"{k} {v:.1f}" for k, v in manifest.compilers.items()):
-        console.print(f"C++ compilers beside them, in seconds: {compilers}")
+        console.print(f"C++ compilers in parallel, in seconds: {compilers}")
 
 
 def _ranges(numbers: list[int]) -> str:

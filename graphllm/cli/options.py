@@ -109,7 +109,7 @@ def _sampling_option(d: ParameterDefinition, shown: str | None) -> inspect.Param
 
 
 _ALIASES = {"allowed_origins": "--allowed-origin"}
-_WIDEST = 45  # letters of choices that a line of 80 has room for behind an option's name
+_WIDEST = 45  # letters of choices that fit into a line of 80 after an option's name
 
 
 def _parameter(d: Definition, default: Any, flags: Sequence[str] = ()) -> inspect.Parameter:

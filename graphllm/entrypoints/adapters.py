@@ -1,4 +1,4 @@
-"""LoRARequest, and from it to what the engine core is told of an adapter: its files are checked once, here."""
+"""`LoRARequest`, and the adapter that the engine core gets for it. An adapter's files are checked here, once."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from graphllm.weights.adapters.adapters import adapter_digest, check_adapter
 class LoRARequest:
     """An adapter that a request is answered with.
 
-    lora_name: for people, and of the model in an API. lora_int_id: changes nothing here: adapters are told apart by
-    what their files hold. lora_path: folder in PEFT's format. base_model_name, load_inplace: change nothing; files that
-    have changed are another adapter.
+    lora_name: for people, and the model's name in an API.
+    lora_int_id: changes nothing; the contents of its files identify an adapter.
+    lora_path: folder in PEFT's format.
+    base_model_name, load_inplace: change nothing; files that have changed are another adapter.
     """
 
     lora_name: str
@@ -67,7 +68,7 @@ class AdapterFiles:
         return self.open(given.lora_name, given.lora_path)
 
     def each(self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[Adapter | None]:
-        """One for each of so many prompts."""
+        """One adapter for each of ``count`` prompts."""
         listed = list(given) if isinstance(given, Sequence) else [given] * count
         if len(listed) != count:
             raise ConfigError(

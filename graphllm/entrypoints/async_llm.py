@@ -87,8 +87,8 @@ class AsyncLLM(PoolingAsyncMixin):
         stat_loggers: Sequence[StatLoggerFactory] | None = None,
     ) -> AsyncLLM:
         """Find the model and its artifact, which is built when the policy says so; `start`, or the first request, then
-        loads it in a process of its own. stat_loggers: made and told in place of the line in the log. The others change
-        nothing. Raises ConfigError."""
+        loads it in a process of its own. stat_loggers: make loggers that replace the line in the log. The others
+        change nothing. Raises ConfigError."""
         tracing = Tracing(engine_args.otlp_traces_endpoint) if engine_args.otlp_traces_endpoint else None
         loggers = stat_loggers_of(engine_args, stat_loggers)
         return cls.from_resolved(resolve_model(engine_args), engine_args.seed, loggers=loggers, tracing=tracing)
@@ -231,8 +231,8 @@ class AsyncLLM(PoolingAsyncMixin):
         self._streams.abort([name for id in ids if (name := self._names.of(id)) is not None])
 
     def finish(self, request_id: str, index: int) -> None:
-        """End one completion of a running request as a stop string does: its text is all there is. Of a request whose
-        outputs come as they are made."""
+        """End one completion of a running request as a stop string does: its text is all there is. The request's
+        outputs must come as they are made."""
         self._streams.finish(self._names.of(request_id) or "", index)
 
     @property
@@ -242,7 +242,7 @@ class AsyncLLM(PoolingAsyncMixin):
 
     @property
     def unfinished(self) -> int:
-        """Requests whose streams are open."""
+        """Number of requests with open streams."""
         return len(self._names) + len(self._pooled)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from graphllm.config import ConfigError
 from graphllm.engine.requests.outputs import OutputProcessor, RequestOutput
@@ -13,17 +12,8 @@ from graphllm.engine.vectors.pooling import PoolingRequest
 from graphllm.entrypoints.offline import Interrupts
 
 Request = ParsedRequest | PoolingRequest  # for text, for a vector
-
-
-class Step(NamedTuple):
-    """The results of one step.
-
-    updates: of the core, for every request.
-    outputs: made of the updates, for requests for text.
-    """
-
-    updates: Sequence[EngineCoreOutput]
-    outputs: Sequence[RequestOutput]
+# The results of one step: the core's updates for every request, and the outputs made of them for requests for text.
+Step = tuple[list[EngineCoreOutput], list[RequestOutput]]
 
 
 class Driver:
@@ -52,13 +42,14 @@ class Driver:
             raise
 
     def step(self) -> Step:
-        """One step of the core. A request whose text has reached a stop string ends in the core, too."""
+        """One step of the core. A request with a stop string in its text ends in the core, too."""
         updates = self.core.step()
         if not self.outputs.unfinished:
-            return Step(updates, ())
-        processed = self.outputs.process(updates)
-        self.core.abort(processed.aborts)
-        return Step(updates, processed.outputs)
+            return updates, []
+        outputs, aborts = self.outputs.process(updates)
+        if aborts:
+            self.core.abort(aborts)
+        return updates, outputs
 
     def drain(self) -> None:
         """Step until the core has nothing to do, and drop the results."""
@@ -107,7 +98,7 @@ class Driver:
         finished: dict[str, RequestOutput] = {}
 
         def take(step: Step) -> None:
-            for output in step.outputs:
+            for output in step[1]:
                 if output.finished:
                     finished[output.request_id] = output
                     done(output)

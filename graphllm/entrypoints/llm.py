@@ -160,7 +160,7 @@ class LLM(PoolingOfflineMixin):
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The likeliest sequences that beam search finds for each prompt. use_tqdm, concurrency_limit: change nothing;
-        all prompts run beside each other, as far as a step has room."""
+        all prompts run at the same time, as far as a step has room."""
         adapter = self.llm_engine.adapters.requested(lora_request)
         info, tokenizer = self.llm_engine.core.info, self.llm_engine.tokenizer
         step = step_params(params, info.max_logprobs)

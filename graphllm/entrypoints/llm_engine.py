@@ -67,8 +67,8 @@ class LLMEngine:
         stat_loggers: Sequence[StatLoggerFactory] | None = None,
         enable_multiprocessing: bool = False,
     ) -> LLMEngine:
-        """Find the model and its artifact, which is built when the policy says so, and load it. stat_loggers: made and
-        told in place of the line in the log. The others change nothing. Raises ConfigError."""
+        """Find the model and its artifact, which is built when the policy says so, and load it. stat_loggers: make
+        loggers that replace the line in the log. The others change nothing. Raises ConfigError."""
         return load_engine(engine_args, stat_loggers)
 
     @classmethod
@@ -111,7 +111,7 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """One step of the engine; what requests have got by it, of the kind that each asks for."""
-        outputs = list(self.driver.step().outputs)
+        _, outputs = self.driver.step()
         users = {name: id for id, name in self._names.items()} if outputs else {}
         for output in outputs:
             name, output.request_id = output.request_id, users[output.request_id]

@@ -34,7 +34,7 @@ class _Bar:
         self._view.stop()
 
     def update(self, count: int) -> None:
-        """So many more are done."""
+        """``count`` more are done."""
         self._view.advance(self._task, count)
 
 

@@ -35,10 +35,15 @@ Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class PoolingOfflineMixin:
-    """What `LLM` has of vLLM's class beside generating text. prompts, use_tqdm: as for `LLM.generate`. pooling_params:
-    for all prompts or one each, as lora_request. truncate_prompt_tokens: in place of the one in pooling_params. Every
-    method raises ConfigError, and ends what has begun, when one of them cannot run, and RuntimeError for what the
-    engine could not finish."""
+    """The methods of vLLM's `LLM` for vectors. These arguments mean the same in all of them:
+
+    prompts, use_tqdm: as for `LLM.generate`.
+    pooling_params, lora_request: for all prompts, or one each.
+    truncate_prompt_tokens: replaces the value in pooling_params.
+
+    Every method raises ConfigError when one request cannot run, and ends the others. It raises RuntimeError when the
+    engine could not finish one.
+    """
 
     llm_engine: LLMEngine
     _count: int
@@ -194,7 +199,7 @@ class PoolingOfflineMixin:
 
 
 def truncated(given: Any, tokens: int | None) -> Any:
-    """Parameters of which all cut prompts to so many tokens; None leaves them as they are."""
+    """Parameters that cut prompts to this many tokens; None leaves them as they are."""
     if tokens is None or not isinstance(given, (PoolingParams, list, tuple, type(None))):
         return given
     if isinstance(given, (list, tuple)):
@@ -216,7 +221,7 @@ def run_pooling(
             yield asked
 
     def take(step: Step) -> None:
-        for output in step.updates:
+        for output in step[0]:
             if output.finish_reason is not None:
                 vector = pooling.result(added[output.id], output) if output.pooled else None
                 finished[output.id] = vector, output

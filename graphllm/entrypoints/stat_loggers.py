@@ -1,4 +1,4 @@
-"""Who is told, every ten seconds, what an engine has counted: `StatLogger`, and the one that writes a line of log."""
+"""`StatLogger` gets an engine's figures every ten seconds; `LoggingStatLogger` writes them to the log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class StatLogger(Protocol):
-    """Told of one engine."""
+    """Gets the figures of one engine."""
 
     def record(self, scheduler_stats: CoreStats, iteration_stats: None, *, engine_idx: int) -> None:
         """The engine's figures as of now; counters grow from its start. iteration_stats: None, there are none of single
@@ -45,10 +45,10 @@ class LoggingStatLogger:
         self._now = scheduler_stats
 
     def log(self) -> None:
-        """Write the line; the first one behind the end of all work still comes."""
+        """Write the line; the first line after the end of all work still comes."""
         now, before, at = self._now, self._before, self._clock()
         seconds, self._then, self._before = max(at - self._then, 1e-9), at, now
-        new = now.started != before.started  # another core, whose counters begin at 0
+        new = now.started != before.started  # another core, with counters from 0
         prompt = now.prompt_tokens - (0 if new else before.prompt_tokens)
         made = now.generated_tokens - (0 if new else before.generated_tokens)
         idle = not (prompt or made or now.running or now.waiting)

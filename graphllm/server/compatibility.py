@@ -30,24 +30,25 @@ _HEAD = """
 
 ### Fields of requests
 
-Of `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/messages`. "ignored" says that the log tells of
-it once, and that `--strict-fields` refuses it; a field that is refused is one with other values than those that ask
+Of `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/messages`. "ignored" means that the log says
+so once, and that `--strict-fields` refuses it; a field that is refused is one with other values than those that ask
 for nothing, and gets a 400 that names it. A field that stands nowhere is refused, too.
 """
 _ROUTES = """
 ### Routes
 
-`/docs` of a server lists those that are served. These are not:
+`/docs` of a server lists the routes that are served. These routes are not:
 """
 _FLAGS = """
 ### Flags of the server
 
-Beside the options of `graphllm serve --help` and the engine's above. `--no-...` is the other value of a switch.
+Flags of vLLM's server besides the options of `graphllm serve --help` and the engine's above.
+`--no-...` is the other value of a switch.
 """
 _METRICS = """
 ### Metrics
 
-Under vLLM's names, beside our own, at `/metrics`. Those that are not there:
+`/metrics` has metrics under vLLM's names and under our own. These metrics of vLLM's are missing:
 """
 
 
@@ -65,9 +66,9 @@ def state_of(api: str, name: str) -> str:
 def _about(name: str) -> str:
     if name in GUIDED:
         return f"the older name of structured_outputs.{GUIDED[name]}"
-    told = [model.model_fields[name].description for model in APIS.values() if name in model.model_fields]
-    if told:
-        return next(filter(None, told), "")
+    described = [model.model_fields[name].description for model in APIS.values() if name in model.model_fields]
+    if described:
+        return next(filter(None, described), "")
     if name in IGNORED:
         return IGNORED[name]
     return REFUSED[name].remedy if name in REFUSED else SAMPLING_NAMES[name].remedy

@@ -118,7 +118,7 @@ class Middleware:
             await _refuse(error_response(scope, 413, message, headers={"Connection": "close"}), scope, receive, send)
             return
         except _NoRoomError:
-            message = "body: there is no room for it beside other large ones; send it again later"
+            message = "body: other large bodies leave no room for it; send it again later"
             later = {"Connection": "close", "Retry-After": f"{_ROOM_SECONDS:.0f}"}
             await _refuse(error_response(scope, 503, message, headers=later), scope, receive, send)
             return

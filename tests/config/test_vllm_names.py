@@ -262,7 +262,7 @@ def test_a_flag(name: str) -> None:
     [
         (("--enforce-eagr",), r"No such option: --enforce-eagr; did you mean --enforce-eager\?"),
         (("--skip-tokenizer-init",), "--skip-tokenizer-init: `graphllm serve` does not have it"),
-        (("--cpu-offload-gb",), "--cpu-offload-gb: a value is missing behind it"),
+        (("--cpu-offload-gb",), "--cpu-offload-gb: a value is missing after it"),
     ],
 )
 def test_mistakes_in_flags(words: tuple[str, ...], message: str) -> None:

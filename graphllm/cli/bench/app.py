@@ -17,7 +17,7 @@ from graphllm.config import EngineArgs
 bench_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Measure a running server, the engine alone, or a start.",
+    help="Measure a running server, the engine without one, or a start.",
 )
 
 ModelName = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub name, embedded or embedded-moe.")]
@@ -116,7 +116,7 @@ def latency_command(
 @bench_app.command("startup")
 def startup_command(
     serve_options: Annotated[
-        list[str] | None, typer.Argument(help="Options of graphllm serve, behind --", metavar="[-- OPTIONS]")
+        list[str] | None, typer.Argument(help="Options of graphllm serve, after --", metavar="[-- OPTIONS]")
     ] = None,
     model: ModelName = "embedded",
     runs: Annotated[int, typer.Option(min=1, help="Starts, after an untimed one that may compile.")] = 5,

@@ -40,8 +40,12 @@ class Finding(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What the machine reached: bytes read a second, floating-point operations of products a second, and of which
-    dtype."""
+    """The rates that the machine reached.
+
+    read: bytes of memory a second.
+    products: floating-point operations of matrix products a second.
+    dtype: of these products.
+    """
 
     read: float
     products: float
@@ -144,7 +148,7 @@ def _artifact(console: Console, folder: Path) -> Iterator[Finding]:
     console.print(table)
     if far:
         yield Finding(
-            f"steps take more than {_FAR:g} times as long as reading and computing alone: {', '.join(far)}",
+            f"steps take more than {_FAR:g} times as long as reading weights and computing: {', '.join(far)}",
             "usual where steps are short or memory is read from a cache; otherwise see what else runs here, --threads, "
             "and `graphllm inspect` for what has no kernel",
         )

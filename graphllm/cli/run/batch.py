@@ -105,8 +105,8 @@ class BatchItem:
         """Its line in the results."""
         if (broken := failure(outputs)) is not None:
             if broken.mistake:
-                return self.refused(ConfigError(broken.told))
-            return self._row(500, error_body(broken.told, type="server_error"))
+                return self.refused(ConfigError(broken.message))
+            return self._row(500, error_body(broken.message, type="server_error"))
         return self._row(200, answers.response_body(call, outputs, uuid.uuid4().hex, model, int(time.time())))
 
     def refused(self, mistake: ConfigError) -> dict[str, Any]:

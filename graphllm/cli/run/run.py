@@ -30,7 +30,7 @@ from graphllm.engine.requests.processor import ParsedRequest, Processor
 from graphllm.engine.requests.request import Adapter
 from graphllm.engine.requests.text import Tokenizer
 from graphllm.entrypoints.adapters import AdapterFiles
-from graphllm.entrypoints.driver import Driver, Step
+from graphllm.entrypoints.driver import Driver
 from graphllm.loading.artifact.build import POLICIES
 from graphllm.loading.artifact.model import ResolvedModel, checkpoint_defaults, resolve_model
 from graphllm.loading.artifact.resolve import compile_config
@@ -170,7 +170,7 @@ def settings_of(
     open_end: SamplingParams | None = None,
     adapters: Mapping[str, str] = {},
 ) -> str:
-    """What answers follow from beside the items, as JSON: the weights, the other files of the model, how it is
+    """All that answers depend on besides the items, as JSON: the weights, the other files of the model, how it is
     computed, and sampling parameters that items leave open."""
     source = find_source(args)
     defaults = SamplingParams.from_fields(sampling, checkpoint_defaults(args, source, open_end))
@@ -324,11 +324,11 @@ def generate(
             for number, request in enumerate(opened.requests):
                 running[request.request_id] = opened, number
                 completions += request.params.n
-        step = driver.step() if core.unfinished else Step((), ())
-        summary.output_tokens += sum(len(update.tokens) for update in step.updates)
+        updates, outputs = driver.step() if core.unfinished else ([], [])
+        summary.output_tokens += sum(len(update.tokens) for update in updates)
         if not summary.first and summary.output_tokens:
             summary.first = time.perf_counter()
-        for output in step.outputs:
+        for output in outputs:
             opened, number = running[output.request_id]
             if output.finished:
                 opened.outputs[number] = output
@@ -355,11 +355,11 @@ def _admit(engine: Engine, place: int, item: Item, defaults: SamplingParams, str
     if stream and len(prompts) == call.params.n == 1:
         call = call._replace(params=replace(call.params, output_kind=RequestOutputKind.DELTA))
     adapter = engine.adapters.get(call.model, engine.adapters.get(""))
-    told: dict[str, Any] = {"priority": call.priority, "cache_salt": call.cache_salt, "adapter": adapter}
+    options: dict[str, Any] = {"priority": call.priority, "cache_salt": call.cache_salt, "adapter": adapter}
     requests = []
     for i, prompt in enumerate(prompts):
         try:
-            requests.append(engine.driver.processor.make(prompt, call.params, f"{place}.{i}", **told))
+            requests.append(engine.driver.processor.make(prompt, call.params, f"{place}.{i}", **options))
         except ConfigError as mistake:
             raise call.prompt_error(mistake, i, len(prompts)) from None
     engine.driver.submit(*requests)
@@ -377,7 +377,7 @@ def _print(result: Result) -> None:
     """Text to the terminal: one answer as it comes, several when each is done."""
     id = result.item.id
     broken = failure(result.outputs)
-    problem = result.error or (None if broken is None else broken.told)
+    problem = result.error or (None if broken is None else broken.message)
     if problem is not None:
         print(f"graphllm: {id}: {problem}", file=sys.stderr)
         return

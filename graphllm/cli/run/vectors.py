@@ -43,7 +43,7 @@ def run_vectors(args: EngineArgs, task: Task, inputs: Inputs, params: PoolingPar
 
     A line is a text or, in JSONL, an object with ``text``; for scores ``text_1`` and ``text_2``, or ``query`` and
     ``document``. inputs.output: JSONL, which is continued; or .npy or .safetensors, an array [inputs, D] with NaN for
-    those that could not run, made at the end of a JSONL file beside it. Raises ConfigError and CommandError as `run`.
+    those that could not run, made at the end of a JSONL file. Raises ConfigError and CommandError as `run`.
     """
     items = Items(inputs, lambda line, where, inputs: _read(line, where, task))
     if inputs.prompts and task == "score":
@@ -135,7 +135,7 @@ def _rows(
             except ConfigError as mistake:
                 open_items.append((item.id, None, [], str(mistake)))
         if core.unfinished:
-            found |= {o.id: o for o in driver.step().updates if o.finish_reason is not None}
+            found |= {o.id: o for o in driver.step()[0] if o.finish_reason is not None}
         while open_items and all(asked.id in found for asked in open_items[0][2]):
             id, scoring, made, refusal = open_items.popleft()
             if refusal:

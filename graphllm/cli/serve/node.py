@@ -1,4 +1,4 @@
-"""`graphllm serve --headless`: a machine whose devices an engine on another one uses."""
+"""`graphllm serve --headless`: a machine that lends its devices to an engine on another one."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _check_names(options: ServerOptions, also: Sequence[Also]) -> None:
         raise ConfigError(f"api-server-count is {count}: one process speaks HTTP for several models; use 1")
 
 
-# Of the machine, the user and the server: what holds for one model holds for those beside it.
+# Settings of the machine, the user and the server; further models have the same as the first.
 _COMMON = (
     "target", "backend", "threads", "jobs", "download_dir", "hf_token", "seed", "max_num_queued_reqs",
     "disable_log_stats", "otlp_traces_endpoint",
@@ -118,8 +118,8 @@ _COMMON = (
 
 
 def parse_also(given: Sequence[str], first: EngineArgs) -> list[Also]:
-    """Models that are served beside the first: folder or name each, or JSON with model, served_model_name and other
-    settings. Raises ConfigError."""
+    """The further models: folder or name each, or JSON with model, served_model_name and other settings. Raises
+    ConfigError."""
     found = []
     common = {name: getattr(first, name) for name in _COMMON}
     for text in given:

@@ -32,7 +32,9 @@ def parse_folder(given: str) -> str:
     """A folder of adapters. Raises ConfigError where there is none."""
     folder = Path(given).expanduser().resolve()
     if not folder.is_dir():
-        raise ConfigError(f"lora-dir is {given!r:.80}: no folder; give the one whose adapters requests may load")
+        raise ConfigError(
+            f"lora-dir is {given!r:.80}: no folder; give the folder of the adapters that requests may load"
+        )
     return str(folder)
 
 

@@ -1,5 +1,5 @@
 """Command lines as vLLM's users write them: underscores, names that are settings here under another name or change
-nothing, `--model` for the argument, several words behind one option, `-tp 2`, `--compilation-config.mode 3`.
+nothing, `--model` for the argument, several words after one option, `-tp 2`, `--compilation-config.mode 3`.
 
 The words are put into the form that the command knows before it reads them. What is no option of the command goes into
 the hidden `--vllm-name`, and `graphllm.config.vllm.names` says what it means.
@@ -122,14 +122,14 @@ class CommandLine:
         elif not self._names[name].switch:
             values = [read_text(word) for word in self._values(self._named)]
             if not values:
-                raise ConfigError(f"{_flag(name)}: a value is missing behind it")
+                raise ConfigError(f"{_flag(name)}: a value is missing after it")
             found = values[0] if len(values) == 1 else values
         if member:
             found = {**self._foreign.get(name, {}), member.replace("-", "_"): found}
         self._foreign[name] = found
 
     def _values(self, several: bool) -> list[str]:
-        """The words behind an option that belong to it."""
+        """The words after an option that belong to it."""
         found = [self._words.pop()] if self._words else []
         while several and self._words and not self._words[-1].startswith("-"):
             found.append(self._words.pop())

@@ -1,4 +1,4 @@
-"""The life of a server: sockets first, then the engine beside what speaks HTTP, signals, an orderly end."""
+"""The life of a server: sockets first, then the engine and the HTTP front, signals, an orderly end."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class LocalFront:
         for names, view in engines:
             _, metrics, running = parts[names[0]]
             services.append(service_of(view, names, metrics, running, shared, options, tracing))
-            shared = shared._replace(adapters=OwnAdapters(()))  # those that were given are beside the first model
+            shared = shared._replace(adapters=OwnAdapters(()))  # the given adapters belong to the first model
         self._server = web_server(services, http, options, tls)
 
     @property

@@ -76,7 +76,7 @@ def _check_unused(path: Path) -> None:
         try:
             probe.connect(str(path))
         except OSError:
-            return  # left behind by a server that was killed
+            return  # of a server that was killed
     raise ConfigError(f"uds is {str(path)!r}: another server listens there; give another path")
 
 

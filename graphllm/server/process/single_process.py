@@ -32,7 +32,7 @@ def in_memory(
 
 
 class OwnOverview:
-    """Of a server whose requests are all in this process."""
+    """Of a server with all its requests in this process."""
 
     def __init__(self, supervisor: EngineView, metrics: Metrics, running: Running) -> None:
         self._supervisor, self._metrics, self._running = supervisor, metrics, running

@@ -126,13 +126,13 @@ class EngineSupervisor(EngineView):
         if self.status == "draining":
             return
         ready = sum(core.status == "ready" for core in self.cores)
-        told = "; ".join(f"engine core {n}: {core.cause}" for n, core in enumerate(self.cores) if core.cause)
+        causes = "; ".join(f"engine core {n}: {core.cause}" for n, core in enumerate(self.cores) if core.cause)
         if ready == len(self.cores):
             self._become("ready")
         elif ready:
-            self._become("degraded", told)
+            self._become("degraded", causes)
         else:
-            self._become("dead" if any(c.status == "dead" for c in self.cores) else status, told)
+            self._become("dead" if any(c.status == "dead" for c in self.cores) else status, causes)
         self.changed.set()
 
     async def _restart_core(self, number: int) -> None:

@@ -99,10 +99,10 @@ class EngineView:
         if self.status in ("ready", "degraded"):
             assert self._engine is not None
             return self._engine
-        told = {"starting": f"the engine is starting: {self._phase}", "draining": "the server is shutting down"}
+        messages = {"starting": f"the engine is starting: {self._phase}", "draining": "the server is shutting down"}
         lasted = round(time.monotonic() - self._since)  # as long again, for want of anything better
         raise UnavailableError(
-            told.get(self.status) or f"the engine is {self.status}: {self.cause}", max(1, min(30, lasted))
+            messages.get(self.status) or f"the engine is {self.status}: {self.cause}", max(1, min(30, lasted))
         )
 
     @property

@@ -228,8 +228,9 @@ def _text(document: Any, index: int) -> str:
 def _written(
     service: Service, request: Request, given: Mapping[str, Any], kind: str, found: Found, key: str
 ) -> Response:
-    """An answer with all vectors in the form that a body asks for. kind: what its id begins with, key: of the numbers
-    in each entry. As bytes the body is the numbers, one vector behind another, and the header metadata has the rest."""
+    """An answer with all vectors in the form that a body asks for. kind: the beginning of its id.
+    key: of the numbers in each entry. As bytes the body is the numbers, vector after vector, and the header metadata
+    has the rest."""
     form, dtype = given.get("encoding_format", "float"), given.get("embed_dtype", "float32")
     endianness = given.get("endianness", "native")
     order = _ORDERS[endianness]

@@ -63,8 +63,8 @@ _LEAVING = 5.0  # seconds for the fronts' end
 
 
 class Fronts:
-    """As many as the options say; a connection goes to the one that has the fewest. `metrics` are those of the whole
-    server."""
+    """As many as the options say; a connection goes to the front that has the fewest. `metrics` are the whole
+    server's."""
 
     def __init__(self, supervisor: EngineSupervisor, options: ServerOptions) -> None:
         self._supervisor, self._options = supervisor, options
@@ -74,7 +74,7 @@ class Fronts:
         self._ever_joined = self._was_ready = self._stopping = False
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._state: EngineState | None = None  # as it was told last
+        self._state: EngineState | None = None  # the one that fronts got last
         self._store = ResponseStore()
         name = options.names[0]
         self._metrics = Metrics(name, {"model": name}, self._processes, options.rank)
@@ -140,7 +140,7 @@ class Fronts:
                     front.report = await front.questions.ask(GetReport(), Report)
             return front.report
 
-        # One that ends meanwhile is absorbed in the metrics.
+        # The metrics have already absorbed a front that has ended since.
         found = [(front, await report) for front, report in [(f, asyncio.ensure_future(ask(f))) for f in self._greeted]]
         return [report for front, report in found if front.name.encode() in self._fronts]
 

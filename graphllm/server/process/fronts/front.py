@@ -1,4 +1,4 @@
-"""The program of a front: an HTTP server whose connections come from the controller, in a process of its own.
+"""The program of a front: an HTTP server in a process of its own. Its connections come from the controller.
 
 It reads its settings as one line of JSON from stdin and lives for as long as that pipe does.
 """
@@ -149,9 +149,9 @@ async def _run(launch: FrontLaunch) -> int:
             follower.look()
 
     doorway = Doorway(launch.doorway, server, tls)
-    told = asyncio.create_task(link.run(follower.told, asked))
+    listening = asyncio.create_task(link.run(follower.follow, asked))
     watching = [asyncio.create_task(watch()), asyncio.create_task(follower.broken.wait())]
-    await asyncio.wait({told, *watching}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({listening, *watching}, return_when=asyncio.FIRST_COMPLETED)
     doorway.close()
     follower.leave()
     server.should_exit = True
@@ -160,8 +160,8 @@ async def _run(launch: FrontLaunch) -> int:
         tracing.close()
     for task in watching:
         task.cancel()
-    if told.done():
-        told.result()
+    if listening.done():
+        listening.result()
         link.close()
     return int(follower.broken.is_set())
 

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 _TICK = 0.1  # seconds between two looks at the processes
 _BACKOFF = (1.0, 60.0)  # seconds before a rank is started again that was ready for less than that: first, and at most
 _SOON = 10.0  # seconds
-_GRACE = 10.0  # seconds that a rank may take to end beside those for its requests
+_GRACE = 10.0  # seconds that a rank may take to end, after the time for its requests
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -185,7 +185,7 @@ class RankSupervisor:
             rank.silence = silence = Silence(partial(threads_of, pid), _TICK, seconds / 4)
             ready, cause = await asyncio.to_thread(self._ask, rank.port, "/health")
             live = ready or (await asyncio.to_thread(self._ask, rank.port, "/health/live"))[0]
-            if process is not rank.process:  # it has ended meanwhile
+            if process is not rank.process:  # it ended during the probe
                 continue
             late = time.monotonic() - begun
             if not live and late >= seconds and silence.seconds < late / 2:  # for want of the processor: no verdict
@@ -227,7 +227,7 @@ class RankSupervisor:
     def _application(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
 
-        def told(good: bool) -> JSONResponse:
+        def answer(good: bool) -> JSONResponse:
             return JSONResponse(self._state(), 200 if good else 503, {"cache-control": "no-store"})
 
         @app.get("/health/readiness")
@@ -235,14 +235,14 @@ class RankSupervisor:
         @app.get("/health")
         async def ready() -> JSONResponse:
             """200 while all ranks take requests."""
-            return told(all(rank.status == "ready" for rank in self._ranks))
+            return answer(all(rank.status == "ready" for rank in self._ranks))
 
         @app.get("/health/liveness")
         @app.get("/health/live")
         async def live() -> JSONResponse:
             """503 when a rank is gone for good, or says of itself that only a new process can help."""
             most = self._probes.dp_supervisor_probe_failure_threshold
-            return told(
+            return answer(
                 not any(
                     rank.status == "dead" or (rank.was_ready and rank.process is not None and rank.dying >= most)
                     for rank in self._ranks
