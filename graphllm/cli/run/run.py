@@ -57,9 +57,10 @@ def run_with_form(
     lora: Sequence[str],
 ) -> int:
     """`run` with answers of a form. form: a JSON schema, as a file or text, and a regular expression."""
-    schema, regex = form
+    given, regex = form
+    schema = None if given is None else read_schema(given)
     if schema or regex:
-        sampling["structured_outputs"] = {"json": read_schema(schema) if schema else None, "regex": regex}
+        sampling["structured_outputs"] = {"json": schema, "regex": regex}
     return run(args, inputs, sampling, quiet, lora)
 
 
