@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from graphllm.config.requests.sampling_params import StructuredOutputsParams as GuidedDecodingParams
     from graphllm.config.vllm.parser import FlexibleArgumentParser
+    from graphllm.config.vllm.view import VllmConfig
     from graphllm.engine.requests.logits_processors import (
         AdapterLogitsProcessor,
         BatchUpdate,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from graphllm.entrypoints.llm import LLM
     from graphllm.entrypoints.llm_engine import LLMEngine
     from graphllm.entrypoints.metrics_reader import Counter, Gauge, Histogram, Metric, Vector
-    from graphllm.entrypoints.vllm_config import EngineArgs, VllmConfig
+    from graphllm.entrypoints.vllm_config import EngineArgs
     from graphllm.entrypoints.vllm_config import EngineArgs as AsyncEngineArgs
 
 __all__ = [
@@ -98,7 +99,8 @@ _PLACES = {
     "LoRARequest": "entrypoints.adapters",
     "AsyncLLM": "entrypoints.async_llm",
     "AsyncLLMEngine": "entrypoints.async_llm:AsyncLLM",
-    **dict.fromkeys(("EngineArgs", "VllmConfig"), "entrypoints.vllm_config"),
+    "EngineArgs": "entrypoints.vllm_config",
+    "VllmConfig": "config.vllm.view",
     "AsyncEngineArgs": "entrypoints.vllm_config:EngineArgs",
     "FlexibleArgumentParser": "config.vllm.parser",
     "CompletionOutput": "engine.requests.outputs",

@@ -81,7 +81,7 @@ ROOMS = {
     ),
     "loading": (("checkpoint", "memory"), ("artifact",), ("core",)),
     "server": (
-        ("frontend_names", "http", "page"),
+        ("http", "page"),
         ("supervision",),
         ("service",),
         ("apis", "middleware"),

@@ -18,7 +18,7 @@ from graphllm.engine.requests.outputs import CompletionOutput, Position, Request
 def response_body(
     call: Call, outputs: Sequence[RequestOutput], response_id: str, model: str, created: int, count: Count | None = None
 ) -> dict[str, Any]:
-    """The response to a call whose outputs, one for each prompt, are finished. response_id: without the endpoint's
+    """The response to a call. outputs: finished, one for each prompt. response_id: without the endpoint's
     prefix. model: the name for a body that gives none. created: Unix time in seconds. count: for the tokens of
     reasoning, which are 0 without it."""
     choices = []
@@ -56,7 +56,7 @@ def _of_prompt(call: Call, output: RequestOutput) -> dict[str, Any]:
 
 def _tokens(call: Call, completion: CompletionOutput) -> dict[str, Any]:
     """Token ids, where they were asked for."""
-    return {"token_ids": [] if call.alone else completion.token_ids} if call.token_ids else {}
+    return {"token_ids": [] if call.echo_only else completion.token_ids} if call.token_ids else {}
 
 
 def _choice(call: Call, output: RequestOutput, completion: CompletionOutput, index: int) -> tuple[dict[str, Any], str]:
@@ -64,7 +64,7 @@ def _choice(call: Call, output: RequestOutput, completion: CompletionOutput, ind
     ended = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
     if not call.chat:
         text, logprobs = completion.text, named(call, completion.logprobs)
-        if call.alone:
+        if call.echo_only:
             text, logprobs, ended["finish_reason"] = "", None if logprobs is None else [], "length"
         given = None if logprobs is None else completion_logprobs(logprobs)
         if call.echo:
@@ -114,14 +114,14 @@ class ChunkWriter:
         self._thoughts: dict[int, list[str]] = {}  # of each choice that goes on
         self._reasoning = 0  # tokens, of choices that have ended
         self._prompts: dict[int, list[Position | None]] = {}  # their log-probabilities, which come only once
-        self._told: set[int] = set()  # prompts of which all was told
+        self._started: set[int] = set()  # prompts with a first chunk
 
     def write(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
         """The chunks of what is new. prompt: its number, of several."""
         tokens = sum(len(c.token_ids) for c in output.outputs)
         before = self._used.get(prompt, Usage(len(output.prompt_token_ids), 0))
         self._used[prompt] = before._replace(
-            completion=before.completion + (0 if self._call.alone else tokens), cached=output.num_cached_tokens
+            completion=before.completion + (0 if self._call.echo_only else tokens), cached=output.num_cached_tokens
         )
         if output.prompt_logprobs is not None:
             self._prompts[prompt] = output.prompt_logprobs
@@ -132,8 +132,8 @@ class ChunkWriter:
             index = prompt * self._call.params.n + completion.index
             choices = self._chat(index, completion) if self._call.chat else self._text(index, output, completion)
             chunks += [self._chunk([choice]) for choice in choices]
-        if self._call.chat and chunks and prompt not in self._told:
-            self._told.add(prompt)
+        if self._call.chat and chunks and prompt not in self._started:
+            self._started.add(prompt)
             chunks[0] |= _of_prompt(self._call, output)
             self._prompts.pop(prompt, None)
         return chunks
@@ -189,10 +189,10 @@ class ChunkWriter:
 
     def _text(self, index: int, output: RequestOutput, completion: CompletionOutput) -> list[dict[str, Any]]:
         call, begins = self._call, index not in self._begun
-        text = "" if call.alone else completion.text
+        text = "" if call.echo_only else completion.text
         positions = named(call, completion.logprobs)
         tokens = _tokens(call, completion)
-        if positions and call.alone:
+        if positions and call.echo_only:
             positions = []
         if not (text or positions or completion.finished() or tokens.get("token_ids") or (call.echo and begins)):
             return []
@@ -206,7 +206,7 @@ class ChunkWriter:
         if begins:
             choice |= _of_prompt(call, output)
         if completion.finished():
-            reason = "length" if call.alone else completion.finish_reason
+            reason = "length" if call.echo_only else completion.finish_reason
             choice |= {"finish_reason": reason, "stop_reason": completion.stop_reason}
         return [choice]
 

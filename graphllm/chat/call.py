@@ -27,6 +27,7 @@ from graphllm.config.errors import ErrorPlace
 from graphllm.config.parameter import parameters
 from graphllm.config.requests.sampling_params import BeamSearchParams, SamplingParams
 from graphllm.config.requests.structured_outputs import BACKENDS, StructuredOutputsParams
+from graphllm.config.server import ChatConfig
 from graphllm.engine.chat_template.conversation import check_template_kwargs, conversation, text_of
 from graphllm.engine.process.template_trial import TemplateTrial
 from graphllm.engine.requests.processor import Prompt, Truncation
@@ -62,32 +63,39 @@ class Style(NamedTuple):
         return Style(detect_tools(template), detect_reasoning(template))
 
 
-class Rules(NamedTuple):
-    """What a server makes of bodies. strict: no field is ignored. templates: bodies may bring a chat template.
-    template_kwargs: variables of chat templates where a body says nothing else. tokens_as_ids: of log-probabilities.
-    usage: every stream ends with it. role: of answers."""
-
-    strict: bool = False
-    templates: bool = False
-    template_kwargs: Mapping[str, Any] = {}
-    tokens_as_ids: bool = False
-    usage: bool = False
-    role: str = "assistant"
-
-
-_NO_RULES = Rules()
+_DEFAULTS = ChatConfig()
 
 
 class Call(NamedTuple):
-    """What a body asks for. chat: of which endpoint. model: as the body names it. prompts: of a completion, text or
-    token ids. messages, template: a conversation, and what else the chat template is told. tools: that it may call.
-    priority: lower goes first. stream, usage, running_usage: chunks, one with the usage at the end, or in every chunk.
-    echo: the prompt comes before the completion; alone: and nothing else does. reasoning: it is shown.
-    role: of the answer. prefix: text that an answer begins with, as echo has it in a chat. continues: the last message
-    goes on. chat_template: in place of the model's. special: the tokenizer adds BOS and such; None where that is usual.
-    suffix: what comes behind a completion. truncation: of the prompt. token_ids, prompt_text: are shown. tokens_as_ids:
-    in log-probabilities tokens are written as their ids. interval: tokens of a chunk. beams: how n of them are searched
-    for. request_id: as the client calls it.
+    """A request of a client.
+
+    chat: for the chat endpoint; else for completions.
+    params: sampling parameters.
+    model: as the body names it.
+    prompts: of a completion, text or token ids.
+    messages: of a conversation.
+    template: variables of the chat template.
+    tools: functions that the model may call.
+    priority: lower goes first.
+    stream: the answer comes in chunks.
+    usage: the last chunk has the usage.
+    running_usage: every chunk has the usage.
+    echo: the prompt comes before the completion.
+    echo_only: the answer is the prompt; there is no completion.
+    reasoning: the answer shows it.
+    role: of the answer.
+    prefix: text that an answer begins with, from echo in a chat.
+    continues: the answer goes on with the last message.
+    chat_template: in place of the model's.
+    special: the tokenizer adds BOS and such; None: as usual for the endpoint.
+    suffix: text after a completion.
+    truncation: of the prompt.
+    token_ids: the answer shows them.
+    prompt_text: the answer shows it.
+    tokens_as_ids: log-probabilities write tokens as their ids.
+    interval: tokens of a chunk.
+    beams: settings of a beam search for n completions.
+    request_id: the client's name of the request.
     reply: how the text is read (from `write_out`).
     """
 
@@ -104,7 +112,7 @@ class Call(NamedTuple):
     usage: bool = False
     running_usage: bool = False
     echo: bool = False
-    alone: bool = False
+    echo_only: bool = False
     reasoning: bool = True
     role: str = "assistant"
     prefix: str = ""
@@ -122,23 +130,23 @@ class Call(NamedTuple):
     reply: ReplyFormat = ReplyFormat()
 
     def prompt_error(self, mistake: ConfigError, number: int, count: int) -> ConfigError:
-        """A mistake that shows with one of so many prompts; it names that prompt if it is about it."""
+        """A mistake in one of ``count`` prompts. The message names the prompt if the mistake is in it."""
         place = ErrorPlace("messages" if self.chat else "prompt", number)
         return place.prompt_error(mistake) if count > 1 else mistake
 
 
-def parse_call(url: object, body: object, defaults: SamplingParams, rules: Rules = _NO_RULES) -> Call:
+def parse_call(url: object, body: object, defaults: SamplingParams, config: ChatConfig = _DEFAULTS) -> Call:
     """Check the body of a request to ``url``.
 
-    defaults: for what the body leaves open; max_tokens None is the endpoint's own default. rules: of the server. Raises
-    ConfigError, whose message begins with the field's name (`error_body`).
+    defaults: for what the body leaves open; max_tokens None is the endpoint's own default. config: of the server.
+    Raises ConfigError; its message begins with the field's name (`error_body`).
     """
     if url not in (CHAT, COMPLETIONS):
         raise ConfigError(f"url is {url!r:.80}: give {CHAT} or {COMPLETIONS}")
     if not isinstance(body, dict):
         raise ConfigError(f"body is {body!r:.80}: give an object")
     chat = url == CHAT
-    rest = judged(body, strict=rules.strict)
+    rest = judged(body, strict=config.strict_fields)
     rest |= unguided(rest)
     if "vllm_xargs" in rest:  # which SamplingParams has under its own name
         rest["extra_args"] = _take(rest, "vllm_xargs", dict, {})
@@ -154,31 +162,31 @@ def parse_call(url: object, body: object, defaults: SamplingParams, rules: Rules
         echo=_take(rest, "echo", bool, False),
         special=_take(rest, "add_special_tokens", bool, not chat) if "add_special_tokens" in rest else None,
         token_ids=_take(rest, "return_token_ids", bool, False),
-        tokens_as_ids=_take(rest, "return_tokens_as_token_ids", bool, rules.tokens_as_ids),
+        tokens_as_ids=_take(rest, "return_tokens_as_token_ids", bool, config.return_tokens_as_token_ids),
         truncation=_truncation(rest),
         interval=_interval(rest),
         request_id=checked_id(_take(rest, "request_id", str, "")),
-        role=rules.role,
+        role=config.response_role,
     )
-    call = _streaming(call, rest, rules.usage)
+    call = _streaming(call, rest, config.enable_force_include_usage)
     if chat:
         tools = check_tools(
             rest.pop("tools", None), rest.pop("tool_choice", None), _take(rest, "parallel_tool_calls", bool, True)
         )
         call = call._replace(
             messages=conversation(rest.pop("messages", None)),
-            chat_template=_chat_template(rest, rules.templates),
+            chat_template=_chat_template(rest, config.trust_request_chat_template),
             continues=_take(rest, "continue_final_message", bool, False),
             prompt_text=_take(rest, "return_prompt_text", bool, False),
             tools=tools,
             reasoning=_take(rest, "include_reasoning", bool, True),
         )
-        call = _turn(call._replace(template=_template(rest, call.continues, rules.template_kwargs)))
+        call = _turn(call._replace(template=_template(rest, call.continues, config.default_chat_template_kwargs or {})))
         rest |= _chat_sampling(rest)
     else:
         call = call._replace(prompts=_prompts(rest.pop("prompt", None)), suffix=_take(rest, "suffix", str, ""))
         if call.echo and rest.get("max_tokens") == 0 and type(rest["max_tokens"]) is int:
-            call, rest["max_tokens"] = call._replace(alone=True), 1
+            call, rest["max_tokens"] = call._replace(echo_only=True), 1
     backend = rest.pop(BACKEND, None)
     if backend not in (None, *BACKENDS):
         raise ConfigError(f"{BACKEND} is {backend!r:.80}: give one of {', '.join(BACKENDS)}")
@@ -239,7 +247,7 @@ def _chat_template(rest: dict[str, Any], allowed: bool) -> str | None:
 
 
 def _turn(call: Call) -> Call:
-    """Whose turn it is: of the last message, where that goes on, or where nothing says that another begins."""
+    """Set whether the last message goes on, or another one begins."""
     last = call.messages[-1]
     other = call.template["add_generation_prompt"]
     role = call.role if other or call.continues else last["role"]
@@ -259,7 +267,7 @@ def _beam_fields(rest: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _with_beams(call: Call, beams: Mapping[str, Any], rest: Mapping[str, Any]) -> Call:
-    """A call whose completions are found by a beam search of width n."""
+    """A call for a beam search of width n."""
     p = call.params
     if call.stream:
         raise ConfigError("use_beam_search is True: the best sequences are known at the end; leave out stream")
@@ -267,7 +275,7 @@ def _with_beams(call: Call, beams: Mapping[str, Any], rest: Mapping[str, Any]) -
     other = next((name for name in rest if name not in known and rest[name] not in (None, [], "", {})), None)
     if other is not None:
         raise ConfigError(f"{other} is {rest[other]!r:.80}: it has no meaning with use_beam_search; leave it out")
-    if call.alone:
+    if call.echo_only:
         raise ConfigError("max_tokens is 0: a beam search needs tokens; give a number from 1")
     params = BeamSearchParams(
         beam_width=p.n,
@@ -315,7 +323,7 @@ def _template(rest: dict[str, Any], continues: bool, defaults: Mapping[str, Any]
 
 
 def _chat_sampling(rest: dict[str, Any]) -> dict[str, Any]:
-    """Takes the fields that only a chat has out of a body; as those of `SamplingParams`."""
+    """Takes the fields that only a chat has out of a body; the result has fields of `SamplingParams`."""
     found: dict[str, Any] = {}
     if "max_completion_tokens" in rest:  # the new name, which wins
         found["max_tokens"] = _take(rest, "max_completion_tokens", int, 0)
@@ -371,7 +379,7 @@ def write_out(
     call: Call, tokenizer: Tokenizer, style: Style, templates: TemplateTrial | None = None
 ) -> tuple[Call, Sequence[Prompt]]:
     """What a processor takes, a chat written out by the chat template, and the call with how its reply is read. Prompts
-    that are echoed have their text with them. templates: renders those of requests.
+    that are echoed have their text with them. templates: renders chat templates of requests.
 
     Raises ConfigError when the template refuses, and for tools that the model has no known way to call.
     """
@@ -381,7 +389,7 @@ def write_out(
             prompts = [infilled(prompt, call.suffix, tokenizer) for prompt in prompts]
         if call.echo:
             prompts = [_with_text(prompt, tokenizer) for prompt in prompts]
-        return call, [_told(prompt, call) for prompt in prompts]
+        return call, [_prompt_of(prompt, call) for prompt in prompts]
     use, text = call.tools, rendered(call, tokenizer, templates)
     format = _tool_format(use, style)
     if format is not None and format == style.tools and use.choice != "auto":
@@ -405,10 +413,10 @@ def write_out(
     prompt: dict[str, Any] = {"prompt": text, "add_special_tokens": bool(call.special)}
     if call.reply.reasoning and call.params.stop:  # which are about the answer
         prompt["thinking"] = call.reply.thinking
-    return call, [_told(prompt, call)]
+    return call, [_prompt_of(prompt, call)]
 
 
-def _told(prompt: Prompt, call: Call) -> Prompt:
+def _prompt_of(prompt: Prompt, call: Call) -> Prompt:
     """A prompt with what the call says of it."""
     more: dict[str, Any] = {} if call.truncation is None else {"truncation": call.truncation}
     if not call.chat and call.special is False:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from graphllm.config import ConfigError
 
 _log = logging.getLogger(__name__)
-_told: set[str] = set()  # names that the log has had
+_logged: set[str] = set()  # names that the log has had
 
 
 class Refused(NamedTuple):
@@ -111,11 +111,11 @@ def judged(body: Mapping[str, Any], own: Container[str] = (), strict: bool = Fal
 
 
 def unguided(given: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's older fields of structured outputs under their newer name; they are taken out. A backend alone stays
-    "guided_decoding_backend": it is for a constraint that a chat's response_format or tools may make."""
+    """vLLM's older fields of structured outputs under their newer name; they are taken out. A backend without
+    a constraint stays "guided_decoding_backend"; a chat's response_format or tools may make a constraint for it."""
     found = {}
-    alone = not any(name in given for name in GUIDED if name != BACKEND) and "structured_outputs" not in given
-    for name in [name for name in GUIDED if name in given and not (alone and name == BACKEND)]:
+    only_backend = not any(name in given for name in GUIDED if name != BACKEND) and "structured_outputs" not in given
+    for name in [name for name in GUIDED if name in given and not (only_backend and name == BACKEND)]:
         tell_once(name, f"{name} of requests is deprecated: give structured_outputs.{GUIDED[name]}")
         found[GUIDED[name]] = given.pop(name)
     if not found:
@@ -128,6 +128,6 @@ def unguided(given: dict[str, Any]) -> dict[str, Any]:
 
 def tell_once(name: str, line: str) -> None:
     """To the log, once for each name in the life of a process."""
-    if name not in _told:
-        _told.add(name)
+    if name not in _logged:
+        _logged.add(name)
         _log.info("%s", line)

@@ -52,8 +52,8 @@ def in_its_words(use: ToolUse, format: str, tokenizer: Tokenizer) -> CallGrammar
 def _pieces(text: str, tokenizer: Tokenizer) -> tuple[Piece, ...]:
     """A text, with the ids of marks that are tokens of this model in their places."""
     for mark in _MARKS:
-        before, found, behind = text.partition(mark)
+        before, found, after = text.partition(mark)
         ids = tokenizer.encode(mark, add_special_tokens=False) if found else []
         if len(ids) == 1 and tokenizer.decode(ids, skip_special_tokens=False) == mark:  # else it is the unknown token
-            return (*_pieces(before, tokenizer), ids[0], *_pieces(behind, tokenizer))
+            return (*_pieces(before, tokenizer), ids[0], *_pieces(after, tokenizer))
     return (text,) if text else ()

@@ -9,10 +9,10 @@ from graphllm.engine.requests.text import Tokenizer
 
 
 class Marks(NamedTuple):
-    """What stands before the text before, the text behind, and the gap that the model fills."""
+    """The marks before the prefix, the suffix, and the middle that the model fills."""
 
     before: str
-    behind: str
+    suffix: str
     gap: str
 
 
@@ -36,4 +36,4 @@ def infilled(prompt: object, suffix: str, tokenizer: Tokenizer) -> str:
         )
     if not isinstance(prompt, str):
         raise ConfigError(f"suffix is {suffix!r:.80}: token ids have no place for it; give the prompt as text")
-    return f"{marks.before}{prompt}{marks.behind}{suffix}{marks.gap}"
+    return f"{marks.before}{prompt}{marks.suffix}{suffix}{marks.gap}"

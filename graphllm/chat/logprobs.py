@@ -47,7 +47,7 @@ def _token(entry: Logprob) -> dict[str, Any]:
 
 
 class TextLogprobs:
-    """The entries of a reply's text: without those of the thinking before it, and of the token that ends it."""
+    """The entries of a reply's text: without the entries of the thinking before it and of the token that ends it."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -78,9 +78,9 @@ class TextLogprobs:
             self._place = "thinking"
         if self._place == "thinking":
             if "</think>" in self._seen:
-                self._place = "behind"
+                self._place = "after"
             return []
-        if self._place == "behind" and not token.strip():
+        if self._place == "after" and not token.strip():
             return []
         self._place = "text"
         return [entry]

@@ -33,14 +33,14 @@ def parts_of(completion: CompletionOutput, reader: ReplyReader) -> list[Part]:
 
 
 def finish_reason(completion: CompletionOutput, reader: ReplyReader) -> str | None:
-    """Of a chat's completion, whose text was read by ``reader``. Half a call is none that a client should make."""
+    """Of a chat's completion. reader: has read its text. A client should not make a call that is not whole."""
     called = reader.called and not reader.broken and completion.finish_reason == "stop"
     return "tool_calls" if called else completion.finish_reason
 
 
 def usage_of(call: Call, output: RequestOutput) -> Usage:
     """Tokens of a finished output."""
-    completion = 0 if call.alone else sum(len(c.token_ids) for c in output.outputs)
+    completion = 0 if call.echo_only else sum(len(c.token_ids) for c in output.outputs)
     return Usage(len(output.prompt_token_ids), completion, output.num_cached_tokens)
 
 
@@ -53,7 +53,7 @@ def add_usage(used: Iterable[Usage]) -> Usage:
 class Failure(NamedTuple):
     """What went wrong with a completion. mistake: it is the request's own."""
 
-    told: str
+    message: str
     mistake: bool
 
 
@@ -74,7 +74,7 @@ class Reading:
         self._last: CompletionOutput | None = None
 
     def read(self, output: RequestOutput) -> list[Part]:
-        """What is new in an output. The calls end with the reply, so they are told by their order."""
+        """What is new in an output. The calls end with the reply, so their order identifies them."""
         used = usage_of(self._call, output)
         self._used = used._replace(completion=used.completion + self._used.completion)
         parts: list[Part] = []
@@ -89,7 +89,7 @@ class Reading:
         return parts if self._call.reasoning else [part for part in parts if not isinstance(part, Reasoning)]
 
     def logprobs(self, output: RequestOutput) -> list[dict[str, Any]]:
-        """Entries of the tokens of text in an output, and maybe of calls behind it; none where none were asked for."""
+        """Entries of the tokens of text in an output, and maybe of calls after it; none if nobody asks for them."""
         return [entry for completion in output.outputs for entry in self._logprobs.take(completion)]
 
     @property

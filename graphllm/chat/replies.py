@@ -118,8 +118,8 @@ class ReplyFormat(NamedTuple):
 
 
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-ARGUMENTS = ("arguments", "parameters")  # what models call those of a call
-_BESIDE = ("type", "id")  # what a call may have beside its name and arguments
+ARGUMENTS = ("arguments", "parameters")  # names that models give the arguments of a call
+_OTHER = ("type", "id")  # further fields that a call may have
 _CLOSERS, _SEPARATORS, _NAME = re.compile(r"[\s\]}]+"), re.compile(r"[\s;]+"), re.compile(r"[\w.-]+")
 _TRAILING = string.whitespace + ",;]}"  # of no meaning after a call
 
@@ -132,10 +132,10 @@ class ReplyReader:
     """Reads one reply. called: a tool has been called. broken: the text ended within the last call. reasoning: the text
     is inside the reasoning now. done: the only call of a single one is complete, and nothing that comes is read.
 
-    What it makes of a text does not depend on how that was cut into pieces, and takes a time in proportion to its
-    length. Text is held back while it may be the start of a tag, whitespace before a tag, or a call whose arguments
-    have not begun. A call that turns out to be none is text, as it stands. Once its arguments have begun it is a call,
-    and what does not belong to it is text behind it. Where the text breaks off, its arguments are closed.
+    The result does not depend on how the text was cut into pieces, and takes a time in proportion to its length. Text
+    is held back while it may be the start of a tag, whitespace before a tag, or a call before its arguments. A call
+    that turns out to be none is text, as it stands. With the beginning of its arguments it is a call, and all that does
+    not belong to it is text after it. Where the text breaks off, its arguments are closed.
     """
 
     def __init__(self, format: ReplyFormat, new_id: Callable[[], str] = _call_id) -> None:
@@ -253,7 +253,7 @@ class ReplyReader:
         self._no_call()
 
     def _array(self) -> Wait[None]:
-        """Calls in a JSON array, or one alone."""
+        """Calls in a JSON array, or one call without an array."""
         yield from self._source.symbol("[")
         while (yield from self._object()):
             if (yield from self._end_if_single()):
@@ -265,7 +265,7 @@ class ReplyReader:
         self._no_call()
 
     def _prefixed(self) -> Wait[bool]:
-        """A call whose name stands before the arguments; False, and held, when it is none."""
+        """A call with its name before the arguments; False, and held, when it is none."""
         source = self._source
         name = yield from source.run(_NAME)
         if (yield from source.tag("[CALL_ID]")):
@@ -301,7 +301,7 @@ class ReplyReader:
                     return False
                 if self._calls > index:
                     source.held.clear()
-            elif bare and key not in _BESIDE and self._calls == index:
+            elif bare and key not in _OTHER and self._calls == index:
                 return False
             elif not (yield from source.skip()):
                 return self._calls > index
@@ -327,7 +327,7 @@ class ReplyReader:
         return True
 
     def _end_if_single(self) -> Wait[bool]:
-        """Behind a call: read no further if it is the only one; whether it is."""
+        """After a call: read no further if it is the only one; whether it is."""
         self.done = self._format.single and self._calls > 0
         while self.done and (yield from self._source.more()):
             self._source.rest()

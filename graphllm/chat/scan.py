@@ -216,7 +216,7 @@ class OpenJson:
 
     def __init__(self) -> None:
         self._brackets: list[str] = []  # that are to come
-        self._string: Literal["", "name", "value"] = ""  # inside of which it is
+        self._string: Literal["", "name", "value"] = ""  # the string that the text ends in
         self._named = False  # the next string is a name
         self._begun = self._closed = False
         self._held: list[str] = []

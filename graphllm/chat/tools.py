@@ -14,7 +14,7 @@ _MAX_TOOLS, MAX_CALLS = 128, 16
 _CHOICES = ("none", "auto", "required")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
-# JSON Schema keywords whose value is not a schema: a name for each schema in it, or plain data.
+# JSON Schema keywords with a value that is not a schema: schemas by name, or plain data.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _DATA = ("const", "enum", "default", "example", "examples")
 
@@ -31,7 +31,7 @@ class ToolUse(NamedTuple):
 def check_tools(tools: object, tool_choice: object, parallel: bool) -> ToolUse:
     """Check the fields of a request; None stands for one that is left out. Raises ConfigError.
 
-    The tools in the result are as models are told of them (`shown_tools`).
+    The tools in the result have the form that models are shown (`shown_tools`).
     """
     if tools is None:
         tools = []
@@ -100,7 +100,7 @@ def _choice(given: object, names: list[str]) -> str:
 
 def constraint(use: ToolUse) -> dict[str, Any] | None:
     """What the text must be where a call must be made, as fields of StructuredOutputsParams; None where none must. For
-    models whose own way of writing calls nobody knows (`forced.in_its_words`).
+    models with an unknown way of writing calls (`forced.in_its_words`).
 
     The text is then the arguments of the function that is chosen, or an array of calls. Raises ConfigError for a
     parameters' schema that cannot be enforced.
@@ -122,7 +122,7 @@ def constraint(use: ToolUse) -> dict[str, Any] | None:
                 "required": ["name", key],
                 "additionalProperties": False,
             }
-            for key in ARGUMENTS  # the model takes the one it has learned, and writes nonsense behind another
+            for key in ARGUMENTS  # the model takes the name that it has learned; it writes nonsense after another name
         ]
     most = MAX_CALLS if use.parallel else 1
     calls = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": options}, "$defs": definitions}
@@ -130,8 +130,8 @@ def constraint(use: ToolUse) -> dict[str, Any] | None:
 
 
 def argument_schemas(use: ToolUse) -> list[tuple[str, dict[str, Any]]]:
-    """Names of the functions of which one must be called, with the schemas of their arguments. Raises ConfigError for
-    one that cannot be enforced."""
+    """Names of the functions that may be called when a call is required, with the schemas of their arguments. Raises
+    ConfigError for a schema that cannot be enforced."""
     names = [tool["function"]["name"] for tool in use.tools]
     wanted = [i for i, name in enumerate(names) if use.choice in ("required", name)]
     return [(names[i], _parameters(use.tools[i], i)) for i in wanted]

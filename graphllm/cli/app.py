@@ -13,15 +13,18 @@ from typer.main import get_command
 
 from graphllm.cli.bench.app import bench_app
 from graphllm.cli.endings import endings
-from graphllm.cli.options import engine_options, sampling_options
-from graphllm.cli.vllm_flags import EngineCommand
-from graphllm.config import CompileConfig, ConfigError, EngineArgs, definitions, parse_bytes
-from graphllm.server.frontend_names import FRONTEND_NAMES
+from graphllm.cli.late import call
+from graphllm.cli.options import EngineCommand, engine_options, sampling_options, server_options
+from graphllm.cli.run.inputs import Inputs
+from graphllm.config import CompileConfig, ConfigError, EngineArgs, definitions
+from graphllm.config.requests.pooling_params import PoolingParams
+from graphllm.config.server import ServerConfig
+from graphllm.config.vllm.server_names import FRONTEND_NAMES
 from graphllm.version import __version__
 
 
 class _Commands(TyperGroup):
-    """Told here how commands end, because typer has its own ideas of interrupts and broken pipes."""
+    """Ends commands in graphllm's way; typer has its own ideas of interrupts and broken pipes."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -32,7 +35,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="graphllm",
     cls=_Commands,
-    help="An LLM inference engine whose compiler is the engine.",
+    help="An LLM inference engine: the compiler is the engine.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
@@ -71,9 +74,7 @@ def compile_command(
     ] = False,
 ) -> None:
     """Compile a checkpoint into an artifact."""
-    from graphllm.cli.build import build
-
-    build(replace(args, model=model), output, bake_weights)
+    call("build:build", replace(args, model=model), output, bake_weights)
 
 
 @app.command("quantize")
@@ -86,22 +87,22 @@ def quantize_command(
         Path | None, typer.Option(help="Your text: a text file, or .jsonl of text, prompt or messages.")
     ] = None,
     ignore: Annotated[
-        list[str] | None, typer.Option(help="Leave modules of this name alone (* and ?, or re:); may be repeated.")
+        list[str] | None,
+        typer.Option(help="Do not quantize modules of this name (* and ?, or re:); may be repeated."),
     ] = None,
-    group_size: Annotated[int | None, typer.Option(help="Entries of a row with one scale, of integers.")] = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="Entries of a row that share one scale, for integer schemes.")
+    ] = None,
     samples: Annotated[int, typer.Option(help="Sequences of the calibration text.", min=2)] = 128,
-    length: Annotated[int, typer.Option(help="Tokens of one, at most.", min=2)] = 512,
+    length: Annotated[int, typer.Option(help="Most tokens of a calibration sequence.", min=2)] = 512,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to compute.")] = "cpu",
 ) -> None:
     """Write a quantized checkpoint.
 
     It is one of compressed-tensors, which transformers and vLLM read, too.
     """
-    from graphllm.cli.quantize import quantize_model
-    from graphllm.quantize.run import Request
-
     wanted = (output, scheme, method, calibration, tuple(ignore or ()), group_size, samples, length, device)
-    quantize_model(model, Request(*wanted))
+    call("quantize:quantize_model", model, *wanted)
 
 
 @app.command("merge")
@@ -112,7 +113,8 @@ def merge_command(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="New checkpoint folder.")],
     dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"] | None, typer.Option(help="Of the new one; default: the base's.")
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(help="Dtype of the new checkpoint; default: the base's."),
     ] = None,
 ) -> None:
     """Merge LoRA adapters into a checkpoint.
@@ -120,9 +122,7 @@ def merge_command(
     DoRA, biases and whole modules included. Of several the sum is merged, each times its weight, which is 1 unless
     given.
     """
-    from graphllm.cli.merge import merge_adapters
-
-    merge_adapters(model, adapters, output, dtype)
+    call("merge:merge_adapters", model, adapters, output, dtype)
 
 
 @app.command("run", cls=EngineCommand)
@@ -145,15 +145,15 @@ def run_command(
     regex: Annotated[str | None, typer.Option(help="Answer in text that this matches.")] = None,
     task: Annotated[
         Literal["generate", "embed", "classify", "score"],
-        typer.Option(help="Text, or vectors, classes or scores of pairs, of a model that gives them."),
+        typer.Option(help="Make text; or, with a model for it, vectors, classes, or scores of pairs."),
     ] = "generate",
-    dimensions: Annotated[int | None, typer.Option(help="Keep so many numbers of an embedding.")] = None,
+    dimensions: Annotated[int | None, typer.Option(help="Keep this many numbers of an embedding.")] = None,
     truncate: Annotated[
-        int | None, typer.Option(help="With --task: keep so many tokens of a text; -1: what fits.")
+        int | None, typer.Option(help="With --task: keep this many tokens of a text; -1 keeps all that fit.")
     ] = None,
     lora: Annotated[
         list[str] | None,
-        typer.Option(help="Folder of an adapter; or name=folder, for lines whose model is that name; may be repeated."),
+        typer.Option(help="Folder of an adapter; or name=folder, for lines with that model; may be repeated."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
 ) -> None:
@@ -163,26 +163,17 @@ def run_command(
     Exit status: 0 every request has an answer, 1 some have none or results cannot be written, 2 a mistake in the
     command or its files, 130 stopped by Ctrl-C (143 by SIGTERM), 141 nobody reads the output any more.
     """
-    from graphllm.cli.run.batch import Inputs
-    from graphllm.cli.run.run import read_schema, run
-
-    if output == Path("-"):
-        output = Path("/dev/stdout")
-    if task != "generate":
-        from graphllm.cli.run.vectors import run_vectors
-        from graphllm.config.requests.pooling_params import PoolingParams
-
-        others = {**sampling, "system": system, "regex": regex, "json_schema": json_schema, "lora": lora}
-        if given := [name for name, value in others.items() if value is not None]:
-            raise ConfigError(f"{given[0]}: not with --task {task}; leave it out")
-        args = replace(args, model=model, runner="pooling" if args.runner == "auto" else args.runner)
-        params = PoolingParams(dimensions=dimensions, truncate_prompt_tokens=truncate)
-        raise typer.Exit(run_vectors(args, task, Inputs(file, prompt or [], True, None, output), params, quiet))
-    schema = read_schema(json_schema) if json_schema is not None else None
-    if json_schema or regex:
-        sampling["structured_outputs"] = {"json": schema, "regex": regex}
-    inputs = Inputs(file, prompt or [], raw, system, output)
-    raise typer.Exit(run(replace(args, model=model), inputs, sampling, quiet, lora or ()))
+    inputs = Inputs(file, prompt or [], raw, system, Path("/dev/stdout") if output == Path("-") else output)
+    args = replace(args, model=model)
+    if task == "generate":
+        form = json_schema, regex
+        raise typer.Exit(call("run.run:run_with_form", args, inputs, sampling, form, quiet, lora or ()))
+    others = {**sampling, "system": system, "regex": regex, "json_schema": json_schema, "lora": lora}
+    if unfit := [name for name, value in others.items() if value is not None]:
+        raise ConfigError(f"{unfit[0]}: not with --task {task}; leave it out")
+    args = replace(args, runner="pooling") if args.runner == "auto" else args
+    params = PoolingParams(dimensions=dimensions, truncate_prompt_tokens=truncate)
+    raise typer.Exit(call("run.vectors:run_vectors", args, task, replace(inputs, raw=True, system=None), params, quiet))
 
 
 class _ServeCommand(EngineCommand):
@@ -191,248 +182,23 @@ class _ServeCommand(EngineCommand):
 
 @app.command("serve", cls=_ServeCommand)
 @engine_options(without=("dump",), max_num_queued_reqs=2048)
-def serve_command(
-    args: EngineArgs,
-    context: typer.Context,
-    model: ModelArgument = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
-    uds: Annotated[Path | None, typer.Option(help="Listen on this Unix socket instead.")] = None,
-    api_key: Annotated[
-        list[str] | None, typer.Option(help="Requests must bring it; may be repeated. Or GRAPHLLM_API_KEY.")
-    ] = None,
-    served_model_name: Annotated[list[str] | None, typer.Option(help="Name in requests; may be repeated.")] = None,
-    also: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A model beside the first, such as one that gives vectors: folder or name, or JSON with model, "
-            "served_model_name and its settings; may be repeated."
-        ),
-    ] = None,
-    lora_modules: Annotated[
-        list[str] | None,
-        typer.Option(help="An adapter as name=path, which requests give as their model; may be repeated."),
-    ] = None,
-    lora_dir: Annotated[
-        str | None, typer.Option(help="Requests may load and unload adapters of this folder (/v1/load_lora_adapter).")
-    ] = None,
-    admin_api_key: Annotated[
-        list[str] | None, typer.Option(help="For /server_info, /reset_prefix_cache and the like; may be repeated.")
-    ] = None,
-    allowed_origins: Annotated[
-        list[str] | None,
-        typer.Option("--allowed-origin", "--allowed-origins", help="Pages of this origin may ask; may be repeated."),
-    ] = None,
-    allowed_methods: Annotated[list[str] | None, typer.Option(help="Of these pages; default: all.")] = None,
-    allowed_headers: Annotated[list[str] | None, typer.Option(help="Of these pages; default: all.")] = None,
-    allow_credentials: Annotated[
-        bool, typer.Option("--allow-credentials", help="These pages may send the browser's credentials.")
-    ] = False,
-    rate_limit_token: Annotated[
-        int | None, typer.Option(help="Requests of one key, or one address, in --rate-limit-interval.")
-    ] = None,
-    rate_limit_interval: Annotated[float, typer.Option(help="Seconds.")] = 60.0,
-    root_path: Annotated[str, typer.Option(help="Of this server at the proxy before it, such as /models/chat.")] = "",
-    ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate in PEM: serve HTTPS.")] = None,
-    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key; default: in the same file.")] = None,
-    ssl_ca_certs: Annotated[Path | None, typer.Option(help="Of who signs the certificates of clients.")] = None,
-    ssl_cert_reqs: Annotated[int, typer.Option(help="Of clients: 0 none, 1 may have one, 2 must.")] = 0,
-    headless: Annotated[
-        bool,
-        typer.Option(
-            "--headless",
-            help="Speak no HTTP: lend this machine, --node-rank of --nnodes, to the engine at --master-addr.",
-        ),
-    ] = False,
-    api_server_count: Annotated[int, typer.Option(help="Processes that speak HTTP, of one engine.")] = 1,
-    data_parallel_multi_port_external_lb: Annotated[
-        bool,
-        typer.Option(
-            "--data-parallel-multi-port-external-lb",
-            help="A server for each of the data_parallel_size ranks, on --port and the ports behind it, for a load "
-            "balancer of yours.",
-        ),
-    ] = False,
-    data_parallel_supervisor_port: Annotated[int, typer.Option(help="Where the health of these is told.")] = 9256,
-    dp_supervisor_probe_interval_s: Annotated[float, typer.Option(help="Seconds between looks at each of them.")] = 5.0,
-    dp_supervisor_probe_timeout_s: Annotated[float, typer.Option(help="Seconds for their answer.")] = 5.0,
-    dp_supervisor_probe_failure_threshold: Annotated[
-        int, typer.Option(help="Failures in a row after which one counts as unhealthy.")
-    ] = 3,
-    max_body_size: Annotated[str, typer.Option(help="Of one request.")] = "32MiB",
-    sse_keep_alive_interval: Annotated[
-        float, typer.Option(help="Seconds of silence in a stream before a sign of life; 0: none.", min=0)
-    ] = 15.0,
-    shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests in flight after SIGTERM.")] = 30.0,
-    restart_engine: Annotated[bool, typer.Option("--restart-engine", help="Bring a broken engine back.")] = False,
-    step_timeout: Annotated[
-        float, typer.Option(help="Seconds of a step, without a kernel's end, before it counts as stuck.")
-    ] = 8.0,
-    tool_call_parser: Annotated[
-        Literal["auto", "hermes", "llama3", "mistral", "none"], typer.Option(help="auto: by the chat template.")
-    ] = "auto",
-    reasoning_parser: Annotated[
-        Literal["auto", "think", "none"], typer.Option(help="auto: by the chat template.")
-    ] = "auto",
-    chat_template: Annotated[
-        str | None, typer.Option(help="In place of the checkpoint's: a file, or the template itself.")
-    ] = None,
-    default_chat_template_kwargs: Annotated[
-        str | None, typer.Option(help="Variables of chat templates where a request has none, as JSON.")
-    ] = None,
-    trust_request_chat_template: Annotated[
-        bool, typer.Option("--trust-request-chat-template", help="Requests may bring a template of their own.")
-    ] = False,
-    response_role: Annotated[str, typer.Option(help="Of answers of /v1/chat/completions.")] = "assistant",
-    strict_fields: Annotated[
-        bool, typer.Option("--strict-fields", help="Refuse fields that would be ignored, such as user and store.")
-    ] = False,
-    return_tokens_as_token_ids: Annotated[
-        bool, typer.Option("--return-tokens-as-token-ids", help="In log-probabilities, tokens are token_id:ID.")
-    ] = False,
-    enable_force_include_usage: Annotated[
-        bool, typer.Option("--enable-force-include-usage", help="Every stream ends with its usage.")
-    ] = False,
-    disable_fastapi_docs: Annotated[
-        bool, typer.Option("--disable-fastapi-docs", help="No /docs and no /openapi.json.")
-    ] = False,
-    disable_uvicorn_access_log: Annotated[
-        bool, typer.Option("--disable-uvicorn-access-log", help="No line for each request.")
-    ] = False,
-    disable_access_log_for_endpoints: Annotated[
-        str | None, typer.Option(help="Paths without such lines, behind commas.")
-    ] = None,
-    uvicorn_log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], typer.Option(help="Of the HTTP library.")
-    ] = "warning",
-    log_format: Annotated[Literal["text", "json"], typer.Option(help="Of the log on stderr.")] = "text",
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], typer.Option(help="info: a line for each request.")
-    ] = "info",
-) -> None:
+@server_options()
+def serve_command(server: ServerConfig, args: EngineArgs, context: typer.Context, model: ModelArgument = None) -> None:
     """Serve OpenAI's and Anthropic's APIs over HTTP, and a chat page."""
-    from graphllm.config.parallel import ParallelConfig, check_parallel
-    from graphllm.config.setting import assemble
-    from graphllm.engine.process.spawn import Child, end, spawn, spawn_cores
-
-    alone, gpus = args.data_parallel_rank is not None, (args.tensor_parallel_size or 1) * args.pipeline_parallel_size
-    parallel = assemble(ParallelConfig, vars(args))
-    check_parallel(parallel, gpus)
-    early: list[Child] = context.obj or []
-    if headless:
-        end(early)
-        from graphllm.cli.serve.node import serve_headless
-
-        raise typer.Exit(serve_headless(args, model, log_format, log_level))
-    if data_parallel_multi_port_external_lb and not alone:
-        end(early)
-        from graphllm.cli.serve.ranks import serve_ranks
-        from graphllm.server.process.ranks.options import RankOptions
-
-        if uds is not None:
-            raise ConfigError(f"uds is {str(uds)!r}: each rank has a port of its own; leave it out")
-        ranks = RankOptions(
-            ranks=args.data_parallel_size,
-            gpus=gpus,
-            host=host,
-            port=port,
-            supervisor_port=data_parallel_supervisor_port,
-            tls=ssl_certfile is not None,
-            restart=restart_engine,
-            shutdown_timeout=shutdown_timeout,
-            probe_interval=dp_supervisor_probe_interval_s,
-            probe_timeout=dp_supervisor_probe_timeout_s,
-            probe_failure_threshold=dp_supervisor_probe_failure_threshold,
-        )
-        raise typer.Exit(serve_ranks(args, ranks, log_format, log_level))
-    # First of all: what takes longest is their import of torch.
-    # A cluster says later which devices ranks have.
-    here = 1 if args.distributed_executor_backend == "ray" else parallel.ranks_of_node(gpus)
-    children = spawn_cores(1 if alone else args.data_parallel_size, here, early)
-    end(early)
-    others = [spawn() for _ in also or ()]
-    try:
-        from graphllm.chat.call import Rules
-        from graphllm.cli.serve import serve as told
-        from graphllm.server.http.access import Access
-        from graphllm.server.process.options import ServerOptions
-        from graphllm.server.service.adapters import parse_modules
-        from graphllm.server.supervision.engine_view import SupervisorOptions
-        from graphllm.server.supervision.logs import LogOptions, start_log
-
-        log = LogOptions(log_format, log_level, uvicorn_log_level, not disable_uvicorn_access_log)
-        start_log(log, f"rank-{args.data_parallel_rank}" if alone else "")
-        if data_parallel_multi_port_external_lb:
-            told.end_with_supervisor()
-        access = Access(
-            keys=api_key or (),
-            admin_keys=admin_api_key or (),
-            origins=told.words(allowed_origins),
-            methods=told.words(allowed_methods, ("*",)),
-            headers=told.words(allowed_headers, ("*",)),
-            credentials=allow_credentials,
-            rate=told.rate_limit(rate_limit_token, rate_limit_interval),
-            root_path=told.root_path(root_path),
-            docs=not disable_fastapi_docs,
-            quiet=told.words([disable_access_log_for_endpoints] if disable_access_log_for_endpoints else None),
-        )
-        rules = Rules(
-            strict=strict_fields,
-            templates=trust_request_chat_template,
-            template_kwargs=told.read_kwargs(default_chat_template_kwargs),
-            tokens_as_ids=return_tokens_as_token_ids,
-            usage=enable_force_include_usage,
-            role=response_role,
-        )
-        options = ServerOptions(
-            host=host,
-            port=port,
-            uds=uds,
-            access=access,
-            rules=rules,
-            names=served_model_name or (),
-            shutdown_timeout=shutdown_timeout,
-            max_body=parse_bytes("max-body-size", max_body_size),
-            keep_alive=sse_keep_alive_interval,
-            certfile=ssl_certfile,
-            keyfile=ssl_keyfile,
-            ca_certs=ssl_ca_certs,
-            cert_reqs=ssl_cert_reqs,
-            traces=args.otlp_traces_endpoint,
-            adapters=parse_modules(lora_modules or (), served_model_name or ()),
-            lora_dir=told.lora_dir(lora_dir),
-            fronts=told.front_count(api_server_count),
-            rank=args.data_parallel_rank or 0,
-            log=log,
-            started=told.started_at(),
-        )
-        watched = SupervisorOptions(
-            args.seed,
-            restart_engine,
-            step_timeout,
-            tool_call_parser,
-            reasoning_parser,
-            chat_template=told.read_template(chat_template),
-        )
-        beside = told.parse_also(also or (), args)
-        raise typer.Exit(told.serve(replace(args, model=model), beside, options, watched, children, others))
-    finally:
-        end([*children, *others])
+    raise typer.Exit(call("serve.start:start", server, replace(args, model=model), context.obj or []))
 
 
 @app.command("chat")
 @sampling_options(_CHAT_OPTIONS, shown=dict.fromkeys(_CHAT_OPTIONS, "the server's"))
 def chat_command(
     sampling: dict[str, Any],
-    url: Annotated[str, typer.Option(help="Of a running server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[str | None, typer.Option(envvar="GRAPHLLM_API_KEY", help="Of that server.")] = None,
-    model: Annotated[str | None, typer.Option(help="Its name at the server; default: the first there.")] = None,
+    url: Annotated[str, typer.Option(help="URL of a running server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option(envvar="GRAPHLLM_API_KEY", help="API key of that server.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model at the server; default: the first one.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
 ) -> None:
     """Talk to a running server in the terminal."""
-    from graphllm.cli.chat import chat
-
-    raise typer.Exit(chat(url, api_key, system, sampling, model))
+    raise typer.Exit(call("chat:chat", url, api_key, system, sampling, model))
 
 
 @app.command("inspect")
@@ -444,10 +210,7 @@ def inspect_command(
 
     Target, buckets, pieces, passes, kernels, memory; or modules, ranks, size.
     """
-    from graphllm.cli.inspect import inspect
-    from graphllm.cli.inspect_adapter import inspect_adapter, is_adapter
-
-    (inspect_adapter if is_adapter(artifact) else inspect)(artifact, json)
+    call("inspect:inspect", artifact, json)
 
 
 @app.command("doctor")
@@ -455,25 +218,19 @@ def doctor_command(
     artifact: Annotated[Path | None, typer.Argument(help="Artifact folder; without it, the machine only.")] = None,
 ) -> None:
     """Say what this machine and an artifact can do."""
-    from graphllm.cli.doctor import doctor
-
-    raise typer.Exit(doctor(artifact))
+    raise typer.Exit(call("doctor.doctor:doctor", artifact))
 
 
 @op_app.command("list")
 def op_list() -> None:
     """The registered ops with their facts and implementations."""
-    from graphllm.cli.ops import list_ops
-
-    list_ops()
+    call("ops:list_ops")
 
 
 @op_app.command("test")
 def op_test(name: Annotated[str | None, typer.Argument(help="Op; default: all.")] = None) -> None:
     """Check reference and implementations over every case; exit status 1 on a failure."""
-    from graphllm.cli.ops import test_ops
-
-    raise typer.Exit(0 if test_ops(name) else 1)
+    raise typer.Exit(0 if call("ops:test_ops", name) else 1)
 
 
 @op_app.command("bench")
@@ -482,9 +239,7 @@ def op_bench(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write JSON here.")] = None,
 ) -> None:
     """Time the implementations over the real-size cases and print bytes and flops per second."""
-    from graphllm.cli.ops import bench_ops
-
-    bench_ops(name, output)
+    call("ops:bench_ops", name, output)
 
 
 @functools.cache

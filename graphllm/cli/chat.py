@@ -145,7 +145,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """The turns so far and how they are shown: with figures and thoughts at a terminal, else the answers alone."""
+    """The turns so far and how they are shown: with figures and thoughts at a terminal, else only the answers."""
 
     server: Server
     model: str

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from graphllm.config import EngineConfig, definitions
 from graphllm.config.parameter import parameters
 from graphllm.config.requests.sampling_params import SamplingParams
-from graphllm.config.vllm.names import SAMPLING_NAMES, VLLM_NAMES, ForeignName
+from graphllm.config.vllm.names import SAMPLING_NAMES, VLLM_NAMES
+from graphllm.config.vllm.table import states, table
+from graphllm.entrypoints.llm import missing_methods
+from graphllm.server.compatibility import http_part
 
 _HEAD = """# Coming from vLLM
 
@@ -27,7 +29,7 @@ Names of vLLM's package and of its modules, imported from `graphllm`: `LLM`, `Sa
 `AsyncLLMEngine`, `EngineArgs`, `AsyncEngineArgs`, `RequestOutput`, `CompletionOutput`, `TextPrompt`, `TokensPrompt`,
 `PromptType`, `BeamSearchParams`, `StructuredOutputsParams`, `RepetitionDetectionParams`, `RequestOutputKind`,
 `LogitsProcessor`, `BatchUpdate`, `FlexibleArgumentParser` and more. `EngineArgs.create_engine_config()` gives a
-`VllmConfig` to read, of which `LLMEngine.from_vllm_config` and `AsyncLLM.from_vllm_config` make engines.
+`VllmConfig` to read; `LLMEngine.from_vllm_config` and `AsyncLLM.from_vllm_config` make engines of it.
 `PoolingParams` can be made, and are for `LLM.embed` and `LLM.encode` of models that give vectors; others say
 that they generate text.
 [Ten scripts](examples/vllm) show them at work.
@@ -46,8 +48,6 @@ def page(parts: Sequence[Callable[[], str]]) -> str:
 
 def python_part() -> str:
     """Keywords, flags, sampling parameters and methods."""
-    from graphllm.entrypoints.llm import missing_methods
-
     settings: dict[str, str] = {name: d.setting.help for name, d in definitions(EngineConfig).items()}
     fields = {name: p.parameter.help for name, p in parameters(SamplingParams).items()}
     methods = [(f"`{name}`", f"refused: {remedy}") for name, remedy in sorted(missing_methods().items())]
@@ -62,36 +62,6 @@ def python_part() -> str:
             "",
         ]
     )
-
-
-def states(works: Mapping[str, str], others: Mapping[str, ForeignName]) -> list[tuple[str, str]]:
-    """A row for each name. works: names that do, with what they are. others: names that mean or change nothing."""
-    rows = {name: f"works: {help}" for name, help in works.items()}
-    rows |= {name: state(entry) for name, entry in others.items()}
-    return [(f"`{name}`", text) for name, text in sorted(rows.items())]
-
-
-def state(entry: ForeignName) -> str:
-    """What happens to a name that there is not here, by its values."""
-    if entry.means is not None:
-        return f"works: means {entry.remedy}"
-    if entry.hint:
-        return f"accepted: any value; {entry.remedy}"
-    neutral = ", ".join(f"`{value}`" for value in (None, *entry.neutral) if value != "")
-    return f"accepted: {neutral}; others are refused: {entry.remedy}"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def http_part() -> str:
-    """Fields of requests, routes, flags of the server, metrics."""
-    from graphllm.server import compatibility
-
-    return compatibility.http_part(table, state)
 
 
 PARTS: tuple[Callable[[], str], ...] = (python_part, http_part)

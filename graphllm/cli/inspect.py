@@ -10,12 +10,16 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from graphllm.cli.inspect_adapter import inspect_adapter, is_adapter
 from graphllm.config import Bucket
 from graphllm.program import artifact, baked_table
 
 
 def inspect(folder: Path, json: bool) -> None:
-    """Verify the artifact, also the weights in it, then print target, buckets, pieces, passes, kernels and memory."""
+    """Print what an artifact or a LoRA adapter holds. An artifact is verified first, also the weights in it."""
+    if is_adapter(folder):
+        inspect_adapter(folder, json)
+        return
     opened = artifact.Artifact.open(folder)
     if opened.is_baked:
         baked_table.check_contents(folder)
@@ -71,7 +75,7 @@ def inspect(folder: Path, json: bool) -> None:
             f"{tuning['timed']:g} of {tuning['sites']:g} sites, the others being equal"
         )
     if compilers := ", ".join(f"{k} {v:.1f}" for k, v in manifest.compilers.items()):
-        console.print(f"C++ compilers beside them, in seconds: {compilers}")
+        console.print(f"C++ compilers in parallel, in seconds: {compilers}")
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -46,7 +46,7 @@ def inspect_adapter(folder: Path, json: bool) -> None:
 
 
 def _facts(adapter: Adapter) -> dict[str, Any]:
-    """As JSON. modules: those of one name, rank, scale and shape together."""
+    """As JSON. modules: one entry for all modules with the same name, rank, scale and shape."""
     equal: dict[tuple[Any, ...], int] = defaultdict(int)
     infos = list(adapter.saved.values())
     for module, pair in adapter.pairs.items():

@@ -13,7 +13,7 @@ from graphllm.quantize.merge import merge
 
 
 def merge_adapters(model: str, adapters: Sequence[str], output: Path, dtype: str | None) -> None:
-    """Merge folders of adapters, each with ":weight" behind it or not, into a checkpoint folder or a name of the
+    """Merge folders of adapters, each with ":weight" at its end or not, into a checkpoint folder or a name of the
     hub."""
     started = time.perf_counter()
     weighted = [_weighted(text) for text in adapters]
@@ -33,5 +33,5 @@ def _weighted(text: str) -> tuple[Path, float]:
     except ValueError:
         weight = math.nan
     if not math.isfinite(weight):
-        raise ConfigError(f"adapter: the weight of {text!r:.200} is {number!r:.80}: give a number behind the colon")
+        raise ConfigError(f"adapter: the weight of {text!r:.200} is {number!r:.80}: give a number after the colon")
     return Path(folder).expanduser(), weight

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +19,7 @@ from graphllm.config import ConfigError
 from graphllm.host.machine import detect_target
 from graphllm.ir.op import Op
 from graphllm.ir.registry import load_ops
+from graphllm.ir.testing.bench import time_op
 from graphllm.ir.testing.check import cases_of, check_op
 
 _SHOWN_PROBLEMS = 20
@@ -76,10 +78,6 @@ def _chosen(name: str | None) -> Mapping[str, Op]:
 def bench_ops(name: str | None, output: Path | None) -> None:
     """Time one op, or all, on this machine's GPU or else its CPU, on the real cases; ``output``: write JSON there."""
     check_output(output)
-    import torch
-
-    from graphllm.ir.testing.bench import time_op
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console = Console()
     rows = []

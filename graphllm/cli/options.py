@@ -6,16 +6,29 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
 
-from graphllm.cli.vllm_flags import OPTION, vllm_values
 from graphllm.config import EngineArgs, EngineConfig
 from graphllm.config.parameter import ParameterDefinition, parameters
 from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.config.server import ServerConfig, server_config
 from graphllm.config.setting import Definition, choices, definitions
+from graphllm.config.vllm.flags import OPTION, CommandLine, vllm_values
+from graphllm.config.vllm.names import ForeignName
+
+
+class EngineCommand(TyperCommand):
+    """A command with options of the engine. others: names of vLLM's that are not the engine's."""
+
+    others: Mapping[str, ForeignName] = {}
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read a command line."""
+        return super().parse_args(ctx, CommandLine(args, self.name or "", self.params, self.others).rewritten())
 
 
 def engine_options(
@@ -39,6 +52,17 @@ def engine_options(
         return EngineArgs(**given, **other)
 
     return _with_options(parameters, make)
+
+
+def server_options() -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of a server. They come as its first argument, a `ServerConfig`. A switch has no
+    ``--no-`` form."""
+    found = []
+    for name, d in definitions(ServerConfig).items():
+        option = f"--{name.replace('_', '-')}"
+        flags = (option,) if d.type is bool else (_ALIASES[name], option) if name in _ALIASES else ()
+        found.append(_parameter(d, d.unsaid, flags))
+    return _with_options(found, server_config)
 
 
 def sampling_options(
@@ -84,17 +108,18 @@ def _sampling_option(d: ParameterDefinition, shown: str | None) -> inspect.Param
     return inspect.Parameter(d.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-_WIDEST = 45  # letters of choices that a line of 80 has room for behind an option's name
+_ALIASES = {"allowed_origins": "--allowed-origin"}
+_WIDEST = 45  # letters of choices that fit into a line of 80 after an option's name
 
 
-def _parameter(d: Definition, default: Any) -> inspect.Parameter:
-    """An option for a setting."""
+def _parameter(d: Definition, default: Any, flags: Sequence[str] = ()) -> inspect.Parameter:
+    """An option for a setting. flags: its spellings, where they do not follow from its name."""
     kind: Any = _option_type(d)
     names = [str(c) for c in d.choices if c is not None]
     wide = len("|".join(names)) > _WIDEST
     help = f"{d.help} One of {', '.join(names)}." if wide else d.help
     metavar = "<name>" if wide else None
-    annotation = Annotated[kind, typer.Option(help=help, metavar=metavar, show_default=d.setting.auto is None)]
+    annotation = Annotated[kind, typer.Option(*flags, help=help, metavar=metavar, show_default=d.setting.auto is None)]
     if get_origin(kind) in (types.UnionType, typing.Union) and default == ():
         default = None
     return inspect.Parameter(d.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from graphllm.config import EngineArgs
 from graphllm.loading.checkpoint.source import find_source, stored_checkpoint
 from graphllm.quantize.run import Request, quantize
 
 
-def quantize_model(model: str | None, wanted: Request) -> None:
-    """Quantize a checkpoint folder, or a name of the hub."""
+def quantize_model(model: str | None, *request: Any) -> None:
+    """Quantize a checkpoint folder, or a name of the hub. request: the fields of `Request`."""
+    wanted = Request(*request)
     source = find_source(EngineArgs(model=model))
     checkpoint = stored_checkpoint(source.folder)
     made = quantize(source.folder, checkpoint, wanted, lambda line: print(line, file=sys.stderr))

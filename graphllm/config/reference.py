@@ -13,6 +13,7 @@ from typing import Any
 from graphllm.config.engine import EngineConfig
 from graphllm.config.parameter import parameters
 from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.config.server import ServerConfig
 from graphllm.config.setting import Definition, definitions
 
 _HEAD = """# Settings
@@ -23,6 +24,11 @@ Every setting is a keyword of `LLM` and `EngineArgs` and, where an option is nam
 `serve` and `bench`, as far as it means something to them. What a setting is called does not change on the way to the
 code that reads it. "Key" says whether it is part of what names an artifact: with another value, another one is made.
 """
+_SERVER = """
+## Options of the server
+
+`graphllm serve` has these options, too (`graphllm.config.server.ServerConfig`). A switch of type bool has no value.
+"""
 _SAMPLING = """
 ## Sampling parameters
 
@@ -31,21 +37,30 @@ What a request leaves out has the value that the checkpoint's `generation_config
 """
 
 
-def reference(config: type = EngineConfig, params: type = SamplingParams) -> str:
+def reference(config: type = EngineConfig, params: type = SamplingParams, server: type = ServerConfig) -> str:
     """The page, in Markdown."""
-    groups: dict[tuple[str, ...], list[Definition]] = {}
-    for d in definitions(config).values():
-        groups.setdefault(d.path, []).append(d)
     parts = [_HEAD]
-    for path, found in groups.items():
+    for path, found in _by_group(config).items():
         title = _type_at(config, path).__name__
         parts.append(f"\n## {title}\n")
         rows = ([f"`{d.name}`", _kind(d.said), _default(d), d.setting.help, _option(d), _key(d)] for d in found)
         parts.append(_table(["setting", "type", "default", "what it is", "option", "key"], rows))
+    parts.append(_SERVER)
+    for path, found in _by_group(server).items():
+        parts.append(f"\n### {_type_at(server, path).__name__}\n")
+        rows = ([f"`--{d.name.replace('_', '-')}`", _kind(d.said), _default(d), d.setting.help] for d in found)
+        parts.append(_table(["option", "type", "default", "what it is"], rows))
     parts.append(_SAMPLING)
     rows = ([f"`{p.name}`", _kind(p.type), _plain(p.default), p.parameter.help] for p in parameters(params).values())
     parts.append(_table(["parameter", "type", "default", "what it is"], rows))
     return "\n".join(parts) + "\n"
+
+
+def _by_group(config: type) -> dict[tuple[str, ...], list[Definition]]:
+    groups: dict[tuple[str, ...], list[Definition]] = {}
+    for d in definitions(config).values():
+        groups.setdefault(d.path, []).append(d)
+    return groups
 
 
 def _type_at(config: type, path: tuple[str, ...]) -> type:
@@ -83,9 +98,10 @@ def _default(d: Definition) -> str:
 
 
 def _plain(value: Any) -> str:
-    if value == () or value is dataclasses.MISSING:
+    if value in ((), "") or value is dataclasses.MISSING:
         return "none"
-    return f"`{value.name if hasattr(value, 'name') else value}`"
+    text = ", ".join(value) if isinstance(value, tuple) else value.name if hasattr(value, "name") else value
+    return f"`{text}`"
 
 
 def _option(d: Definition) -> str:

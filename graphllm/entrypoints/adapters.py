@@ -1,4 +1,4 @@
-"""LoRARequest, and from it to what the engine core is told of an adapter: its files are checked once, here."""
+"""`LoRARequest`, and the adapter that the engine core gets for it. An adapter's files are checked here, once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from graphllm.config import ConfigError
 from graphllm.engine.requests.request import Adapter, CoreInfo
 from graphllm.program.artifact import Artifact
 from graphllm.weights.adapters.adapted import linear_from
+from graphllm.weights.adapters.adapters import adapter_digest, check_adapter
 
 
 @dataclass(frozen=True)
 class LoRARequest:
     """An adapter that a request is answered with.
 
-    lora_name: for people, and of the model in an API. lora_int_id: changes nothing here: adapters are told apart by
-    what their files hold. lora_path: folder in PEFT's format. base_model_name, load_inplace: change nothing; files that
-    have changed are another adapter.
+    lora_name: for people, and the model's name in an API.
+    lora_int_id: changes nothing; the contents of its files identify an adapter.
+    lora_path: folder in PEFT's format.
+    base_model_name, load_inplace: change nothing; files that have changed are another adapter.
     """
 
     lora_name: str
@@ -52,8 +54,6 @@ class AdapterFiles:
         seen = _signature(folder)
         known = self._opened.get((name, str(folder)))
         if known is None or known[0] != seen:
-            from graphllm.weights.adapters.adapters import adapter_digest, check_adapter
-
             digest = adapter_digest(folder)
             check_adapter(folder, self._info.adapted, self._info.max_lora_rank)
             self._opened[name, str(folder)] = known = (seen, Adapter(name, str(folder), digest))
@@ -68,7 +68,7 @@ class AdapterFiles:
         return self.open(given.lora_name, given.lora_path)
 
     def each(self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[Adapter | None]:
-        """One for each of so many prompts."""
+        """One adapter for each of ``count`` prompts."""
         listed = list(given) if isinstance(given, Sequence) else [given] * count
         if len(listed) != count:
             raise ConfigError(
@@ -81,8 +81,6 @@ def check_adapters(artifact: Artifact, given: Sequence[tuple[str, str]]) -> None
     """Raise ConfigError for adapters (name, folder) that an engine with this artifact cannot serve."""
     if not given:
         return
-    from graphllm.weights.adapters.adapters import check_adapter
-
     linears = [linear_from(plain) for plain in artifact.program.adapted]
     rank = artifact.config.max_lora_rank
     for name, folder in given:

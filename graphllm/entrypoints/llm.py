@@ -16,21 +16,20 @@ from graphllm.config.requests.sampling_params import BeamSearchParams, RequestOu
 from graphllm.engine.chat_template.conversation import check_template_kwargs, conversation, shown_tools
 from graphllm.engine.chat_template.template import ContentFormat
 from graphllm.engine.requests.beam import BeamSearch, BeamSearchOutput, step_params
-from graphllm.engine.requests.outputs import OutputProcessor, RequestOutput
+from graphllm.engine.requests.outputs import RequestOutput
 from graphllm.engine.requests.processor import GrammarChecker, ParsedRequest, Prompt
 from graphllm.engine.requests.request import Adapter, Core
 from graphllm.engine.requests.text import Tokenizer
 from graphllm.entrypoints.adapters import LoRARequest
 from graphllm.entrypoints.llm_engine import LLMEngine, load_engine, refuse
 from graphllm.entrypoints.metrics_reader import Metric
-from graphllm.entrypoints.offline import Bars, Interrupts, Show, bars, each, listed
+from graphllm.entrypoints.offline import Bars, Show, bars, each, listed
 from graphllm.entrypoints.pooling import PoolingOfflineMixin
 
 if TYPE_CHECKING:
     from graphllm.config.args import EngineSettings
 
 Message = Mapping[str, Any]
-Done = Callable[[RequestOutput], None]
 
 
 class LLM(PoolingOfflineMixin):
@@ -59,8 +58,6 @@ class LLM(PoolingOfflineMixin):
 
     def _attach(self, engine: LLMEngine) -> None:
         self.llm_engine = engine
-        self._core, self._tokenizer, self._defaults = engine.core, engine.tokenizer, engine.defaults
-        self._processor, self._outputs = engine.processor, engine.outputs
         self._count = 0
 
     def __enter__(self) -> LLM:
@@ -92,7 +89,7 @@ class LLM(PoolingOfflineMixin):
         """
         refuse(tokenization_kwargs=tokenization_kwargs)
         many = listed(prompts)
-        given = sampling_params if sampling_params is not None else self._defaults
+        given = sampling_params if sampling_params is not None else self.llm_engine.defaults
         params = each("sampling_params", given, SamplingParams, len(many))
         priorities = each("priority", priority if priority is not None else 0, int, len(many))
         final = {id(p): _final(p) for p in params}  # mostly the same object for all
@@ -163,9 +160,9 @@ class LLM(PoolingOfflineMixin):
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The likeliest sequences that beam search finds for each prompt. use_tqdm, concurrency_limit: change nothing;
-        all prompts run beside each other, as far as a step has room."""
+        all prompts run at the same time, as far as a step has room."""
         adapter = self.llm_engine.adapters.requested(lora_request)
-        info, tokenizer = self._core.info, self._tokenizer
+        info, tokenizer = self.llm_engine.core.info, self.llm_engine.tokenizer
         step = step_params(params, info.max_logprobs)
         many = listed(prompts)
         eos = tokenizer.stop_ids if tokenizer else frozenset[int]()
@@ -189,11 +186,11 @@ class LLM(PoolingOfflineMixin):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's ``generation_config.json`` asks for."""
-        return self._defaults
+        return self.llm_engine.defaults
 
     def reset_prefix_cache(self) -> bool:
         """Forget the cached blocks of earlier prompts."""
-        return self._core.reset_prefix_cache()
+        return self.llm_engine.reset_prefix_cache()
 
     def collective_rpc(
         self,
@@ -227,11 +224,10 @@ class LLM(PoolingOfflineMixin):
         priority: Sequence[int],
         adapters: Sequence[Adapter | None],
     ) -> list[ParsedRequest]:
-        parsed = []
+        parsed, make = [], self.llm_engine.driver.processor.make
         for i, (prompt, how, first, adapter) in enumerate(zip(prompts, params, priority, adapters, strict=True)):
             try:
-                made = self._processor.make(prompt, how, str(self._count), priority=first, adapter=adapter)
-                parsed.append(made)
+                parsed.append(make(prompt, how, str(self._count), priority=first, adapter=adapter))
             except ConfigError as mistake:
                 raise ErrorPlace("prompts", i).error(mistake) from mistake
             self._count += 1
@@ -248,38 +244,10 @@ class LLM(PoolingOfflineMixin):
         parsed = self._parse(prompts, params, priority, adapters)
         with show(total=len(parsed), desc="Processed prompts") if show else contextlib.nullcontext() as bar:
             done = (lambda output: bar.update(1)) if bar is not None else (lambda output: None)
-            outputs = run_to_completion(self._core, self._outputs, parsed, done)
+            outputs = self.llm_engine.driver.finish(parsed, done)
         for output, request in zip(outputs, parsed, strict=True):
             self.llm_engine.finished(output, request.params)
         return outputs
-
-
-def run_to_completion(
-    core: Core, outputs: OutputProcessor, parsed: Sequence[ParsedRequest], done: Done = lambda output: None
-) -> list[RequestOutput]:
-    """Run requests to their end, in their order. done: told each as it ends. Nothing of them stays behind: with
-    Ctrl-C, or when the core refuses one, all are aborted and the exception goes on."""
-    finished: dict[str, RequestOutput] = {}
-    with Interrupts() as interrupts:
-        try:
-            for request in parsed:
-                outputs.add(request)
-                for part in request.requests:
-                    core.add(part)
-            while core.unfinished:
-                interrupts.check()
-                processed = outputs.process(core.step())
-                core.abort(processed.aborts)
-                for output in processed.outputs:
-                    if output.finished:
-                        finished[output.request_id] = output
-                        done(output)
-        except BaseException as reason:
-            core.abort(outputs.abort(request.request_id for request in parsed))
-            while core.unfinished and isinstance(reason, (KeyboardInterrupt, ConfigError)):  # else the core is broken
-                core.step()
-            raise
-    return [finished[request.request_id] for request in parsed]
 
 
 def _final(params: SamplingParams) -> SamplingParams:

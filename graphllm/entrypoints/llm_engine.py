@@ -10,16 +10,17 @@ from typing import Any
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.requests.pooling_params import Vectors
 from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.config.vllm.view import VllmConfig
 from graphllm.engine.requests.outputs import OutputProcessor, RequestOutput
 from graphllm.engine.requests.processor import GrammarChecker, Processor, Prompt
 from graphllm.engine.requests.request import Core
 from graphllm.engine.requests.text import Tokenizer
 from graphllm.engine.vectors.pooling import Pooling
 from graphllm.entrypoints.adapters import AdapterFiles, LoRARequest
+from graphllm.entrypoints.driver import Driver
 from graphllm.entrypoints.metrics_reader import Metric, MetricsReader
-from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, stat_loggers, tell
+from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, log_all, stat_loggers
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
-from graphllm.entrypoints.vllm_config import VllmConfig
 from graphllm.loading.artifact.model import resolve_model
 from graphllm.loading.core.open_core import open_core
 from graphllm.runtime.commands.calls import PROFILE_PREFIX, START_PROFILE, STOP_PROFILE, call_of
@@ -30,8 +31,9 @@ _VECTORS = Vectors()
 class LLMEngine:
     """Takes requests, and gives what they have got after each `step`; for one thread at a time. Close it in the end.
 
-    core, tokenizer, defaults, processor, outputs, pooling, adapters: its parts, which `LLM` drives too. loggers: told
-    of its figures about every ten seconds while it steps. tracing: gets a span of each request.
+    core, tokenizer, defaults, driver, pooling, adapters: its parts; `LLM` uses them, too.
+    loggers: get its figures about every ten seconds while it steps.
+    tracing: gets a span of each request.
     """
 
     def __init__(
@@ -47,9 +49,8 @@ class LLMEngine:
     ) -> None:
         self.core, self.tokenizer = core, tokenizer
         self.defaults = defaults or SamplingParams()
-        self.processor = Processor(tokenizer, core.info, grammar, seed)
-        self.outputs = OutputProcessor(tokenizer)
-        self.pooling = Pooling(self.processor, tokenizer, core.info, vectors)
+        self.driver = Driver(core, Processor(tokenizer, core.info, grammar, seed), OutputProcessor(tokenizer))
+        self.pooling = Pooling(self.driver.processor, tokenizer, core.info, vectors)
         self.adapters = AdapterFiles(core.info)
         self.metrics = MetricsReader()
         self._loggers, self._logged = loggers, time.monotonic()
@@ -66,8 +67,8 @@ class LLMEngine:
         stat_loggers: Sequence[StatLoggerFactory] | None = None,
         enable_multiprocessing: bool = False,
     ) -> LLMEngine:
-        """Find the model and its artifact, which is built when the policy says so, and load it. stat_loggers: made and
-        told in place of the line in the log. The others change nothing. Raises ConfigError."""
+        """Find the model and its artifact, which is built when the policy says so, and load it. stat_loggers: make
+        loggers that replace the line in the log. The others change nothing. Raises ConfigError."""
         return load_engine(engine_args, stat_loggers)
 
     @classmethod
@@ -100,14 +101,9 @@ class LLMEngine:
             raise ConfigError(f"request_id: {request_id!r} is already running; ids must be unique")
         adapter = self.adapters.requested(lora_request)
         name, self._count = f"{request_id}-{self._count}", self._count + 1
-        parsed = self.processor.make(prompt, params or self.defaults, name, priority=priority, adapter=adapter)
-        self.outputs.add(parsed)
-        try:
-            for part in parsed.requests:
-                self.core.add(part)
-        except ConfigError:
-            self.core.abort(self.outputs.abort([name]))
-            raise
+        make = self.driver.processor.make
+        parsed = make(prompt, params or self.defaults, name, priority=priority, adapter=adapter)
+        self.driver.submit(parsed)
         self._names[request_id], self._params[name] = name, parsed.params
         if self._tracing is not None:
             self._traces[name] = TracedRequest(self._tracing, request_id, parsed.params, trace_headers)
@@ -115,10 +111,9 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """One step of the engine; what requests have got by it, of the kind that each asks for."""
-        processed = self.outputs.process(self.core.step())
-        self.core.abort(processed.aborts)
-        users = {name: id for id, name in self._names.items()} if processed.outputs else {}
-        for output in processed.outputs:
+        _, outputs = self.driver.step()
+        users = {name: id for id, name in self._names.items()} if outputs else {}
+        for output in outputs:
             name, output.request_id = output.request_id, users[output.request_id]
             if (trace := self._traces.get(name)) is not None:
                 trace.take(output)
@@ -128,7 +123,7 @@ class LLMEngine:
                 self.metrics.finished(output, self._params.pop(name))
         if self._loggers and time.monotonic() - self._logged >= SECONDS:
             self.do_log_stats()
-        return processed.outputs
+        return outputs
 
     def has_unfinished_requests(self) -> bool:
         """Whether another `step` has something to do."""
@@ -145,18 +140,18 @@ class LLMEngine:
         for name in names:
             del self._params[name]
             self._traces.pop(name, None)
-        self.core.abort(self.outputs.abort(names))
+        self.driver.abort(names)
 
     def finished(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Count a request that was not added here, and tell of it; output: all of it."""
+        """Count and trace a request that `driver` ran to its end. output: all of it."""
         self.metrics.finished(output, params)
         if self._tracing is not None:
             TracedRequest(self._tracing, output.request_id, params, None).take(output)
 
     def do_log_stats(self) -> None:
-        """Tell the loggers now."""
+        """Give the loggers the figures now."""
         self._logged = time.monotonic()
-        tell(self._loggers, self.core.stats())
+        log_all(self._loggers, self.core.stats())
 
     def get_metrics(self) -> list[Metric]:
         """All that was counted since the engine's start."""

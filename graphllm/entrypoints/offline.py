@@ -20,11 +20,10 @@ class _Bar:
     """Progress in a terminal, nothing elsewhere."""
 
     def __init__(self, total: int, desc: str) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
+        from rich import console, progress
 
-        console = Console(stderr=True)
-        self._view = Progress(console=console, transient=True, disable=not console.is_terminal)
+        terminal = console.Console(stderr=True)
+        self._view = progress.Progress(console=terminal, transient=True, disable=not terminal.is_terminal)
         self._task = self._view.add_task(desc, total=total)
 
     def __enter__(self) -> _Bar:
@@ -35,7 +34,7 @@ class _Bar:
         self._view.stop()
 
     def update(self, count: int) -> None:
-        """So many more are done."""
+        """``count`` more are done."""
         self._view.advance(self._task, count)
 
 

@@ -13,7 +13,7 @@ from graphllm.config import ConfigError
 from graphllm.config.errors import ErrorPlace
 from graphllm.config.requests.pooling_params import PoolingParams
 from graphllm.engine.requests.processor import Prompt
-from graphllm.engine.requests.request import Core, EngineCoreOutput
+from graphllm.engine.requests.request import EngineCoreOutput
 from graphllm.engine.vectors.pooling import Pair, Pooling, PoolingRequest
 from graphllm.engine.vectors.pooling_outputs import (
     ClassificationOutput,
@@ -26,18 +26,24 @@ from graphllm.engine.vectors.pooling_outputs import (
     pooling_output,
 )
 from graphllm.entrypoints.adapters import LoRARequest
+from graphllm.entrypoints.driver import Driver, Step
 from graphllm.entrypoints.llm_engine import LLMEngine, refuse
-from graphllm.entrypoints.offline import Interrupts, Show, bars, each, listed
+from graphllm.entrypoints.offline import Show, bars, each, listed
 
 Params = PoolingParams | Sequence[PoolingParams]
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class PoolingOfflineMixin:
-    """What `LLM` has of vLLM's class beside generating text. prompts, use_tqdm: as for `LLM.generate`. pooling_params:
-    for all prompts or one each, as lora_request. truncate_prompt_tokens: in place of the one in pooling_params. Every
-    method raises ConfigError, and ends what has begun, when one of them cannot run, and RuntimeError for what the
-    engine could not finish."""
+    """The methods of vLLM's `LLM` for vectors. These arguments mean the same in all of them:
+
+    prompts, use_tqdm: as for `LLM.generate`.
+    pooling_params, lora_request: for all prompts, or one each.
+    truncate_prompt_tokens: replaces the value in pooling_params.
+
+    Every method raises ConfigError when one request cannot run, and ends the others. It raises RuntimeError when the
+    engine could not finish one.
+    """
 
     llm_engine: LLMEngine
     _count: int
@@ -189,11 +195,11 @@ class PoolingOfflineMixin:
         show = bars(use_tqdm)
         with show(total=len(prompts), desc="Processed prompts") if show else contextlib.nullcontext() as bar:
             done = (lambda: bar.update(1)) if bar is not None else (lambda: None)
-            return run_pooling(self.llm_engine.core, pooling, requests(), done)
+            return run_pooling(self.llm_engine.driver, pooling, requests(), done)
 
 
 def truncated(given: Any, tokens: int | None) -> Any:
-    """Parameters of which all cut prompts to so many tokens; None leaves them as they are."""
+    """Parameters that cut prompts to this many tokens; None leaves them as they are."""
     if tokens is None or not isinstance(given, (PoolingParams, list, tuple, type(None))):
         return given
     if isinstance(given, (list, tuple)):
@@ -202,40 +208,26 @@ def truncated(given: Any, tokens: int | None) -> Any:
 
 
 def run_pooling(
-    core: Core, pooling: Pooling, requests: Iterable[PoolingRequest], done: Callable[[], None]
+    driver: Driver, pooling: Pooling, requests: Iterable[PoolingRequest], done: Callable[[], None]
 ) -> list[tuple[PoolingRequest, np.ndarray, EngineCoreOutput]]:
-    """Run requests for vectors to their end, in their order. They are taken one by one, and each time they fill a step
-    it begins, so that what makes them, and makes of vectors what was asked for, works while the device does. Nothing of
-    them stays behind: with Ctrl-C, or when one cannot be made or is refused by the core, all are aborted and the
-    exception goes on. Raises RuntimeError for one that did not end as it should."""
+    """Run requests for vectors to their end, in their order; see `Driver.run`. Requests are made, and vectors get the
+    form that was asked for, while the device works. Raises RuntimeError for a request that did not end as it should."""
     added: dict[str, PoolingRequest] = {}
     finished: dict[str, tuple[np.ndarray | None, EngineCoreOutput]] = {}
-    with Interrupts() as interrupts:
 
-        def step() -> None:
-            interrupts.check()
-            for output in core.step():
-                if output.finish_reason is not None:
-                    vector = pooling.result(added[output.id], output) if output.pooled else None
-                    finished[output.id] = vector, output
-                    done()
+    def noted() -> Iterator[PoolingRequest]:
+        for asked in requests:
+            added[asked.id] = asked
+            yield asked
 
-        try:
-            tokens = 0
-            for asked in requests:
-                core.add(asked.request)
-                added[asked.id] = asked
-                tokens += len(asked.request.prompt)
-                if tokens >= core.info.max_num_batched_tokens:
-                    tokens = 0
-                    step()
-            while core.unfinished:
-                step()
-        except BaseException as reason:
-            core.abort(list(added))
-            while core.unfinished and isinstance(reason, (KeyboardInterrupt, ConfigError)):  # else the core is broken
-                core.step()
-            raise
+    def take(step: Step) -> None:
+        for output in step[0]:
+            if output.finish_reason is not None:
+                vector = pooling.result(added[output.id], output) if output.pooled else None
+                finished[output.id] = vector, output
+                done()
+
+    driver.run(noted(), take, ahead=True)
     found = []
     for id, asked in added.items():
         vector, output = finished[id]

@@ -1,22 +1,25 @@
-"""Who is told, every ten seconds, what an engine has counted: `StatLogger`, and the one that writes a line of log."""
+"""`StatLogger` gets an engine's figures every ten seconds; `LoggingStatLogger` writes them to the log."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 from graphllm.config import EngineArgs
+from graphllm.config.vllm.view import VllmConfig
+from graphllm.engine.process.messages import EngineDeadError
 from graphllm.engine.requests.request import CoreStats
-from graphllm.entrypoints.vllm_config import VllmConfig, vllm_config
+from graphllm.entrypoints.vllm_config import vllm_config
 
 SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
 
 class StatLogger(Protocol):
-    """Told of one engine."""
+    """Gets the figures of one engine."""
 
     def record(self, scheduler_stats: CoreStats, iteration_stats: None, *, engine_idx: int) -> None:
         """The engine's figures as of now; counters grow from its start. iteration_stats: None, there are none of single
@@ -42,10 +45,10 @@ class LoggingStatLogger:
         self._now = scheduler_stats
 
     def log(self) -> None:
-        """Write the line; the first one behind the end of all work still comes."""
+        """Write the line; the first line after the end of all work still comes."""
         now, before, at = self._now, self._before, self._clock()
         seconds, self._then, self._before = max(at - self._then, 1e-9), at, now
-        new = now.started != before.started  # another core, whose counters begin at 0
+        new = now.started != before.started  # another core, with counters from 0
         prompt = now.prompt_tokens - (0 if new else before.prompt_tokens)
         made = now.generated_tokens - (0 if new else before.generated_tokens)
         idle = not (prompt or made or now.running or now.waiting)
@@ -70,8 +73,19 @@ def stat_loggers(args: EngineArgs, factories: Sequence[StatLoggerFactory] | None
     return [make(config, 0) for make in factories]
 
 
-def tell(loggers: Iterable[StatLogger], stats: CoreStats) -> None:
-    """Have them say what they have to say."""
+def log_all(loggers: Iterable[StatLogger], stats: CoreStats) -> None:
+    """Have every logger write the figures."""
     for logger in loggers:
         logger.record(stats, None, engine_idx=0)
         logger.log()
+
+
+async def log_regularly(log: Callable[[], Awaitable[None]], gone: Callable[[], bool]) -> None:
+    """Call ``log`` every ten seconds until the engine is gone for good. gone: whether a dead one is."""
+    while True:
+        await asyncio.sleep(SECONDS)
+        try:
+            await log()
+        except EngineDeadError:
+            if gone():
+                return

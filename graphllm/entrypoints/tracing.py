@@ -90,7 +90,7 @@ class Tracing:
 
 
 class TracedRequest:
-    """A request whose outputs are looked at until it ends. headers: of whoever asked, with traceparent or without."""
+    """Follows the outputs of a request until it ends. headers: of the HTTP request, with traceparent or without."""
 
     def __init__(self, tracing: Tracing, id: str, params: SamplingParams, headers: Mapping[str, str] | None) -> None:
         self._tracing, self._id, self._params = tracing, id, params

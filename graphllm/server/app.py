@@ -14,6 +14,8 @@ from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
+from graphllm.config.server import AccessConfig
+from graphllm.config.vllm.unserved import UNSERVED
 from graphllm.server.apis.admin import admin_routes
 from graphllm.server.apis.anthropic.routes import anthropic_routes
 from graphllm.server.apis.openai.adapters import adapter_routes
@@ -23,9 +25,7 @@ from graphllm.server.apis.page import page_routes
 from graphllm.server.apis.pooling.routes import pooling_routes
 from graphllm.server.apis.probes import probe_routes
 from graphllm.server.apis.responses.routes import responses_routes
-from graphllm.server.http.access import Access
 from graphllm.server.http.errors import KNOWN, describe, error_response
-from graphllm.server.http.unserved import UNSERVED
 from graphllm.server.http.wire import App, GoneError, record_of
 from graphllm.server.middleware import Middleware
 from graphllm.server.multi_model import ByModel
@@ -34,36 +34,38 @@ from graphllm.server.supervision.metrics import Metrics
 from graphllm.version import __version__
 
 
-def create_app(services: Sequence[Service], http: Metrics, access: Access, lora_dir: str | None = None) -> App:
+def create_app(services: Sequence[Service], http: Metrics, access: AccessConfig, lora_dir: str | None = None) -> App:
     """The ASGI application of a server. services: of its models. http: counts what comes. lora_dir: folder of the
     adapters that requests may load, None for none."""
     apps = [_application(service, services, access, lora_dir) for service in services]
     app = apps[0] if len(apps) == 1 else ByModel(services, apps)
     middleware = Middleware(app, access, services[0].limits.body, http, services[0].shared)
-    if not access.origins:
+    if not access.allowed_origins:
         return middleware
     headers = ["x-request-id", "retry-after", "x-max-tokens-clamped"]
     return CORSMiddleware(
         middleware,
-        access.origins,
-        allow_methods=access.methods,
-        allow_headers=access.headers,
-        allow_credentials=access.credentials,
+        access.allowed_origins,
+        allow_methods=access.allowed_methods,
+        allow_headers=access.allowed_headers,
+        allow_credentials=access.allow_credentials,
         expose_headers=headers,
     )
 
 
-def _application(service: Service, services: Sequence[Service], access: Access, lora_dir: str | None) -> FastAPI:
+def _application(service: Service, services: Sequence[Service], access: AccessConfig, lora_dir: str | None) -> FastAPI:
     """The routes of one service, and those that tell of all."""
-    kind = FastAPIOffline if access.docs else FastAPI  # with the scripts of /docs: there may be no way to the Internet
+    kind = (
+        FastAPI if access.disable_fastapi_docs else FastAPIOffline
+    )  # with the scripts of /docs: there may be no way to the Internet
     app = kind(
         title="graphllm",
         version=__version__,
         description="OpenAI's and Anthropic's APIs, served by graphllm.",
         redoc_url=None,
-        openapi_url="/openapi.json" if access.docs else None,
+        openapi_url=None if access.disable_fastapi_docs else "/openapi.json",
         # For /docs, which then asks for the key and sends it.
-        dependencies=[Depends(HTTPBearer(auto_error=False))] if access.keys else [],
+        dependencies=[Depends(HTTPBearer(auto_error=False))] if access.api_key else [],
     )
     for routes in (openai_routes, responses_routes, anthropic_routes, pooling_routes, admin_routes):
         app.include_router(routes(service))

@@ -3,19 +3,20 @@ is made from the models of bodies, the tables of other fields, the routes and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from pydantic import BaseModel
 
 from graphllm.chat.fields import GUIDED, IGNORED, REFUSED
-from graphllm.config.vllm.names import SAMPLING_NAMES, ForeignName
+from graphllm.config.vllm.names import SAMPLING_NAMES
+from graphllm.config.vllm.server_names import FRONTEND_NAMES
+from graphllm.config.vllm.table import state, table
+from graphllm.config.vllm.unserved import UNSERVED
 from graphllm.engine.metrics.metric_families import FAMILIES, NOT_MEASURED
 from graphllm.server.apis.anthropic import requests as anthropic
 from graphllm.server.apis.anthropic.requests import MessagesRequest
 from graphllm.server.apis.openai.protocol import ChatBody, CompletionBody
 from graphllm.server.apis.responses.requests import ResponsesRequest
-from graphllm.server.frontend_names import FRONTEND_NAMES
-from graphllm.server.http.unserved import UNSERVED
 
 APIS: Mapping[str, type[BaseModel]] = {
     "chat": ChatBody,
@@ -29,24 +30,25 @@ _HEAD = """
 
 ### Fields of requests
 
-Of `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/messages`. "ignored" says that the log tells of
-it once, and that `--strict-fields` refuses it; a field that is refused is one with other values than those that ask
+Of `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/messages`. "ignored" means that the log says
+so once, and that `--strict-fields` refuses it; a field that is refused is one with other values than those that ask
 for nothing, and gets a 400 that names it. A field that stands nowhere is refused, too.
 """
 _ROUTES = """
 ### Routes
 
-`/docs` of a server lists those that are served. These are not:
+`/docs` of a server lists the routes that are served. These routes are not:
 """
 _FLAGS = """
 ### Flags of the server
 
-Beside the options of `graphllm serve --help` and the engine's above. `--no-...` is the other value of a switch.
+Flags of vLLM's server besides the options of `graphllm serve --help` and the engine's above.
+`--no-...` is the other value of a switch.
 """
 _METRICS = """
 ### Metrics
 
-Under vLLM's names, beside our own, at `/metrics`. Those that are not there:
+`/metrics` has metrics under vLLM's names and under our own. These metrics of vLLM's are missing:
 """
 
 
@@ -64,9 +66,9 @@ def state_of(api: str, name: str) -> str:
 def _about(name: str) -> str:
     if name in GUIDED:
         return f"the older name of structured_outputs.{GUIDED[name]}"
-    told = [model.model_fields[name].description for model in APIS.values() if name in model.model_fields]
-    if told:
-        return next(filter(None, told), "")
+    described = [model.model_fields[name].description for model in APIS.values() if name in model.model_fields]
+    if described:
+        return next(filter(None, described), "")
     if name in IGNORED:
         return IGNORED[name]
     return REFUSED[name].remedy if name in REFUSED else SAMPLING_NAMES[name].remedy
@@ -79,8 +81,8 @@ def _fields() -> list[tuple[str, ...]]:
     return [(f"`{name}`", *(state_of(api, name) for api in APIS), _about(name)) for name in sorted(names)]
 
 
-def http_part(table: Callable[..., str], state: Callable[[ForeignName], str]) -> str:
-    """The whole part, in Markdown. table: of a head and rows. state: what happens to a name, in words."""
+def http_part() -> str:
+    """The part about HTTP, in Markdown."""
     routes = [(f"`{path}`", f"refused: {why}") for path, why in sorted(UNSERVED.items())]
     flags = [(f"`--{name.replace('_', '-')}`", state(entry)) for name, entry in sorted(FRONTEND_NAMES.items())]
     metrics = [(f"`vllm:{name}`", why) for name, why in sorted(NOT_MEASURED.items())]

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from graphllm.server.http.access import ADMIN_PATHS, Access
+from graphllm.config.server import AccessConfig
+from graphllm.server.http.access import ADMIN_PATHS
 from graphllm.server.http.connection import LINGER_SECONDS
 from graphllm.server.http.errors import error_response
 from graphllm.server.http.wire import App, Message, Receive, Record, Scope, Send, record_of
@@ -43,12 +44,12 @@ _failures = logging.getLogger(__name__)
 class Middleware:
     """ASGI middleware. access: who may. max_body: bytes."""
 
-    def __init__(self, app: App, access: Access, max_body: int, metrics: Metrics, shared: Shared) -> None:
+    def __init__(self, app: App, access: AccessConfig, max_body: int, metrics: Metrics, shared: Shared) -> None:
         self._app, self._max_body, self._metrics, self._shared = app, max_body, metrics, shared
         self._keys, self._admins = (
-            [_digest(key.encode()) for key in keys] for keys in (access.keys, access.admin_keys)
+            [_digest(key.encode()) for key in keys] for keys in (access.api_key, access.admin_api_key)
         )
-        self._root, self._quiet = access.root_path, _QUIET.union(access.quiet)
+        self._root, self._quiet = access.root_path, _QUIET.union(access.disable_access_log_for_endpoints)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -117,7 +118,7 @@ class Middleware:
             await _refuse(error_response(scope, 413, message, headers={"Connection": "close"}), scope, receive, send)
             return
         except _NoRoomError:
-            message = "body: there is no room for it beside other large ones; send it again later"
+            message = "body: other large bodies leave no room for it; send it again later"
             later = {"Connection": "close", "Retry-After": f"{_ROOM_SECONDS:.0f}"}
             await _refuse(error_response(scope, 503, message, headers=later), scope, receive, send)
             return

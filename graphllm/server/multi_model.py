@@ -1,5 +1,5 @@
-"""Several models of one server: each has an engine, a service and routes of its own, and a request goes to those of the
-model that it names, or of the first one that does what its route asks for."""
+"""Several models of one server: each has an engine, a service and routes of its own, and a request goes to the
+model that it names, or to the first one that can do what its route asks for."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ByModel:
         await self._apps[await self._choose(named or name, scope["path"])](scope, again, send)
 
     async def _choose(self, name: str | None, path: str) -> int:
-        """Which of them: by the name of a model or of an adapter beside it; else by the route."""
+        """The number of the model: by its name or the name of one of its adapters; else by the route."""
         numbers = range(len(self._services))
         if name:
             for i in numbers:
@@ -91,8 +91,11 @@ def _model_of(body: bytes) -> str | None:
 
 
 class JointOverview:
-    """Of several models whose requests are all in this process. http: what is counted of all requests. models: engine,
-    metrics and running requests of each, by its name."""
+    """Of several models with all their requests in this process.
+
+    http: counters of all requests.
+    models: engine, metrics and running requests of each, by its name.
+    """
 
     def __init__(self, http: Metrics, models: Mapping[str, tuple[EngineView, Metrics, Running]]) -> None:
         self._http, self._models = http, models

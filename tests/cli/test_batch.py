@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphllm.cli.run.batch import BatchItem, Inputs, Item, Items, PlainItem
+from graphllm.cli.run.batch import BatchItem, Item, Items, PlainItem
+from graphllm.cli.run.inputs import Inputs
 from graphllm.cli.run.results import JsonlSink
 from graphllm.cli.run.run import Engine, Result, Summary, generate, read_schema
 from graphllm.config import ConfigError, SchedulerConfig
@@ -21,6 +22,7 @@ from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.requests.outputs import OutputProcessor
 from graphllm.engine.requests.processor import Processor
 from graphllm.engine.requests.text import Tokenizer
+from graphllm.entrypoints.driver import Driver
 from tests.engine import byte_tokenizer
 from tests.engine.stub_core import StubCore, info
 
@@ -60,7 +62,9 @@ def engine(tokenizer: Tokenizer) -> Engine:
     size = tokenizer.vocab_size
     logits = np.random.default_rng(0).normal(size=(size, 1, size)).repeat(size, axis=1)
     core = StubCore(info(size), logits)
-    return Engine(core, tokenizer, Processor(tokenizer, core.info), OutputProcessor(tokenizer), SchedulerConfig())
+    return Engine(
+        Driver(core, Processor(tokenizer, core.info), OutputProcessor(tokenizer)), tokenizer, SchedulerConfig()
+    )
 
 
 def _prompt(id: str, text: str = "hello", **fields: Any) -> PlainItem:
@@ -139,14 +143,14 @@ def test_results_and_summary(engine: Engine, tokenizer: Tokenizer) -> None:
 
 def test_a_line_runs_whole_or_not_at_all(engine: Engine) -> None:
     """When the core takes one of its prompts and not the next, the first is taken back."""
-    core: Any = engine.core
+    core: Any = engine.driver.core
     core.refused.add("0.1")
     items = [BatchItem("a", "POST", COMPLETIONS, {"prompt": ["hello", "cat"]}), _prompt("b")]
     wrong, good = sorted(_generate(engine, items))
     assert "0.1: refused" in str(wrong.error)
     assert good.outputs[0].outputs[0].finish_reason == "length"
     assert core.aborted == ["0.0"]
-    assert (core.unfinished, engine.outputs.unfinished) == (0, 0)
+    assert (core.unfinished, engine.driver.outputs.unfinished) == (0, 0)
 
 
 def test_stop_strings_end_requests_in_the_core(engine: Engine) -> None:
@@ -154,7 +158,7 @@ def test_stop_strings_end_requests_in_the_core(engine: Engine) -> None:
     text = whole.outputs[0].outputs[0].text
     (cut,) = _generate(engine, [_prompt("a", max_tokens=20, stop=[text[3:5]])])
     assert cut.outputs[0].outputs[0].text == text[: text.find(text[3:5])]
-    core: Any = engine.core
+    core: Any = engine.driver.core
     assert core.aborted == ["0.0"]
     assert core.unfinished == 0
 
@@ -173,7 +177,7 @@ def test_priority_needs_its_policy(engine: Engine) -> None:
     late = PlainItem("late", "hello", None, None, {"max_tokens": 2}, priority=5)
     (refused,) = _generate(engine, [late])
     assert "--scheduling-policy priority" in str(refused.error)
-    core: Any = engine.core
+    core: Any = engine.driver.core
     engine = engine._replace(scheduler=SchedulerConfig(scheduling_policy="priority"))
     assert _generate(engine, [late, _prompt("now")])[0].error is None
     assert {r.id: r.priority for r in core.added} == {"0.0": 5, "1.0": 0}

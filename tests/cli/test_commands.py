@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import graphllm
 from graphllm import __version__
 from graphllm.program import artifact
 from graphllm.program.artifact import Artifact
@@ -59,6 +61,16 @@ def test_every_command_and_option_says_what_it_is_for() -> None:
         assert leaf.help, name
         for parameter in leaf.params:
             assert getattr(parameter, "help", None), f"{name} {parameter.name}"
+
+
+def test_every_command_names_a_function_that_is_there() -> None:
+    """`graphllm.cli.late.call` finds them by name."""
+    folder = Path(graphllm.__file__).parent / "cli"
+    named = {n for file in folder.rglob("*.py") for n in re.findall(r'\bcall\("([\w.]+:\w+)"', file.read_text())}
+    assert len(named) > 15
+    for target in named:
+        module, _, name = target.partition(":")
+        assert callable(getattr(importlib.import_module(f"graphllm.cli.{module}"), name)), target
 
 
 def test_help_is_whole_on_a_narrow_terminal(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:

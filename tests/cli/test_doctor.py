@@ -45,7 +45,7 @@ def test_products_are_of_numbers_that_the_cpu_computes_with(
     cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without vectors for half precision torch takes 95 s for what float32 does in 0.13."""
-    monkeypatch.setattr("graphllm.cli.doctor._flags", lambda: {"avx2"})
+    monkeypatch.setattr("graphllm.cli.doctor.doctor._flags", lambda: {"avx2"})
     assert re.search(r"float32 products run at \d+\.\d\d TFLOP/s", cli("doctor").out)
 
 

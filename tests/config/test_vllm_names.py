@@ -16,10 +16,10 @@ import pytest
 
 import graphllm
 from graphllm.cli.compatibility import PARTS, page
-from graphllm.cli.vllm_flags import vllm_values
 from graphllm.config import ConfigError, EngineArgs, EngineConfig, definitions
 from graphllm.config.parameter import parameters
 from graphllm.config.requests.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
+from graphllm.config.vllm.flags import vllm_values
 from graphllm.config.vllm.names import SAMPLING_NAMES, VLLM_NAMES
 
 ROOT = Path(__file__).parents[2]
@@ -262,7 +262,7 @@ def test_a_flag(name: str) -> None:
     [
         (("--enforce-eagr",), r"No such option: --enforce-eagr; did you mean --enforce-eager\?"),
         (("--skip-tokenizer-init",), "--skip-tokenizer-init: `graphllm serve` does not have it"),
-        (("--cpu-offload-gb",), "--cpu-offload-gb: a value is missing behind it"),
+        (("--cpu-offload-gb",), "--cpu-offload-gb: a value is missing after it"),
     ],
 )
 def test_mistakes_in_flags(words: tuple[str, ...], message: str) -> None:

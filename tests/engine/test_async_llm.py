@@ -21,8 +21,9 @@ from graphllm.engine.process.messages import EngineDeadError
 from graphllm.engine.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from graphllm.engine.requests.request import CoreStats, QueueFullError
 from graphllm.engine.requests.text import Tokenizer
-from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError, merge
+from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError
 from graphllm.entrypoints.engine_client import EngineClient
+from graphllm.entrypoints.streaming.streams import merge
 from tests.engine.stub_process import COMMAND, CONTEXT, VOCAB, expected
 from tests.waiting import PATIENCE, until_async
 
@@ -483,7 +484,7 @@ def test_arguments_of_vllm(tokenizer: Tokenizer) -> None:
 
 def test_loggers_are_told(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the engine lives, and no longer."""
-    monkeypatch.setattr("graphllm.entrypoints.async_llm.SECONDS", 0.02)
+    monkeypatch.setattr("graphllm.entrypoints.stat_loggers.SECONDS", 0.02)
     told: list[str] = []
 
     class Logger:

@@ -66,7 +66,7 @@ def llm(core: StubCore, tokenizer: Tokenizer) -> LLM:
 def clean(llm: LLM, core: StubCore) -> None:
     """Nothing is left behind, and it goes on working."""
     assert core.unfinished == 0
-    assert llm._outputs.unfinished == 0
+    assert llm.llm_engine.driver.outputs.unfinished == 0
     assert llm.generate([5], GREEDY)[0].outputs[0].token_ids == greedy([5], 9)
 
 
@@ -267,7 +267,7 @@ def test_a_broken_core(llm: LLM, core: StubCore) -> None:
     with pytest.raises(RuntimeError, match="device lost"):
         llm.generate([[5], [6]], GREEDY)
     assert core.steps == 2  # it is not stepped again
-    assert llm._outputs.unfinished == 0
+    assert llm.llm_engine.driver.outputs.unfinished == 0
 
 
 def test_close(core: StubCore, tokenizer: Tokenizer) -> None:

@@ -100,7 +100,7 @@ def test_requests_that_cannot_run(engine: LLMEngine, core: StubCore) -> None:
     core.refused = {"c-2"}
     with pytest.raises(ConfigError, match="refused"):
         engine.add_request("c", [5])
-    assert (engine.get_num_unfinished_requests(), engine.outputs.unfinished) == (1, 1)
+    assert (engine.get_num_unfinished_requests(), engine.driver.outputs.unfinished) == (1, 1)
 
 
 def test_pooling_is_refused(core: StubCore, tokenizer: Tokenizer) -> None:

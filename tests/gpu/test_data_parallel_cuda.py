@@ -43,7 +43,7 @@ def test_text_of_several_gpus(checkpoint: Path, options: dict[str, Any]) -> None
         expected = [o.outputs[0].token_ids for o in alone.generate(PROMPTS, GREEDY)]
     with LLM(checkpoint, data_parallel_size=2, **options) as llm:
         assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)] == expected
-        core: Any = llm._core
+        core: Any = llm.llm_engine.core
         assert [stats.generated_tokens for stats in core.engine_stats()] == [160, 160]
         assert len({visible(pid) for pid in core_pids()}) == len(core_pids()) == 2
 
@@ -64,10 +64,10 @@ def test_a_core_that_is_killed_comes_back_on_its_gpu(checkpoint: Path, options: 
             second = core_pids()[1]
             device = visible(second)
             os.kill(second, signal.SIGKILL)
-            while engine.healths()[1].state != "dead":
+            while engine.cores.healths()[1].state != "dead":
                 await asyncio.sleep(0.05)
             assert await asyncio.gather(*map(one, range(8))) == expected  # on the other one
-            await engine.restart(1)
+            await engine.cores.restart(1)
             assert visible(core_pids()[1]) == device
             assert await asyncio.gather(*map(one, range(8))) == expected
             for pid in core_pids():

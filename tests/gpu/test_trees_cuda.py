@@ -41,7 +41,7 @@ def test_trees(method: str, tree: str) -> None:
         ) as llm:  # fmt: skip
             found = llm.chat(messages, params, use_tqdm=False)
             said[name] = [o.outputs[0].token_ids for o in found]
-            stats = llm._core.stats()
+            stats = llm.llm_engine.core.stats()
             lengths[name] = 1 + sum(stats.accepted_tokens) / max(stats.drafts, 1)
     print(method, lengths)
     assert said["chain"] == said["plain"]

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-from graphllm.chat.call import CHAT, COMPLETIONS, Call, Rules, parse_call
+from graphllm.chat.call import CHAT, COMPLETIONS, Call, parse_call
 from graphllm.cli.app import command_line
 from graphllm.config import ConfigError
 from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.config.server import ChatConfig
 from graphllm.config.vllm.names import VLLM_NAMES, as_settings
+from graphllm.config.vllm.server_names import FRONTEND_NAMES
 from graphllm.engine.metrics.metric_families import FAMILIES, NOT_MEASURED
 from graphllm.server.apis.anthropic import requests as anthropic
 from graphllm.server.apis.responses import requests as responses
 from graphllm.server.compatibility import APIS, state_of
-from graphllm.server.frontend_names import FRONTEND_NAMES
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 HELLO = [{"role": "user", "content": "hello"}]
@@ -79,7 +80,7 @@ FIELDS = [(api, name) for api in APIS for name in SURFACE[api]]
 
 
 def _call(api: str, body: dict[str, Any], strict: bool = False) -> Call:
-    rules = Rules(strict=strict, templates=True)
+    rules = ChatConfig(strict_fields=strict, trust_request_chat_template=True)
     match api:
         case "responses":
             body = responses.to_chat(body, (), strict)

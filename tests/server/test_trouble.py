@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from graphllm.config.server import WatchConfig
 from graphllm.server.supervision.engine_view import SupervisorOptions
 from tests.server.live import Served
 from tests.waiting import PATIENCE, gone, until
@@ -347,7 +348,7 @@ def hang(logits, rows):
 @pytest.mark.thorough
 def test_an_engine_that_is_stuck_in_a_step(serve: Callable[..., Served], tmp_path: Any) -> None:
     """A logits processor that does not return; heartbeats go on. By default it is found within ten seconds, too."""
-    assert SupervisorOptions().step_timeout < 9
+    assert WatchConfig().step_timeout < 9
     flag = tmp_path / "hang"
     (tmp_path / "stuck_processor.py").write_text(STUCK.format(flag=str(flag)))
     options = ("--logits-processors", "stuck_processor:hang", "--restart-engine", "--step-timeout", 3)

@@ -15,13 +15,13 @@ from graphllm.chat.call import CHAT, CHAT_BATCH, Call, Style, write_out
 from graphllm.cli.run.batch import BatchItem, PlainItem
 from graphllm.config import ConfigError, SchedulerConfig
 from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.config.server import AccessConfig, ServerConfig
 from graphllm.engine.process.messages import Ready
 from graphllm.engine.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from graphllm.engine.requests.text import Tokenizer
 from graphllm.entrypoints.llm import LLM
 from graphllm.loading.artifact.model import ResolvedModel
 from graphllm.server.app import create_app
-from graphllm.server.http.access import Access
 from graphllm.server.process.single_process import OwnOverview, in_memory
 from graphllm.server.service.generation import Running
 from graphllm.server.service.service import Service
@@ -77,9 +77,9 @@ class Ways:
             status="ready", opened=opened, style=self._style, defaults=OPEN, _engine=cast(Any, self._engine)
         )
         metrics, running = Metrics("m"), Running()
-        shared = in_memory(OwnOverview(view, metrics, running), 1 << 22, None, ResponseStore())
+        shared = in_memory(OwnOverview(view, metrics, running), ServerConfig(), ResponseStore())
         service = Service(view, ("m",), metrics, shared, running=running)
-        self._app = create_app([service], metrics, Access(docs=False))
+        self._app = create_app([service], metrics, AccessConfig(disable_fastapi_docs=True))
         self._loop = asyncio.new_event_loop()
         core = StubCore(info(tokenizer.vocab_size), np.zeros((1, 1, 1)))
         self._llm = WritingLLM.from_core(cast(Any, core), tokenizer, OPEN)

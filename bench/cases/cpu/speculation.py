@@ -124,7 +124,7 @@ def measure(llms: dict[str, Any], asked_by_kind: dict[str, list[Any]]) -> dict[s
     """By method and kind of task. Methods take turns, so that a machine's moods meet all of them."""
     table: dict[str, dict[str, Any]] = {name: {} for name in llms}
     for kind, asked in asked_by_kind.items():
-        before = {name: llm._core.stats() for name, llm in llms.items()}
+        before = {name: llm.llm_engine.core.stats() for name, llm in llms.items()}
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in llms}
         texts = {}
         for _ in range(REPEATS):
@@ -134,7 +134,7 @@ def measure(llms: dict[str, Any], asked_by_kind: dict[str, list[Any]]) -> dict[s
         fastest = {name: [min(t) for t in zip(*found[1:], strict=True)] for name, found in times.items()}
         tokens = sum(map(len, texts["plain"]))
         for name, llm in llms.items():
-            after = llm._core.stats()
+            after = llm.llm_engine.core.stats()
             whole, decoding = fastest[name]
             row: dict[str, Any] = {"tokens": tokens, "decoding tokens/s": round((tokens - len(asked)) / decoding)}
             if name != "plain":

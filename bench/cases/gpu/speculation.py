@@ -125,7 +125,7 @@ def measure(llm: Any, case: str, drafts: int, tiny: bool) -> dict[str, Any]:
 
 def _executor(llm: Any) -> Any:
     """The executor of an LLM with its engine in this process."""
-    return llm._core.executor
+    return llm.llm_engine.core.executor
 
 
 def run(case: Case) -> Iterator[dict[str, Any]]:

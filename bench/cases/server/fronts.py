@@ -111,6 +111,7 @@ def server(fronts: int) -> None:
     """The program of a server that has the stub as its engine."""
     from graphllm.config import CoreConfig, EngineArgs
     from graphllm.config.requests.sampling_params import SamplingParams
+    from graphllm.config.server import server_config
     from graphllm.config.setting import assemble
     from graphllm.embedded import MODEL_DIR
     from graphllm.engine.process.spawn import spawn
@@ -119,14 +120,14 @@ def server(fronts: int) -> None:
     from graphllm.server.process.launch import Opening, serve
     from graphllm.server.process.options import ServerOptions
     from graphllm.server.supervision.engine_view import SupervisorOptions
-    from graphllm.server.supervision.logs import LogOptions, start_log
+    from graphllm.server.supervision.logs import start_log
 
     tokenizer = Tokenizer.from_folder(MODEL_DIR)
     resolved = {"model": str(MODEL_DIR), "tokenizer": str(MODEL_DIR), "artifact": "", "threads": 1, "stop_ids": ()}
     config = assemble(CoreConfig, vars(EngineArgs(disable_log_stats=True)) | resolved)
-    log = LogOptions(access=False)
-    start_log(log)
-    options = ServerOptions(port=0, names=("stub",), fronts=fronts, log=log)
+    server = server_config({"port": 0, "api_server_count": fronts, "disable_uvicorn_access_log": True})
+    start_log(server.log)
+    options = ServerOptions(server, names=("stub",))
     opened = ResolvedModel(config, tokenizer, SamplingParams(max_tokens=None), [], "stub")
     child = spawn((*PROGRAM, "core"))
     sys.exit(serve([Opening(("stub",), lambda: opened, SupervisorOptions(), [child])], options))

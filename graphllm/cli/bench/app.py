@@ -9,14 +9,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from graphllm.cli.options import engine_options
-from graphllm.cli.vllm_flags import EngineCommand
+from graphllm.cli.bench.loads import Latency, Throughput, Traffic
+from graphllm.cli.late import call
+from graphllm.cli.options import EngineCommand, engine_options
 from graphllm.config import EngineArgs
 
 bench_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Measure a running server, the engine alone, or a start.",
+    help="Measure a running server, the engine without one, or a start.",
 )
 
 ModelName = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub name, embedded or embedded-moe.")]
@@ -66,13 +67,11 @@ def serve_command(
     quiet: Quiet = False,
 ) -> None:
     """Send requests to a server and measure throughput and latencies; exit status 1 when requests failed."""
-    from graphllm.cli.bench.serve import Traffic, bench_serve
-
     load = Traffic(
         url, api_key, model, endpoint, dataset, num_prompts, request_rate, burstiness, max_concurrency, input_len,
         output_len, prefix_len, vocab_size, temperature, ignore_eos, seed, goodput or (), num_warmups, request_timeout,
     )  # fmt: skip
-    raise typer.Exit(bench_serve(load, output, quiet))
+    raise typer.Exit(call("bench.serve:bench_serve", load, output, quiet))
 
 
 @bench_app.command("throughput", cls=EngineCommand)
@@ -91,10 +90,8 @@ def throughput_command(
     quiet: Quiet = False,
 ) -> None:
     """Requests and tokens per second of the engine, without a server."""
-    from graphllm.cli.bench.offline import Throughput, bench_throughput
-
     work = Throughput(num_prompts, input_len, output_len, prefix_len, n, temperature, seed)
-    bench_throughput(replace(args, model=model), work, output, quiet)
+    call("bench.offline:bench_throughput", replace(args, model=model), work, output, quiet)
 
 
 @bench_app.command("latency", cls=EngineCommand)
@@ -112,16 +109,14 @@ def latency_command(
     quiet: Quiet = False,
 ) -> None:
     """Seconds that a batch of requests takes which begin and end together."""
-    from graphllm.cli.bench.offline import Latency, bench_latency
-
     work = Latency(batch_size, input_len, output_len, num_iters, num_iters_warmup, seed)
-    bench_latency(replace(args, model=model), work, output, quiet)
+    call("bench.offline:bench_latency", replace(args, model=model), work, output, quiet)
 
 
 @bench_app.command("startup")
 def startup_command(
     serve_options: Annotated[
-        list[str] | None, typer.Argument(help="Options of graphllm serve, behind --", metavar="[-- OPTIONS]")
+        list[str] | None, typer.Argument(help="Options of graphllm serve, after --", metavar="[-- OPTIONS]")
     ] = None,
     model: ModelName = "embedded",
     runs: Annotated[int, typer.Option(min=1, help="Starts, after an untimed one that may compile.")] = 5,
@@ -130,6 +125,4 @@ def startup_command(
     quiet: Quiet = False,
 ) -> None:
     """Seconds from process start until graphllm serve lives, is ready, and has streamed a token."""
-    from graphllm.cli.bench.startup import bench_startup
-
-    bench_startup(model, serve_options or [], runs, timeout, output, quiet)
+    call("bench.startup:bench_startup", model, serve_options or [], runs, timeout, output, quiet)

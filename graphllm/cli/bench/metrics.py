@@ -39,8 +39,8 @@ def parse_goodput(given: Sequence[str]) -> dict[str, float]:
 def summarize(timelines: Sequence[Timeline], duration: float, goodput: Mapping[str, float]) -> dict[str, Any]:
     """The figures of a run of ``duration`` seconds; None where nothing was measured.
 
-    Requests that failed count only as failed. Inter-token latency is the time between pieces of a stream, each of which
-    may be several tokens; tokens_per_chunk says how many.
+    Requests that failed count only as failed. Inter-token latency is the time between pieces of a stream. A
+    piece may have several tokens; tokens_per_chunk is their mean number.
     """
     done = [t for t in timelines if t.error is None]
     output_tokens, input_tokens = sum(t.output_tokens for t in done), sum(t.prompt_tokens for t in done)

@@ -6,7 +6,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 from rich.progress import track
 
 from graphllm.cli.bench import report
+from graphllm.cli.bench.loads import Latency, Throughput
 from graphllm.cli.bench.workload import Prompt, Span, random_prompts
 from graphllm.cli.build import build_errors, console
 from graphllm.config import ConfigError, EngineArgs
@@ -27,31 +28,6 @@ from graphllm.loading.checkpoint.source import find_source, find_tokenizer
 from graphllm.loading.core.load import load_core
 
 _LATENCY_PERCENTILES = (10, 25, 50, 75, 90, 99)
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """All requests at once. input_len, output_len: "128" or "100-1024". n: completions of each prompt."""
-
-    num_prompts: int = 1000
-    input_len: str = "512"
-    output_len: str = "128"
-    prefix_len: int = 0
-    n: int = 1
-    temperature: float = 0.0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Latency:
-    """One batch after the other, of requests that begin and end together."""
-
-    batch_size: int = 8
-    input_len: int = 32
-    output_len: int = 128
-    num_iters: int = 30
-    num_iters_warmup: int = 10
-    seed: int = 0
 
 
 class Loaded(NamedTuple):

@@ -1,4 +1,4 @@
-"""What all benchmarks write: the machine, versions and command line beside the figures, as a table and as JSON."""
+"""What all benchmarks write: the figures with the machine, versions and command line, as a table and as JSON."""
 
 from __future__ import annotations
 

@@ -18,48 +18,14 @@ from rich.progress import Progress, TextColumn
 
 from graphllm.cli.bench import report
 from graphllm.cli.bench.client import HttpClient, Timeline
+from graphllm.cli.bench.loads import Traffic
 from graphllm.cli.bench.metrics import LATENCIES, PERCENTILES, parse_goodput, summarize
-from graphllm.cli.bench.workload import PATHS, Endpoint, Span, arrivals, dataset_bodies, random_bodies, random_prompts
+from graphllm.cli.bench.workload import PATHS, Span, arrivals, dataset_bodies, random_bodies, random_prompts
 from graphllm.cli.build import console
 from graphllm.config import ConfigError
 
 _DEFAULT_PROMPTS = 1000
 _BUSY = 0.9  # share of a core above which this client may be what is measured
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What to send where. model: None for the server's own. num_prompts: None for the dataset's lines, or 1000.
-    request_rate: per second, infinity for all at once. max_concurrency: requests in flight, None for no limit.
-    input_len, output_len: "128" or "100-1024". timeout: seconds for one request."""
-
-    url: str
-    api_key: str | None = None
-    model: str | None = None
-    endpoint: Endpoint = "completions"
-    dataset: Path | None = None
-    num_prompts: int | None = None
-    request_rate: float = math.inf
-    burstiness: float = 1.0
-    max_concurrency: int | None = None
-    input_len: str = "512"
-    output_len: str = "128"
-    prefix_len: int = 0
-    vocab_size: int = 1000
-    temperature: float = 0.0
-    ignore_eos: bool = False
-    seed: int = 0
-    goodput: Sequence[str] = ()
-    num_warmups: int = 1
-    timeout: float = 3600.0
-
-    def __post_init__(self) -> None:
-        if not self.request_rate > 0:
-            raise ConfigError(f"request-rate is {self.request_rate}: give requests per second, or inf for all at once")
-        if not 0 < self.burstiness < math.inf:
-            raise ConfigError(f"burstiness is {self.burstiness}: give a number above 0; 1 is a Poisson process")
-        if not 0 < self.timeout < math.inf:
-            raise ConfigError(f"request-timeout is {self.timeout}: give seconds above 0")
 
 
 class Server(NamedTuple):

@@ -105,7 +105,7 @@ class ServerProcess:
 
     def stop(self, timeout: float) -> float:
         """SIGTERM, and wait until none of its processes is left; the seconds. Raises ServerError when it does not end
-        in time, leaves a process behind, or ends with a status that says something went wrong."""
+        in time, leaves a process running, or ends with a status that says something went wrong."""
         self.processes()  # learns the sessions of its children
         begun = time.perf_counter()
         self._process.terminate()
@@ -118,12 +118,12 @@ class ServerProcess:
             raise self.failed(f"the server ended with status {status} after SIGTERM")
         while left := self.processes():
             if time.perf_counter() - begun > timeout:
-                raise self.failed(f"processes {[p.pid for p in left]} are left behind after SIGTERM")
+                raise self.failed(f"processes {[p.pid for p in left]} still run after SIGTERM")
             time.sleep(_POLL_SECONDS)
         return seconds
 
     def processes(self) -> list[Process]:
-        """Those of the server that are alive, the front first."""
+        """The server's processes that are alive, the front first."""
         alive = [p for p in map(_read, Path("/proc").glob("[0-9]*")) if p is not None and p.state != "Z"]
         while True:
             own = [p for p in alive if p.session in self._sessions]

@@ -7,14 +7,14 @@ import math
 from collections.abc import Iterator
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from graphllm.cli.bench.loads import Endpoint
 from graphllm.config import ConfigError
 
-Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 

@@ -17,6 +17,7 @@ from graphllm.chat import answers, logprobs
 from graphllm.chat.call import Call, parse_call
 from graphllm.chat.error_bodies import error_body
 from graphllm.chat.reading import failure, usage_of
+from graphllm.cli.run.inputs import Inputs
 from graphllm.config import ConfigError
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.chat_template.conversation import conversation, shown_tools
@@ -25,17 +26,6 @@ from graphllm.engine.requests.outputs import RequestOutput
 DEFAULT_MAX_TOKENS = 256  # of a plain prompt
 _LINE_FIELDS = frozenset({"id", "custom_id", "prompt", "messages", "tools", "priority", "cache_salt", "model"})
 _BATCH_FIELDS = frozenset({"url", "body", "method"})
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Where prompts come from and where text goes. file: .txt, .jsonl or "-". raw: no chat template."""
-
-    file: str | None
-    prompts: list[str]
-    raw: bool
-    system: str | None
-    output: Path | None
 
 
 @dataclass(frozen=True)
@@ -115,8 +105,8 @@ class BatchItem:
         """Its line in the results."""
         if (broken := failure(outputs)) is not None:
             if broken.mistake:
-                return self.refused(ConfigError(broken.told))
-            return self._row(500, error_body(broken.told, type="server_error"))
+                return self.refused(ConfigError(broken.message))
+            return self._row(500, error_body(broken.message, type="server_error"))
         return self._row(200, answers.response_body(call, outputs, uuid.uuid4().hex, model, int(time.time())))
 
     def refused(self, mistake: ConfigError) -> dict[str, Any]:

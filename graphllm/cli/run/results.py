@@ -21,13 +21,17 @@ _BEGIN = b'{"id":'  # of every line
 
 
 class JsonlSink:
-    """A file of results, a line for each item of the input, whose digest it holds.
+    """A file of results: one line for each item of the input, with the item's digest.
 
-    wanted: id and digest of every item. A file left by an earlier run is continued: a result whose item is still there
-    is kept, also under another id or in another place, and the places of the items that have one are ``finished``.
-    A half-written last line is cut off, results that tell of a failure of the engine are taken out to run again, and
-    those whose items are gone move to a file beside it. Lines come in the order of the items; where others were there
-    before them, once all are done. What is no regular file, such as a pipe, is written from its beginning.
+    wanted: id and digest of every item. A file of an earlier run is continued:
+    - The result of an item that is still there is kept, also under another id or in another place. The places of these
+      items are ``finished``.
+    - A half-written last line is cut off.
+    - Results with a failure of the engine are taken out, and their items run again.
+    - Results of items that are gone move to the file ``moved_to``.
+
+    Lines come in the order of the items; a file with lines in another order gets this order once all are done. A file
+    that is not regular, such as a pipe, is written from its beginning.
 
     Raises ConfigError for what cannot be continued, and CommandError where nothing more can be written.
     """
@@ -50,7 +54,7 @@ class JsonlSink:
 
     @property
     def moved_to(self) -> Path:
-        """Where results lie whose items are gone."""
+        """The file for results of items that are gone."""
         return self.path.with_name(self.path.name + ".old")
 
     def _continue(self, found: Sequence[_Found]) -> None:
@@ -80,9 +84,9 @@ class JsonlSink:
         self.refused = sum(found[n].state == "refused" for n in kept)
         self.moved = len(gone)
         if gone:
-            with self.moved_to.open("ab") as beside:
-                beside.writelines(line for n, line in enumerate(_whole_lines(self._file)) if n in gone)
-                _sync(beside)
+            with self.moved_to.open("ab") as moved:
+                moved.writelines(line for n, line in enumerate(_whole_lines(self._file)) if n in gone)
+                _sync(moved)
         self._file.truncate(sum(f.size for f in found))
         self._lines = [kept[n] for n in sorted(kept)]
         renamed = any(found[n].id != self._wanted[place][0] for n, place in kept.items())
@@ -94,20 +98,20 @@ class JsonlSink:
         """Replace the file, at once, by one of its lines in the order of these places, under their items' ids. None
         for a line: without it."""
         path = self.path.resolve()
-        beside = path.with_name(path.name + ".part")
+        part = path.with_name(path.name + ".part")
         starts = list(itertools.accumulate((len(line) for line in _whole_lines(self._file)), initial=0))
         try:
-            with beside.open("wb") as out:
+            with part.open("wb") as out:
                 for place, start in sorted((p, at) for p, at in zip(places, starts, strict=False) if p is not None):
                     self._file.seek(start)
                     row = json.loads(self._file.readline())
                     name = "custom_id" if "custom_id" in row else "id"
                     out.write(_line(row | {name: self._wanted[place][0]}))
                 _sync(out)
-            replaced = _locked(beside)
-            os.replace(beside, path)
+            replaced = _locked(part)
+            os.replace(part, path)
         except OSError:
-            beside.unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
             raise
         self._file.close()
         self._file = replaced
@@ -119,8 +123,8 @@ class JsonlSink:
             self._rewrite(self._lines)
 
     def put(self, number: int, row: Mapping[str, Any]) -> None:
-        """Take the row of an item, by its number among those not finished before; it is written when those of all
-        items before it are."""
+        """Take the row of an item, by its number among the items that were not finished before. Rows are written in the
+        order of the items."""
         self._held[number] = _line({"id": row["id"], "digest": self._wanted[self._left[number]][1], **row})
         with self._failures_told():
             while self._next in self._held:
@@ -193,7 +197,7 @@ def _same_file(path: Path, source: str | None) -> bool:
 
 
 def _locked(path: Path) -> IO[bytes]:
-    """The file, to read from its beginning and to append to, for this process alone."""
+    """The file, to read from its beginning and to append to, locked for this process."""
     file = path.open("a+b")
     file.seek(0)
     try:
@@ -240,7 +244,7 @@ def _results_in(file: IO[bytes], path: Path) -> list[_Found]:
 
 
 def _read_row(row: Any, size: int) -> _Found:
-    """A result. A failure of the engine is told from a request that could not run."""
+    """A result. Its state tells a failure of the engine from a request that could not run."""
     digest = row.get("digest")
     if "custom_id" in row:
         status = 500 if row["response"] is None else row["response"]["status_code"]

@@ -20,15 +20,17 @@ from graphllm.chat.call import Call, Style, check_priority, write_out
 from graphllm.chat.reading import failure
 from graphllm.cli.build import build_errors, compile_progress, console
 from graphllm.cli.endings import CommandError, signals_as_interrupts, stopped_status
-from graphllm.cli.run.batch import Inputs, Item, Items, PlainItem, digest_of
+from graphllm.cli.run.batch import Item, Items, PlainItem, digest_of
+from graphllm.cli.run.inputs import Inputs
 from graphllm.cli.run.results import JsonlSink
 from graphllm.config import ConfigError, EngineArgs, SchedulerConfig
 from graphllm.config.requests.sampling_params import RequestOutputKind, SamplingParams
 from graphllm.engine.requests.outputs import OutputProcessor, RequestOutput
 from graphllm.engine.requests.processor import ParsedRequest, Processor
-from graphllm.engine.requests.request import Adapter, Core
+from graphllm.engine.requests.request import Adapter
 from graphllm.engine.requests.text import Tokenizer
 from graphllm.entrypoints.adapters import AdapterFiles
+from graphllm.entrypoints.driver import Driver
 from graphllm.loading.artifact.build import POLICIES
 from graphllm.loading.artifact.model import ResolvedModel, checkpoint_defaults, resolve_model
 from graphllm.loading.artifact.resolve import compile_config
@@ -44,6 +46,22 @@ _AHEAD = 2  # completions in the engine, as a multiple of those in one step
 _ANSWERS_DEPEND_ON = ("dtype", "quantization", "max_model_len")
 _TEXT_FILES = (".json", ".jinja", ".model", ".txt")  # of a checkpoint: configs, tokenizer, template
 _ADMITTED = 32  # lines read before each step at most, so that the device does not wait for the tokenizer
+
+
+def run_with_form(
+    args: EngineArgs,
+    inputs: Inputs,
+    sampling: dict[str, Any],
+    form: tuple[str | None, str | None],
+    quiet: bool,
+    lora: Sequence[str],
+) -> int:
+    """`run` with answers of a form. form: a JSON schema, as a file or text, and a regular expression."""
+    given, regex = form
+    schema = None if given is None else read_schema(given)
+    if schema or regex:
+        sampling["structured_outputs"] = {"json": schema, "regex": regex}
+    return run(args, inputs, sampling, quiet, lora)
 
 
 def run(args: EngineArgs, inputs: Inputs, sampling: Mapping[str, Any], quiet: bool, lora: Sequence[str] = ()) -> int:
@@ -153,7 +171,7 @@ def settings_of(
     open_end: SamplingParams | None = None,
     adapters: Mapping[str, str] = {},
 ) -> str:
-    """What answers follow from beside the items, as JSON: the weights, the other files of the model, how it is
+    """All that answers depend on besides the items, as JSON: the weights, the other files of the model, how it is
     computed, and sampling parameters that items leave open."""
     source = find_source(args)
     defaults = SamplingParams.from_fields(sampling, checkpoint_defaults(args, source, open_end))
@@ -193,19 +211,17 @@ def read_schema(given: str) -> str:
 
 
 class Engine(NamedTuple):
-    """What requests pass through. adapters: by the model that they name, "" for those that name none."""
+    """A model that is loaded. adapters: by the name that prompts give as their model, "" for prompts without one."""
 
-    core: Core
+    driver: Driver
     tokenizer: Tokenizer
-    processor: Processor
-    outputs: OutputProcessor
     scheduler: SchedulerConfig
     style: Style = Style()
     adapters: Mapping[str, Adapter] = {}
 
     def close(self) -> None:
         """Give back memory and threads."""
-        self.core.close()
+        self.driver.core.close()
 
 
 def _load(resolved: ResolvedModel, phases: Callable[[str, float], None], adapters: Mapping[str, str] = {}) -> Engine:
@@ -218,10 +234,8 @@ def _load(resolved: ResolvedModel, phases: Callable[[str, float], None], adapter
         core.close()
         raise
     return Engine(
-        core,
+        Driver(core, Processor(tokenizer, core.info, grammar), OutputProcessor(tokenizer)),
         tokenizer,
-        Processor(tokenizer, core.info, grammar),
-        OutputProcessor(tokenizer),
         resolved.config.scheduler,
         Style.of(tokenizer),
         opened,
@@ -286,7 +300,8 @@ def generate(
 ) -> Iterator[list[Result]]:
     """Run items to their end; the results of each step. Items are taken when there is room for them, and those that
     cannot run do not stop the others. stream: a single completion's text comes as it is made."""
-    core, outputs = engine.core, engine.outputs
+    driver = engine.driver
+    core = driver.core
     defaults = replace(defaults, output_kind=RequestOutputKind.FINAL_ONLY)
     source = iter(enumerate(items))
     running: dict[str, tuple[_Open, int]] = {}  # by id of the request: its item, and which of its prompts
@@ -310,13 +325,11 @@ def generate(
             for number, request in enumerate(opened.requests):
                 running[request.request_id] = opened, number
                 completions += request.params.n
-        updates = core.step() if core.unfinished else []
+        updates, outputs = driver.step() if core.unfinished else ([], [])
         summary.output_tokens += sum(len(update.tokens) for update in updates)
         if not summary.first and summary.output_tokens:
             summary.first = time.perf_counter()
-        processed = outputs.process(updates)
-        core.abort(processed.aborts)
-        for output in processed.outputs:
+        for output in outputs:
             opened, number = running[output.request_id]
             if output.finished:
                 opened.outputs[number] = output
@@ -329,14 +342,12 @@ def generate(
             elif not output.finished:
                 results.append(Result(opened.place, opened.item, opened.call, [output]))
         yield results
-    while core.unfinished:  # the ends of what a stop string aborted
-        core.step()
+    driver.drain()  # the ends of requests that a stop string has ended
     summary.ended = time.perf_counter()
 
 
 def _admit(engine: Engine, place: int, item: Item, defaults: SamplingParams, stream: bool) -> _Open:
     """Queue all requests of an item, or none."""
-    core, outputs = engine.core, engine.outputs
     call = item.call(defaults)
     if call.model and call.model not in engine.adapters and isinstance(item, PlainItem):
         raise ConfigError(f"model is {call.model!r:.80}: no adapter has this name; give it with --lora name=folder")
@@ -345,21 +356,14 @@ def _admit(engine: Engine, place: int, item: Item, defaults: SamplingParams, str
     if stream and len(prompts) == call.params.n == 1:
         call = call._replace(params=replace(call.params, output_kind=RequestOutputKind.DELTA))
     adapter = engine.adapters.get(call.model, engine.adapters.get(""))
-    told: dict[str, Any] = {"priority": call.priority, "cache_salt": call.cache_salt, "adapter": adapter}
+    options: dict[str, Any] = {"priority": call.priority, "cache_salt": call.cache_salt, "adapter": adapter}
     requests = []
     for i, prompt in enumerate(prompts):
         try:
-            requests.append(engine.processor.make(prompt, call.params, f"{place}.{i}", **told))
+            requests.append(engine.driver.processor.make(prompt, call.params, f"{place}.{i}", **options))
         except ConfigError as mistake:
             raise call.prompt_error(mistake, i, len(prompts)) from None
-    try:
-        for request in requests:
-            outputs.add(request)
-            for part in request.requests:
-                core.add(part)
-    except ConfigError:
-        core.abort(outputs.abort(request.request_id for request in requests))
-        raise
+    engine.driver.submit(*requests)
     return _Open(place, item, call, requests, {})
 
 
@@ -374,7 +378,7 @@ def _print(result: Result) -> None:
     """Text to the terminal: one answer as it comes, several when each is done."""
     id = result.item.id
     broken = failure(result.outputs)
-    problem = result.error or (None if broken is None else broken.told)
+    problem = result.error or (None if broken is None else broken.message)
     if problem is not None:
         print(f"graphllm: {id}: {problem}", file=sys.stderr)
         return

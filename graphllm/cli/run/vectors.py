@@ -10,18 +10,25 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import numpy as np
+from safetensors.numpy import save
 
 from graphllm.cli.build import build_errors, compile_progress
 from graphllm.cli.endings import CommandError, signals_as_interrupts, stopped_status
-from graphllm.cli.run.batch import Inputs, Items, PlainItem, digest_of
+from graphllm.cli.run.batch import Items, PlainItem, digest_of
+from graphllm.cli.run.inputs import Inputs
 from graphllm.cli.run.results import JsonlSink
+from graphllm.cli.run.run import settings_of, tell
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.requests.pooling_params import PoolingParams
+from graphllm.engine.requests.outputs import OutputProcessor
+from graphllm.engine.requests.processor import Processor
 from graphllm.engine.vectors.pooling import Pair, Pooling, PoolingRequest
-
-if TYPE_CHECKING:
-    from graphllm.engine.requests.request import Core
+from graphllm.entrypoints.driver import Driver
+from graphllm.loading.artifact.model import resolve_model
+from graphllm.loading.core.open_core import open_core
 
 Task = Literal["embed", "classify", "score"]
 _ARRAYS = (".npy", ".safetensors")
@@ -36,10 +43,8 @@ def run_vectors(args: EngineArgs, task: Task, inputs: Inputs, params: PoolingPar
 
     A line is a text or, in JSONL, an object with ``text``; for scores ``text_1`` and ``text_2``, or ``query`` and
     ``document``. inputs.output: JSONL, which is continued; or .npy or .safetensors, an array [inputs, D] with NaN for
-    those that could not run, made at the end of a JSONL file beside it. Raises ConfigError and CommandError as `run`.
+    those that could not run, made at the end of a JSONL file. Raises ConfigError and CommandError as `run`.
     """
-    from graphllm.cli.run.run import settings_of, tell
-
     items = Items(inputs, lambda line, where, inputs: _read(line, where, task))
     if inputs.prompts and task == "score":
         raise ConfigError('prompt: a score is of two texts; give a file of {"text_1": ..., "text_2": ...}')
@@ -79,21 +84,16 @@ def _run(
     args: EngineArgs, task: Task, items: Iterator[PlainItem], params: PoolingParams, sink: JsonlSink | None, quiet: bool
 ) -> int:
     """Load the model and run what is left; how many could not run."""
-    from graphllm.cli.run.run import tell
-    from graphllm.engine.requests.processor import Processor
-    from graphllm.loading.artifact.model import resolve_model
-    from graphllm.loading.core.open_core import open_core
-
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with compile_progress(quiet) as progress, build_errors():
         resolved = resolve_model(args, progress)
     refused = tokens = count = 0
     with closing(open_core(resolved)[0]) as core:
-        processor = Processor(resolved.tokenizer, core.info)
-        pooling = Pooling(processor, resolved.tokenizer, core.info, resolved.vectors)
+        driver = Driver(core, Processor(resolved.tokenizer, core.info), OutputProcessor(resolved.tokenizer))
+        pooling = Pooling(driver.processor, resolved.tokenizer, core.info, resolved.vectors)
         pooling.task(task, "task")
         begun = time.perf_counter()
-        for place, (id, row) in enumerate(_rows(core, pooling, task, items, params)):
+        for place, (id, row) in enumerate(_rows(driver, pooling, task, items, params)):
             count += 1
             refused += "error" in row
             tokens += row.get("usage", {}).get("prompt_tokens", 0)
@@ -108,9 +108,10 @@ def _run(
 
 
 def _rows(
-    core: Core, pooling: Pooling, task: Task, items: Iterator[PlainItem], params: PoolingParams
+    driver: Driver, pooling: Pooling, task: Task, items: Iterator[PlainItem], params: PoolingParams
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The results in the order of the items, each with the item's id."""
+    core = driver.core
     open_items: deque[tuple[str, Any, list[PoolingRequest], str]] = deque()
     found: dict[str, Any] = {}
     numbers, more = itertools.count(), True
@@ -129,14 +130,12 @@ def _rows(
                 for prompt in prompts:
                     text = prompt if isinstance(prompt, Pair) else pooling.instructed(prompt, None, params)
                     made.append(pooling.make(text, params, f"{next(numbers)}", task=task))
-                for asked in made:
-                    core.add(asked.request)
+                driver.submit(*made)
                 open_items.append((item.id, scoring, made, ""))
             except ConfigError as mistake:
-                core.abort([asked.id for asked in made])
                 open_items.append((item.id, None, [], str(mistake)))
         if core.unfinished:
-            found |= {o.id: o for o in core.step() if o.finish_reason is not None}
+            found |= {o.id: o for o in driver.step()[0] if o.finish_reason is not None}
         while open_items and all(asked.id in found for asked in open_items[0][2]):
             id, scoring, made, refusal = open_items.popleft()
             if refusal:
@@ -182,8 +181,6 @@ def _has(row: object, names: tuple[str, ...]) -> bool:
 
 def _write_array(journal: Path, output: Path) -> None:
     """The vectors of a file of results as one array, NaN for what could not run."""
-    import numpy as np
-
     rows = []
     with journal.open(encoding="utf-8") as lines:
         for line in lines:
@@ -198,8 +195,6 @@ def _write_array(journal: Path, output: Path) -> None:
             if output.suffix == ".npy":
                 np.save(file, array)
             else:
-                from safetensors.numpy import save
-
                 file.write(save({"vectors": array}))
         os.replace(part, output)
     except OSError as reason:

@@ -1,18 +1,17 @@
-"""`graphllm serve --headless`: a machine whose devices an engine on another one uses."""
+"""`graphllm serve --headless`: a machine that lends its devices to an engine on another one."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from graphllm.config import ConfigError, EngineArgs
+from graphllm.config.server import ServerLogConfig
 from graphllm.loading.checkpoint.source import find_source
 from graphllm.loading.core.node_main import serve_node
-from graphllm.server.supervision.logs import LogOptions, start_log
+from graphllm.server.supervision.logs import start_log
 
 
-def serve_headless(args: EngineArgs, model: str | None, log_format: Literal["text", "json"], log_level: str) -> int:
+def serve_headless(args: EngineArgs, log: ServerLogConfig) -> int:
     """The exit status. Raises ConfigError."""
     if not args.node_rank:
         raise ConfigError(
@@ -21,8 +20,8 @@ def serve_headless(args: EngineArgs, model: str | None, log_format: Literal["tex
         )
     if args.distributed_executor_backend == "ray":
         raise ConfigError("headless: Ray starts its nodes itself (`ray start`); leave it out")
-    start_log(LogOptions(log_format, log_level), f"node-{args.node_rank}")
-    folder = find_source(replace(args, model=model)).folder
+    start_log(log, f"node-{args.node_rank}")
+    folder = find_source(args).folder
     try:
         serve_node(args.master_addr, args.master_port, args.node_rank, Path(folder))
     except KeyboardInterrupt:

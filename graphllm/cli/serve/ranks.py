@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Literal
 
 from graphllm.config import ConfigError, EngineArgs
+from graphllm.config.server import ServerConfig
 from graphllm.host.machine import detect_target, usable_cores
 from graphllm.loading.artifact.resolve import check_devices
 from graphllm.server.process.ranks.options import RankOptions
 from graphllm.server.process.ranks.supervisor import supervise
-from graphllm.server.supervision.logs import LogOptions, start_log
+from graphllm.server.supervision.logs import start_log
 
 
-def serve_ranks(args: EngineArgs, ranks: RankOptions, log_format: Literal["text", "json"], log_level: str) -> int:
-    """The exit status. Raises ConfigError."""
-    start_log(LogOptions(log_format, log_level), "supervisor")
+def serve_ranks(args: EngineArgs, server: ServerConfig, gpus: int) -> int:
+    """The exit status. gpus: of each rank. Raises ConfigError."""
+    start_log(server.log, "supervisor")
+    ranks = RankOptions(server, args.data_parallel_size, gpus)
     device = detect_target(args.target).device
     check_devices(device, ranks.ranks, ranks.gpus)
     command = sys.argv[1:]

@@ -54,8 +54,8 @@ def _digest(text: str) -> str:
 
 
 def page_routes() -> APIRouter:
-    """The routes of the page, whose files are read once. A browser asks again each time, and is told when its own copy
-    is the same: after an update no old file meets a new one."""
+    """The routes of the page; its files are read once. A browser asks again each time and learns when its copy is the
+    same: after an update no old file meets a new one."""
     router = APIRouter()
     page, policy = chat_page()
     response = HTMLResponse(page, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})

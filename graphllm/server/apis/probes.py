@@ -44,11 +44,11 @@ def probe_routes(engines: Mapping[str, EngineView], overview: Overview) -> APIRo
         name = (bad or list(engines))[0]
         begin = f"{name}: " if len(engines) > 1 else ""
 
-        def told(one: EngineView | CoreStatus) -> HealthStatus:
+        def status_of(one: EngineView | CoreStatus) -> HealthStatus:
             return HealthStatus(status=one.status, cause=one.cause and without_folders(begin + one.cause))
 
-        body = told(engines[name])
-        body.engines = [told(core) for core in engines[name].cores] or None
+        body = status_of(engines[name])
+        body.engines = [status_of(core) for core in engines[name].cores] or None
         response = json_response(body.model_dump(exclude_none=True), 503 if bad else 200)
         response.headers["cache-control"] = "no-store"
         return response

@@ -1,4 +1,4 @@
-"""The bases of the models of bodies, and readers of untyped JSON whose errors name the place, such as
+"""The bases of the models of bodies, and readers of untyped JSON with errors that name the place, such as
 ``messages[0].content[1].text``."""
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def _few(value: Any) -> Any:
 
 
 Items = Annotated[list[T], _FailFast()]
-"""A list of which only the first mistake is looked for; a body could have millions, which take a gigabyte."""
+"""A list. Only its first mistake is looked for: a body could have millions, and they take a gigabyte."""
 
 
 def bounded(kind: Any) -> Any:
-    """The type of a field with lists and objects that are not too long, of which the first mistake is looked for."""
+    """The type of a field with lists and objects that are not too long. Only the first mistake is looked for."""
     if isinstance(kind, UnionType):
         return reduce(or_, map(bounded, get_args(kind)))
     if get_origin(kind) is list:
@@ -118,7 +118,7 @@ def objects(value: object, where: str, wanted: str = "a list") -> list[tuple[str
 
 
 def refuse_unless(given: Mapping[str, Any], neutral: Mapping[str, Any], where: str = "") -> None:
-    """Raises ConfigError for a field without support whose value is not the one that changes nothing."""
+    """Raises ConfigError for a field without support, unless its value changes nothing."""
     for name, value in neutral.items():
         if name in given and (given[name] != value or type(given[name]) is not type(value)):
             raise unsupported(within(where, name), given[name])

@@ -12,15 +12,16 @@ from graphllm.server.http.wire import encode
 
 _HEADER_BYTES = 64 << 10  # of the request line and all headers
 _HEADER_SECONDS = 30.0  # from the first byte, or from the connection, to the end of the headers
-_HEADERS = 256  # of one request, with those behind a chunked body
+_HEADERS = 256  # of one request, with the headers after a chunked body
 LINGER_SECONDS = 2.0  # for what a client still sends of a request that was refused
 _STALLED_SECONDS = 60.0  # in which a client must read something of what waits for it
 _WAITING_BYTES = 64 << 10  # of an answer that wait for a client before the writer does; it has less to join to more
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Answers 431 to headers that are too large or too many, 400 to what is no HTTP, and closes connections that send
-    none, and those of clients that have stopped reading, which ends what runs for them. ended: called at its end."""
+    """Answers 431 to headers that are too large or too many, and 400 to bytes that are no HTTP. It closes connections
+    that send no headers, and connections of clients that have stopped reading; their requests end. ended: called at
+    its end."""
 
     ended: Callable[[], None] | None = None
     _seen = 0

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of routes beside their bodies: the errors, and which answers can come as events."""
+"""The OpenAPI document of routes, bodies apart: their errors, and the answers that can come as events."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class ErrorBody(BaseModel):
 
 def errors(*statuses: int, body: type[BaseModel] = ErrorBody) -> Responses:
     """The errors of a route."""
-    told: Responses = {status: {"model": body, "description": _ERRORS[status]} for status in statuses}
+    listed: Responses = {status: {"model": body, "description": _ERRORS[status]} for status in statuses}
     # FastAPI would add a 422 of its own, which no route answers with, where nothing is said of the others.
-    return told | {"4XX": {"model": body, "description": "Another mistake in the request, such as its method"}}
+    return listed | {"4XX": {"model": body, "description": "Another mistake in the request, such as its method"}}
 
 
 def answers(body: type[BaseModel], events: str = "") -> Responses:
     """The answer of a route. events: what they are, for one that can stream."""
     if not events:
         return {200: {"model": body}}
-    told = f"The answer; with stream: true as server-sent events, of which {events}"
-    return {200: {"model": body, "description": told, "content": {"text/event-stream": {}}}}
+    text = f"The answer; with stream: true as server-sent events, {events}"
+    return {200: {"model": body, "description": text, "content": {"text/event-stream": {}}}}

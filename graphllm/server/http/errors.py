@@ -13,7 +13,8 @@ from graphllm.chat.error_bodies import anthropic_error_body, error_body
 from graphllm.config import ConfigError
 from graphllm.engine.process.messages import EngineDeadError
 from graphllm.engine.requests.request import QueueFullError
-from graphllm.entrypoints.async_llm import EngineUnhealthyError, SlowReaderError
+from graphllm.entrypoints.async_llm import EngineUnhealthyError
+from graphllm.entrypoints.streaming.streams import SlowReaderError
 from graphllm.runtime.commands.calls import RankCallError
 from graphllm.server.http.wire import json_response, record_of
 
@@ -43,9 +44,9 @@ class EngineFailureError(Exception):
     """The engine could not finish a request; it lives."""
 
 
-def failure_error(told: str, mistake: bool) -> ConfigError | EngineFailureError:
+def failure_error(message: str, mistake: bool) -> ConfigError | EngineFailureError:
     """What a request ends with that has a `Failure`. mistake: it is its own."""
-    return ConfigError(told) if mistake else EngineFailureError(told)
+    return ConfigError(message) if mistake else EngineFailureError(message)
 
 
 KNOWN: tuple[type[Exception], ...] = (
@@ -74,7 +75,7 @@ def error_response(
 
 
 def without_folders(text: str) -> str:
-    """A cause as the engine told it, in which files stand by their names alone."""
+    """A cause of the engine's, with the names of files but not their folders."""
     return _FOLDERS.sub("", text)
 
 

@@ -11,7 +11,7 @@ _CALLERS = 1 << 16  # that are remembered; the one that has asked longest ago is
 
 
 class RateLimit(NamedTuple):
-    """So many requests in so many seconds, all at once or spread."""
+    """A number of requests in a number of seconds, all at once or spread."""
 
     requests: int
     seconds: float

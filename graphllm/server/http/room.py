@@ -15,7 +15,7 @@ class Room:
         self._given_back = asyncio.Event()
 
     async def take(self, size: int, held: contextlib.ExitStack) -> None:
-        """Wait until there are so many bytes, or all, where it is more; they are free again when ``held`` is closed."""
+        """Wait for this many bytes, or for all if it is more. They are free again when ``held`` is closed."""
         size = min(size, self._size)
         async with self._line:
             while self._free < size:

@@ -28,9 +28,9 @@ encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 _MAX_DEPTH = 128  # levels; a schema may have 100
 _MAX_CONTAINERS = 1 << 18  # lists and objects: one of three bytes takes a hundred times as much memory
-# The next list or object with what stands before it, strings as a whole; or what stands behind the last.
+# The next list or object with what stands before it, strings as a whole; or the text after the last one.
 _CONTAINER = re.compile(rb'(?:[^"\[{]++|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z))*+(?:[\[{]|\Z)', re.DOTALL)
-LONG = 16 << 10  # bytes of a body from which a thread reads and checks it; others get their tokens meanwhile
+LONG = 16 << 10  # bytes of a body from which a thread reads and checks it; other requests get their tokens in that time
 _VERY_LONG = 1 << 20  # these take turns: many threads that each hold the interpreter for long would stop the event loop
 _very_long = ThreadPoolExecutor(1, "very-long-bodies")
 
@@ -58,7 +58,7 @@ def record_of(scope: Scope) -> Record:
 
 
 class JsonRoute(APIRoute):
-    """A route whose JSON bodies are read by the rules of `read_json`."""
+    """A route that reads JSON bodies by the rules of `read_json`."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         handler = super().get_route_handler()
@@ -121,7 +121,7 @@ def event(body: Any) -> bytes:
 
 
 def named_event(body: dict[str, Any]) -> bytes:
-    """A server-sent event of the APIs whose events have types."""
+    """A server-sent event of the APIs with types of events."""
     return b"event: " + body["type"].encode() + b"\ndata: " + encode(body) + b"\n\n"
 
 

@@ -6,13 +6,13 @@ import { chosen, loadModels, models, watchHealth } from "./models.js";
 import { applyTheme, editSettings, sampling, settings } from "./settings.js";
 import { anyUnsaved, saveChanged } from "./store.js";
 import { answer } from "./stream.js";
-import { add, beside, choose, content, dropIfEmpty, messages, newConversation, newTurn, shown } from "./tree.js";
+import { add, choose, content, dropIfEmpty, messages, newConversation, newTurn, shown, siblings } from "./tree.js";
 import { TurnView } from "./turn.js";
 
 const scroller = document.querySelector("main");
 const views = new WeakMap(); // by turn
 const deleted = new WeakSet(); // conversations that must not be kept again
-// running: {turn, controller} of the answer that is being written. editing: the turn whose question is in the composer.
+// running: {turn, controller} of the answer that is being written. editing: turn with its question in the composer.
 let conversation = newConversation(), running = null, editing = null, files = [], follow = true;
 
 // --- The conversation
@@ -27,7 +27,7 @@ function view(turn) {
 
 function show() {
   const turns = shown(conversation), log = $("log");
-  for (const turn of turns) view(turn).showBranches(beside(conversation, turn));
+  for (const turn of turns) view(turn).showBranches(siblings(conversation, turn));
   const roots = turns.map((turn) => view(turn).root);
   let same = 0; // what stays is not touched: it may hold a selection, and is not read out again
   while (same < roots.length && log.children[same] === roots[same]) same++;
@@ -59,7 +59,7 @@ async function ask(question, attached, parent) {
   const system = settings().system?.trim();
   add(one, turn);
   const before = shown(one).slice(0, -1);
-  const told = [...(system ? [{ role: "system", content: system }] : []), ...before.flatMap(messages),
+  const sent = [...(system ? [{ role: "system", content: system }] : []), ...before.flatMap(messages),
     { role: "user", content: content(turn) }];
   running = { turn, controller };
   follow = true;
@@ -69,7 +69,7 @@ async function ask(question, attached, parent) {
   keep(one);
   try {
     if (!chosen) await loadModels();
-    const body = { model: chosen.id, messages: told, ...sampling() };
+    const body = { model: chosen.id, messages: sent, ...sampling() };
     await answer(turn, body, controller.signal, () => view(turn).repaint());
   } catch (reason) { // no models
     turn.error = reason instanceof TypeError ? "The server does not answer, or the connection broke." : reason.message;

@@ -4,7 +4,7 @@ import { all, list, load, onNews, remove, rename, save, search } from "./store.j
 import { download, readConversations } from "./transfer.js";
 import { asTitle } from "./tree.js";
 
-const dialog = $("history"), told = $("history-told"), shown = $("conversations"), wanted = $("search");
+const dialog = $("history"), notice = $("history-notice"), shown = $("conversations"), wanted = $("search");
 let acts = null, typing = 0;
 
 // act: {open, removed, current}: shows a conversation; hears that one is gone; gives the one on the page.
@@ -59,11 +59,11 @@ function editTitle(row, id, title) {
 
 // Does it, and says in the dialog what went wrong.
 async function attempt(work) {
-  told.textContent = "";
+  notice.textContent = "";
   try {
     await work();
   } catch (reason) {
-    told.textContent = reason.message;
+    notice.textContent = reason.message;
   }
 }
 
@@ -86,7 +86,7 @@ const discard = (id, title) => attempt(async () => {
 });
 
 $("open-history").onclick = async () => {
-  told.textContent = wanted.value = "";
+  notice.textContent = wanted.value = "";
   await refresh();
   dialog.showModal();
 };
@@ -103,7 +103,7 @@ $("import-file").onchange = () => attempt(async () => {
   try {
     const found = await readConversations(file, await list());
     await save(...found);
-    told.textContent = `${count(found.length)} imported.`;
+    notice.textContent = `${count(found.length)} imported.`;
   } finally {
     $("import-file").value = ""; // the same file may be chosen again
     await refresh();

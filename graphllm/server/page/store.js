@@ -1,4 +1,5 @@
-// Conversations in this browser's own database. What it does not take stays in memory, is told, and is tried again.
+// Conversations in this browser's own database. One that it does not take stays in memory; the page says so, and tries
+// again.
 import { mentions, newId } from "./tree.js";
 
 const NAME = "graphllm", HEADS = "heads", WHOLE = "conversations";

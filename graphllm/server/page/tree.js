@@ -1,4 +1,4 @@
-// A conversation as data. Its turns are a tree: an edit or a retry is a new turn beside the old one, and nothing that
+// A conversation as data. Its turns are a tree: an edit or a retry is a new turn next to the old one, and nothing that
 // was said is lost. The conversation shown is the way from the root to `leaf`.
 
 export function newId() {
@@ -24,7 +24,7 @@ export function shown(conversation) {
 }
 
 // The turns that stand at the place of this one, oldest first.
-export function beside(conversation, turn) {
+export function siblings(conversation, turn) {
   return conversation.turns.filter((other) => other.parent === turn.parent);
 }
 
@@ -70,7 +70,7 @@ export function content({ question, files }) {
   return [...blocks, question].filter(Boolean).join("\n\n");
 }
 
-// What later turns are told of this one: nothing when it came to nothing. A call cut short is no JSON.
+// The messages that later turns send for this one: none if it has no answer. A call cut short is no JSON.
 export function messages(turn) {
   const called = turn.ending === "tool_calls" && turn.calls.length;
   if (!turn.text && !called) return [];

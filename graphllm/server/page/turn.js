@@ -60,9 +60,9 @@ export class TurnView {
     this.answer.ariaBusy = String(this.busy);
     this.thinking.hidden = !reasoning;
     const [summary, thoughts] = this.thinking.children;
-    const told = thought ? `Thought for ${thought}` : this.busy ? "Thinking" : "Thoughts";
-    if (thought && summary.textContent !== told) this.thinking.open = false;
-    summary.textContent = told;
+    const label = thought ? `Thought for ${thought}` : this.busy ? "Thinking" : "Thoughts";
+    if (thought && summary.textContent !== label) this.thinking.open = false;
+    summary.textContent = label;
     if (thoughts.textContent !== reasoning) thoughts.textContent = reasoning;
     update(this.prose, text);
     this.callBox.replaceChildren(

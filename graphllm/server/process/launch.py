@@ -1,4 +1,4 @@
-"""The life of a server: sockets first, then the engine beside what speaks HTTP, signals, an orderly end."""
+"""The life of a server: sockets first, then the engine and the HTTP front, signals, an orderly end."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
+
+import uvloop
 
 from graphllm.engine.process.messages import EngineDeadError
 from graphllm.engine.process.spawn import Child
+from graphllm.entrypoints.tracing import Tracing
 from graphllm.loading.artifact.model import ResolvedModel
 from graphllm.server.process.network import listening, prepare_process, read_tls
 from graphllm.server.process.options import ServerOptions
-from graphllm.server.service.adapters import OwnAdapters
-
-if TYPE_CHECKING:
-    from graphllm.entrypoints.tracing import Tracing
-    from graphllm.server.service.shared_state import Overview
-    from graphllm.server.supervision.engine_supervisor import EngineSupervisor
-    from graphllm.server.supervision.engine_view import SupervisorOptions
-    from graphllm.server.supervision.metrics import Metrics
+from graphllm.server.supervision.engine_supervisor import EngineSupervisor
+from graphllm.server.supervision.engine_view import SupervisorOptions
+from graphllm.server.supervision.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 
 
 class Front(Protocol):
-    """What speaks HTTP: this process (`LocalFront`), or several others
+    """What speaks HTTP: this process (`graphllm.server.process.local_front.LocalFront`), or several others
     (`graphllm.server.process.fronts.controller.Fronts`)."""
 
     @property
@@ -63,78 +61,19 @@ class Opening(NamedTuple):
     children: Sequence[Child]
 
 
-class LocalFront:
-    """This process speaks HTTP. engines: with the names of their models."""
-
-    def __init__(
-        self,
-        engines: Sequence[tuple[Sequence[str], EngineSupervisor]],
-        options: ServerOptions,
-        tls: ssl.SSLContext | None,
-        tracing: Tracing | None,
-    ) -> None:
-        from graphllm.server.process.single_process import OwnOverview, in_memory
-        from graphllm.server.process.web import service_of, web_server
-        from graphllm.server.service.generation import Running
-        from graphllm.server.service.stored_responses import ResponseStore
-        from graphllm.server.supervision.metrics import Metrics
-
-        self._supervisors = [supervisor for _, supervisor in engines]
-        parts = {
-            names[0]: (view, Metrics(names[0], {"model": names[0]}, rank=options.rank), Running())
-            for names, view in engines
-        }
-        self._metrics = [metrics for _, metrics, _ in parts.values()]
-        http = self._metrics[0]
-        overview: Overview = OwnOverview(*parts[engines[0][0][0]])
-        if len(engines) > 1:
-            from graphllm.server.multi_model import JointOverview
-
-            http = Metrics("")
-            overview = JointOverview(http, parts)
-        shared = in_memory(overview, options.max_body, options.access.rate, ResponseStore(), options.adapters)
-        services = []
-        for names, view in engines:
-            _, metrics, running = parts[names[0]]
-            services.append(service_of(view, names, metrics, running, shared, options, tracing))
-            shared = shared._replace(adapters=OwnAdapters(()))  # those that were given are beside the first model
-        self._server = web_server(services, http, options, tls)
-
-    @property
-    def metrics(self) -> list[Metrics]:
-        """Of each model."""
-        return self._metrics
-
-    async def serve(self, listener: socket.socket) -> None:
-        await self._server.serve([listener])
-
-    async def running(self) -> int:
-        return sum(supervisor.running for supervisor in self._supervisors)
-
-    async def stop(self) -> None:
-        self._server.should_exit = True
-
-
 def serve(models: Sequence[Opening], options: ServerOptions) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit status. Raises ConfigError for an address or a model that cannot be
     used."""
-    from graphllm.entrypoints.tracing import Tracing
-
-    tls = read_tls(options)
+    tls = read_tls(options.config.listen)
     tracing = Tracing(options.traces) if options.traces else None
     prepare_process()
-    with listening(options) as listener:
-        import uvloop
-
-        from graphllm.server.supervision.engine_supervisor import EngineSupervisor
-
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            engines = [(m.names, EngineSupervisor(open=m.open, options=m.options, children=m.children)) for m in models]
-            try:
-                return runner.run(_serve(engines, options, listener, tls, tracing))
-            finally:
-                if tracing is not None:
-                    tracing.close()
+    with listening(options.config.listen) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        engines = [(m.names, EngineSupervisor(open=m.open, options=m.options, children=m.children)) for m in models]
+        try:
+            return runner.run(_serve(engines, options, listener, tls, tracing))
+        finally:
+            if tracing is not None:
+                tracing.close()
 
 
 async def _serve(
@@ -172,13 +111,16 @@ async def _serve(
         supervisor.phases["application"] = time.monotonic() - begun
     http = asyncio.create_task(front.serve(listener))
     scheme = "https" if tls else "http"
-    _log.info("listening on %s", options.uds or f"{scheme}://{options.host}:{listener.getsockname()[1]}")
+    _log.info(
+        "listening on %s",
+        options.config.listen.uds or f"{scheme}://{options.config.listen.host}:{listener.getsockname()[1]}",
+    )
     telling = asyncio.create_task(_tell(supervisors, front.metrics, options))
     await asyncio.wait({*running, http, asyncio.create_task(ended.wait())}, return_when=asyncio.FIRST_COMPLETED)
     telling.cancel()
     code = 0
     if ended.is_set():
-        await _drain(supervisors, front, options.shutdown_timeout)
+        await _drain(supervisors, front, options.config.serving.shutdown_timeout)
     for engine in running:
         engine.cancel()
     try:
@@ -202,7 +144,9 @@ def _front(
     tls: ssl.SSLContext | None,
     tracing: Tracing | None,
 ) -> Front:
-    if options.fronts == 1:
+    if options.config.serving.api_server_count == 1:
+        from graphllm.server.process.local_front import LocalFront
+
         return LocalFront(engines, options, tls, tracing)
     from graphllm.server.process.fronts.controller import Fronts
 

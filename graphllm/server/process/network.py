@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from graphllm.config import ConfigError
-from graphllm.server.process.options import ServerOptions
+from graphllm.config.server import ListenConfig
 
 BACKLOG = 2048
 _UNSENT = 128 << 10  # bytes for each client who does not read; the kernel would keep megabytes
@@ -31,10 +31,10 @@ def prepare_process() -> None:
 
 
 @contextlib.contextmanager
-def listening(options: ServerOptions) -> Iterator[socket.socket]:
+def listening(config: ListenConfig) -> Iterator[socket.socket]:
     """Bound before anything is loaded, so that a port in use is said at once."""
-    if options.uds is not None:
-        path = options.uds
+    if config.uds is not None:
+        path = config.uds
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(path.lstat().st_mode):
                 raise ConfigError(f"uds is {str(path)!r}: that is a file; give a path for a socket")
@@ -43,20 +43,20 @@ def listening(options: ServerOptions) -> Iterator[socket.socket]:
         listener = socket.socket(socket.AF_UNIX)
         target: str | tuple[str, int] = str(path)
     else:
-        listener, target = _tcp(options.host), (options.host, options.port)
+        listener, target = _tcp(config.host), (config.host, config.port)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNSENT)  # connections have it from here
         try:
             listener.bind(target)
             listener.listen(BACKLOG)
         except (OSError, OverflowError) as problem:
-            where = f"uds is {str(target)!r}" if options.uds else f"port is {options.port}"
+            where = f"uds is {str(target)!r}" if config.uds else f"port is {config.port}"
             raise ConfigError(f"{where}: cannot listen there ({problem}); give another one") from problem
         yield listener
     finally:
         listener.close()
-        if options.uds is not None:
-            options.uds.unlink(missing_ok=True)
+        if config.uds is not None:
+            config.uds.unlink(missing_ok=True)
 
 
 def _tcp(host: str) -> socket.socket:
@@ -76,44 +76,49 @@ def _check_unused(path: Path) -> None:
         try:
             probe.connect(str(path))
         except OSError:
-            return  # left behind by a server that was killed
+            return  # of a server that was killed
     raise ConfigError(f"uds is {str(path)!r}: another server listens there; give another path")
 
 
-def read_tls(options: ServerOptions) -> ssl.SSLContext | None:
+def read_tls(config: ListenConfig) -> ssl.SSLContext | None:
     """Read before anything is loaded, so that a bad file is said at once. Raises ConfigError."""
-    if options.certfile is None:
-        for name in ("keyfile", "ca_certs", "cert_reqs"):
-            if value := getattr(options, name):
-                option = f"ssl-{name.replace('_', '-')}"
+    if config.ssl_certfile is None:
+        for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
+            if value := getattr(config, name):
+                option = name.replace("_", "-")
                 raise ConfigError(f"{option} is {str(value)!r}: it has a meaning only with --ssl-certfile")
         return None
-    if options.cert_reqs not in (0, 1, 2) or (options.cert_reqs and options.ca_certs is None):
+    if config.ssl_cert_reqs not in (0, 1, 2) or (config.ssl_cert_reqs and config.ssl_ca_certs is None):
         raise ConfigError(
-            f"ssl-cert-reqs is {options.cert_reqs}: give 0 (no certificates of clients), or 1 (they may have one) or 2 "
-            "(they must) with --ssl-ca-certs"
+            f"ssl-cert-reqs is {config.ssl_cert_reqs}: give 0 (no certificates of clients), or 1 (they may have "
+            "one) or 2 (they must) with --ssl-ca-certs"
         )
-    for name, path in (("certfile", options.certfile), ("keyfile", options.keyfile), ("ca-certs", options.ca_certs)):
+    for name, path in (
+        ("certfile", config.ssl_certfile),
+        ("keyfile", config.ssl_keyfile),
+        ("ca-certs", config.ssl_ca_certs),
+    ):
         if path is not None:
             try:
                 path.read_bytes()
             except OSError as problem:
                 raise ConfigError(f"ssl-{name} is {str(path)!r}: cannot be read ({problem.strerror})") from problem
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.verify_mode = ssl.VerifyMode(options.cert_reqs)
+    context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
     try:
         # A password that is asked for would wait for somebody at the terminal.
-        context.load_cert_chain(options.certfile, options.keyfile, password="")
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
     except OSError as problem:
+        key = str(config.ssl_keyfile or config.ssl_certfile)
         raise ConfigError(
-            f"ssl-certfile is {str(options.certfile)!r}: with the key in {str(options.keyfile or options.certfile)!r} "
-            f"it cannot be used ({problem}); give a certificate in PEM and its own key, without a password"
+            f"ssl-certfile is {str(config.ssl_certfile)!r}: with the key in {key!r} it cannot be used ({problem}); "
+            "give a certificate in PEM and its own key, without a password"
         ) from problem
-    if options.ca_certs is not None:
+    if config.ssl_ca_certs is not None:
         try:
-            context.load_verify_locations(options.ca_certs)
+            context.load_verify_locations(config.ssl_ca_certs)
         except OSError as problem:
             raise ConfigError(
-                f"ssl-ca-certs is {str(options.ca_certs)!r}: no certificates in PEM ({problem})"
+                f"ssl-ca-certs is {str(config.ssl_ca_certs)!r}: no certificates in PEM ({problem})"
             ) from problem
     return context

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from graphllm.config.server import ServerConfig
 from graphllm.server.http.rate_limit import RateLimit, RateLimiter
 from graphllm.server.http.room import Room
 from graphllm.server.service.adapters import OwnAdapters, ServedAdapter
@@ -19,19 +20,19 @@ _VALUES = 128 << 20  # bytes of what they become
 
 def in_memory(
     overview: Overview,
-    max_body: int,
-    rate: RateLimit | None,
+    config: ServerConfig,
     store: ResponseStore,
     adapters: Sequence[ServedAdapter] = (),
 ) -> Shared:
-    """max_body: bytes of one. rate: of each caller. adapters: served from the start."""
-    limiter = None if rate is None else RateLimiter(rate)
-    rooms = Room(max(_ROOM, max_body)), Room(_VALUES)
+    """config: has the largest body and the rate of each caller. adapters: served from the start."""
+    tokens, seconds = config.access.rate_limit_token, config.access.rate_limit_interval
+    limiter = None if tokens is None else RateLimiter(RateLimit(tokens, seconds))
+    rooms = Room(max(_ROOM, config.serving.max_body_size)), Room(_VALUES)
     return Shared(*rooms, limiter, OwnResponses(store), overview, OwnAdapters(adapters))
 
 
 class OwnOverview:
-    """Of a server whose requests are all in this process."""
+    """Of a server with all its requests in this process."""
 
     def __init__(self, supervisor: EngineView, metrics: Metrics, running: Running) -> None:
         self._supervisor, self._metrics, self._running = supervisor, metrics, running

@@ -52,9 +52,9 @@ def service_of(
         tuple(names),
         metrics,
         shared,
-        Limits(body=options.max_body),
-        options.keep_alive,
-        options.rules,
+        Limits(body=options.config.serving.max_body_size),
+        options.config.serving.sse_keep_alive_interval,
+        options.config.chat,
         running=running,
         tracing=tracing,
     )
@@ -65,7 +65,7 @@ def web_server(
 ) -> WebServer:
     """services: of the models. http: what this process counts of all requests."""
     config = uvicorn.Config(
-        create_app(services, http, options.access, options.lora_dir),
+        create_app(services, http, options.config.access, options.config.models.lora_dir),
         http=LimitedProtocol,
         ws="none",
         lifespan="off",

@@ -1,4 +1,4 @@
-"""Adapters that are served beside the model, by the names that requests give in their field "model"."""
+"""Adapters that are served with the model, by the names that requests give in their field "model"."""
 
 from __future__ import annotations
 

@@ -18,8 +18,9 @@ from graphllm.engine.process.messages import EngineDeadError
 from graphllm.engine.requests.outputs import RequestOutput
 from graphllm.engine.requests.processor import Prompt
 from graphllm.engine.requests.request import Adapter, QueueFullError
-from graphllm.entrypoints.async_llm import EngineUnhealthyError, merge
+from graphllm.entrypoints.async_llm import EngineUnhealthyError
 from graphllm.entrypoints.engine_client import EngineClient
+from graphllm.entrypoints.streaming.streams import merge
 from graphllm.entrypoints.tracing import Tracing
 from graphllm.server.http.errors import failure_error
 from graphllm.server.http.wire import Record
@@ -67,7 +68,7 @@ async def generate(
     adapter: Adapter | None = None,
 ) -> AsyncGenerator[News, None]:
     """Deltas of a streamed call, and of one that ends with its first tool call; else one finished output for each
-    prompt. Closing it aborts what runs. adapter: what answers beside the model.
+    prompt. Closing it aborts what runs. adapter: answers together with the model.
 
     Raises what the engine refuses, EngineFailureError for a request that it could not finish.
     """
@@ -108,9 +109,16 @@ async def generate(
 
 @dataclass
 class _Turns:
-    """What the prompts of one call share. tokenizing: held by one of them, so that those of others come in between.
-    running: how many may be in the engine. untokenized: how many are still text. count: of the prompts.
-    requests: of all calls. adapter: of all prompts. begun: one has given something."""
+    """The state that the prompts of one call share.
+
+    tokenizing: one prompt holds it, so that prompts of other calls come in between.
+    running: number of prompts that may be in the engine.
+    untokenized: number of prompts that are still text.
+    count: of the prompts.
+    requests: of all calls.
+    adapter: of all prompts.
+    begun: one prompt has an output.
+    """
 
     tokenizing: asyncio.Lock
     running: asyncio.Semaphore
@@ -176,7 +184,7 @@ async def _run(
 
 
 async def paced(news: AsyncGenerator[News, None], interval: int) -> AsyncGenerator[News, None]:
-    """Outputs of a stream with so many new tokens each, but for the first and the last of each prompt."""
+    """Outputs of a stream with ``interval`` new tokens each, but for the first and the last of each prompt."""
     waiting: dict[int, RequestOutput] = {}
     begun: set[int] = set()
     async with contextlib.aclosing(news) as stream:

@@ -15,7 +15,6 @@ from graphllm.chat.call import (
     CHAT_BATCH,
     MAX_COMPLETIONS,
     Call,
-    Rules,
     check_priority,
     parse_call,
     rendered,
@@ -23,13 +22,14 @@ from graphllm.chat.call import (
 )
 from graphllm.config import ConfigError
 from graphllm.config.errors import ErrorPlace
+from graphllm.config.server import ChatConfig
 from graphllm.engine.process.template_trial import TemplateTrial
 from graphllm.engine.requests.outputs import RequestOutput
 from graphllm.engine.requests.processor import check_vocabulary
 from graphllm.engine.requests.request import Adapter, CoreInfo
 from graphllm.engine.requests.text import Tokenizer
 from graphllm.entrypoints.adapters import LoRARequest
-from graphllm.entrypoints.async_llm import merge
+from graphllm.entrypoints.streaming.streams import merge
 from graphllm.entrypoints.tracing import Tracing
 from graphllm.server.http.errors import NotFoundError, UnavailableError
 from graphllm.server.http.wire import Record, aside, cancelled, encode, record_of, while_there
@@ -93,9 +93,15 @@ class Started(NamedTuple):
 
 @dataclass(frozen=True)
 class Service:
-    """names: of the model, the first is its own. metrics: what this process counts. shared: with other processes.
-    keep_alive: seconds without an event in a stream after which a sign of life is sent, 0 for none. rules: of bodies.
-    templates: renders those of requests. resolvers: find adapters by their names. created: Unix time of the start."""
+    """names: of the model, the first is its own.
+    metrics: counters of this process.
+    shared: state of all processes.
+    keep_alive: seconds of silence in a stream after which a comment is sent, 0 for none.
+    chat: how bodies are read and answers written.
+    templates: renders chat templates of requests.
+    resolvers: find adapters by their names.
+    created: Unix time of the start.
+    """
 
     supervisor: EngineView
     names: tuple[str, ...]
@@ -103,7 +109,7 @@ class Service:
     shared: Shared
     limits: Limits = Limits()
     keep_alive: float = 15.0
-    rules: Rules = field(default_factory=Rules)
+    chat: ChatConfig = field(default_factory=ChatConfig)
     templates: TemplateTrial = field(default_factory=TemplateTrial)
     running: Running = field(default_factory=Running)
     tracing: Tracing | None = None
@@ -169,7 +175,7 @@ class Service:
 
     async def _aside(self, record: Record, body: dict[str, Any], work: Callable[..., T], *args: Any) -> T:
         """What ``work`` returns. A template of a request may take seconds, in which a thread waits for it."""
-        if body.get("chat_template") is not None and self.rules.templates:
+        if body.get("chat_template") is not None and self.chat.trust_request_chat_template:
             return await asyncio.to_thread(work, *args)
         return await aside(record, work, *args)
 
@@ -183,7 +189,7 @@ class Service:
 
     def _parsed(self, url: str, body: Any) -> Call:
         supervisor = self.supervisor
-        call = parse_call(url, body, supervisor.defaults, self.rules)
+        call = parse_call(url, body, supervisor.defaults, self.chat)
         self.limits.check(call, vocabulary=self.info.max_logprobs >= self.info.vocab)
         assert supervisor.opened is not None
         check_priority(call, supervisor.opened.config.scheduler)
@@ -227,7 +233,7 @@ class Service:
 
         def write() -> str:
             supervisor = self.supervisor
-            call = parse_call(CHAT, body, supervisor.defaults, self.rules)
+            call = parse_call(CHAT, body, supervisor.defaults, self.chat)
             return rendered(call, self.tokenizer, self.templates)
 
         return await self._aside(record, body, write)

@@ -84,9 +84,9 @@ class OwnResponses:
 
 
 class ResponseStore:
-    """Responses by id, up to so many and so many bytes of JSON; the oldest leave first.
+    """Responses by id, up to a number and to bytes of JSON; the oldest leave first.
 
-    Those that run stay, so that they can be cancelled: what limits the server's requests limits them.
+    Responses that run stay, so that they can be cancelled: what limits the server's requests limits them.
     """
 
     def __init__(self, count: int = 1000, bytes: int = 256 << 20) -> None:

@@ -54,7 +54,7 @@ class EngineSupervisor(EngineView):
         while True:
             await asyncio.sleep(_TICK)
             self.look()
-            if not self.options.restart or self.status == "draining":
+            if not self.options.watch.restart_engine or self.status == "draining":
                 continue
             if not self.cores and self.status != "ready":
                 await self._restart()
@@ -68,7 +68,9 @@ class EngineSupervisor(EngineView):
         self.changed.set()
         options = self.options
         children, self.children = self.children, ()  # one process loads one engine
-        engine = AsyncLLM.from_resolved(self.opened, options.seed, options.silence, options.step_timeout, children)
+        engine = AsyncLLM.from_resolved(
+            self.opened, options.seed, options.silence, options.watch.step_timeout, children
+        )
         try:
             await engine.start()
         except BaseException:
@@ -88,7 +90,7 @@ class EngineSupervisor(EngineView):
         if engine is None or self.status in ("restarting", "draining"):
             return
         if self.cores:
-            for number, health in enumerate(engine.healths()):
+            for number, health in enumerate(engine.cores.healths()):
                 self._look_at(number, health, engine)
             return
         health = engine.health()
@@ -114,7 +116,7 @@ class EngineSupervisor(EngineView):
             self._core_becomes(number, "ready")
             return
         cause = _cause(health, self.options)
-        engine.fail_requests(failure(health), number)
+        engine.cores.fail_requests(failure(health), number)
         _log.error("engine core %d is %s: %s; its requests failed", number, health.state, cause)
         self._core_becomes(number, health.state, cause)
 
@@ -124,13 +126,13 @@ class EngineSupervisor(EngineView):
         if self.status == "draining":
             return
         ready = sum(core.status == "ready" for core in self.cores)
-        told = "; ".join(f"engine core {n}: {core.cause}" for n, core in enumerate(self.cores) if core.cause)
+        causes = "; ".join(f"engine core {n}: {core.cause}" for n, core in enumerate(self.cores) if core.cause)
         if ready == len(self.cores):
             self._become("ready")
         elif ready:
-            self._become("degraded", told)
+            self._become("degraded", causes)
         else:
-            self._become("dead" if any(c.status == "dead" for c in self.cores) else status, told)
+            self._become("dead" if any(c.status == "dead" for c in self.cores) else status, causes)
         self.changed.set()
 
     async def _restart_core(self, number: int) -> None:
@@ -141,7 +143,7 @@ class EngineSupervisor(EngineView):
         while True:
             begun = time.monotonic()
             try:
-                await self._engine.restart(number)
+                await self._engine.cores.restart(number)
             except (ConfigError, EngineDeadError) as failure:
                 cause = f"{self.cores[number].cause}; it could not be started again: {failure}"[-1000:]
                 _log.error("restart of engine core %d failed, next try in %.0f s: %s", number, pause, failure)
@@ -183,9 +185,9 @@ class EngineSupervisor(EngineView):
         if self._engine is None or (not self.cores and self.status in ("restarting", "dead")):
             return []
         if not self.cores:
-            return self._engine.folders
+            return self._engine.cores.folders
         ready = [core.status == "ready" for core in self.cores]
-        return [folder if there else "" for folder, there in zip(self._engine.folders, ready, strict=True)]
+        return [folder if there else "" for folder, there in zip(self._engine.cores.folders, ready, strict=True)]
 
     @contextlib.asynccontextmanager
     async def _announced(self) -> AsyncIterator[None]:
@@ -206,7 +208,7 @@ class EngineSupervisor(EngineView):
     async def stats(self) -> list[CoreStats | None]:
         """Each core's figures; None for one that does not answer."""
         if self._engine is not None and self.status in ("ready", "degraded", "draining"):
-            return await self._engine.engine_stats(_STATS_TIMEOUT)
+            return await self._engine.cores.stats(_STATS_TIMEOUT)
         return [None] * max(1, len(self.cores))
 
     def drain(self) -> None:
@@ -240,6 +242,6 @@ def _cause(health: Health, options: SupervisorOptions) -> str:
     if health.state == "stuck":
         return (
             f"one step has not got on for {health.seconds:.1f} s; if kernels of this model take that long, raise "
-            f"--step-timeout (now {options.step_timeout:g} s) or lower --max-num-batched-tokens"
+            f"--step-timeout (now {options.watch.step_timeout:g} s) or lower --max-num-batched-tokens"
         )
     return f"the engine's process has been silent for {health.seconds:.1f} s"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
 from graphllm.chat.call import Style
 from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.config.server import ChatConfig, WatchConfig
 from graphllm.engine.process.core_client import Health
 from graphllm.engine.process.messages import EngineDeadError
 from graphllm.engine.requests.request import CoreStats
@@ -22,22 +22,21 @@ from graphllm.server.http.errors import UnavailableError
 
 @dataclass(frozen=True)
 class SupervisorOptions:
-    """seed: of requests without one. restart: bring a dead engine back. step_timeout: seconds of one step, without the
-    end of a kernel, after which the engine counts as stuck. tool_parser, reasoning_parser: "auto" follows the chat
-    template. silence: seconds without a heartbeat. chat_template: in place of the checkpoint's."""
+    """seed: of requests without one.
+    watch: how the engine is watched.
+    chat: has the chat template, and how replies are read.
+    silence: seconds without a heartbeat after which the engine counts as unresponsive.
+    """
 
     seed: int | None = 0
-    restart: bool = False
-    step_timeout: float = 8.0
-    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = "auto"
-    reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    watch: WatchConfig = field(default_factory=WatchConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
     silence: float = 8.0
-    chat_template: str | None = None
 
     def style(self, tokenizer: Tokenizer) -> Style:
         """How the model's replies are read."""
         found = Style.of(tokenizer)
-        tools, reasoning = self.tool_parser, self.reasoning_parser
+        tools, reasoning = self.chat.tool_call_parser, self.chat.reasoning_parser
         return Style(
             found.tools if tools == "auto" else None if tools == "none" else tools,
             found.reasoning if reasoning == "auto" else reasoning == "think",
@@ -75,7 +74,7 @@ class EngineView:
     def take(self, resolved: ResolvedModel) -> None:
         """The model is known. Raises ConfigError for a chat template that does not compile."""
         if (tokenizer := resolved.tokenizer) is not None:
-            if (template := self.options.chat_template) is not None:
+            if (template := self.options.chat.chat_template) is not None:
                 tokenizer = tokenizer.with_chat_template(template)
                 resolved = resolved._replace(tokenizer=tokenizer)
             self.style = self.options.style(tokenizer)
@@ -100,10 +99,10 @@ class EngineView:
         if self.status in ("ready", "degraded"):
             assert self._engine is not None
             return self._engine
-        told = {"starting": f"the engine is starting: {self._phase}", "draining": "the server is shutting down"}
+        messages = {"starting": f"the engine is starting: {self._phase}", "draining": "the server is shutting down"}
         lasted = round(time.monotonic() - self._since)  # as long again, for want of anything better
         raise UnavailableError(
-            told.get(self.status) or f"the engine is {self.status}: {self.cause}", max(1, min(30, lasted))
+            messages.get(self.status) or f"the engine is {self.status}: {self.cause}", max(1, min(30, lasted))
         )
 
     @property
@@ -117,7 +116,7 @@ class EngineView:
     @property
     def live(self) -> bool:
         """False when only a new process can help."""
-        return self.options.restart or self.status != "dead"
+        return self.options.watch.restart_engine or self.status != "dead"
 
     @property
     def running(self) -> int:

@@ -1,4 +1,4 @@
-"""Metrics of a server that has several models: those of each model under its name, and those of HTTP once."""
+"""Metrics of a server that has several models: the metrics of each model under its name, and the HTTP metrics once."""
 
 from __future__ import annotations
 

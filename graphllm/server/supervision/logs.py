@@ -5,26 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from typing import Any, Literal, NamedTuple
+from typing import Any
+
+from graphllm.config.server import ServerLogConfig
 
 
-class LogOptions(NamedTuple):
-    """http_level: of uvicorn. access: there is a line for each request."""
-
-    form: Literal["text", "json"] = "text"
-    level: str = "info"
-    http_level: str = "warning"
-    access: bool = True
-
-
-def start_log(options: LogOptions, process: str = "") -> None:
-    """process: name of this one, in every line; "" where there is one only."""
+def start_log(config: ServerLogConfig, process: str = "") -> None:
+    """Log to stderr. process: name of this one, for every line; "" for the only process."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter(process) if options.form == "json" else _TextFormatter(process))
-    logging.basicConfig(level=options.level.upper(), handlers=[handler], force=True)
+    handler.setFormatter(_JsonFormatter(process) if config.log_format == "json" else _TextFormatter(process))
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
     # It says at info what our own lines say better, and stays for what goes wrong.
-    logging.getLogger("uvicorn").setLevel(options.http_level.upper())
-    logging.getLogger("graphllm.access").setLevel(logging.NOTSET if options.access else logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(config.uvicorn_log_level.upper())
+    logging.getLogger("graphllm.access").setLevel(
+        logging.WARNING if config.disable_uvicorn_access_log else logging.NOTSET
+    )
 
 
 class _TextFormatter(logging.Formatter):

@@ -44,8 +44,9 @@ Counted = dict[str, list[tuple[Labels, Value]]]
 class Metrics(Collector):
     """All metrics of one server, or what one of its processes counts.
 
-    model_name: for vLLM's label of that name. build: what is served, shown as labels of graphllm_build_info beside the
-    version. processes: ids of the server's processes by their names, where it has several; a label tells them apart.
+    model_name: for vLLM's label of that name.
+    build: facts about the model, shown with the version as labels of graphllm_build_info.
+    processes: ids of the server's processes by their names, where it has several; a label has the name.
     rank: of the first engine core.
     """
 
@@ -95,7 +96,7 @@ class Metrics(Collector):
         self._ends.append(time.monotonic())
 
     def seconds_for(self, requests: int) -> int:
-        """How long so many requests will take, as the latest have shown; a minute at most."""
+        """Seconds that this many requests will take, by the latest ones; a minute at most."""
         if not self._ends:
             return _UNKNOWN
         return max(1, min(60, math.ceil(requests * (time.monotonic() - self._ends[0]) / len(self._ends))))
@@ -119,7 +120,7 @@ class Metrics(Collector):
         self._distribution("http_request_seconds", route).observe(seconds)
 
     def startup(self, phases: Mapping[str, float]) -> None:
-        """The seconds of each phase of the engine's start; they replace those of an earlier one."""
+        """The seconds of each phase of the engine's start; they replace the seconds of an earlier start."""
         self._counts["startup_seconds"] = {(phase,): seconds for phase, seconds in phases.items()}
 
     @property

@@ -13,7 +13,8 @@ import pytest
 @pytest.fixture
 def serve(tmp_path: Path) -> Callable[..., tuple[int, dict[str, Any]]]:
     """serve(fake, **load): exit status and results of a run against it."""
-    from graphllm.cli.bench.serve import Traffic, bench_serve
+    from graphllm.cli.bench.loads import Traffic
+    from graphllm.cli.bench.serve import bench_serve
     from tests.cli.bench.fake_openai import Fake, serving_thread
 
     def run(fake: Fake, **load: Any) -> tuple[int, dict[str, Any]]:

@@ -21,7 +21,8 @@ def engine(checkpoint: Path, eager_artifact: Path) -> Any:
 
 
 def test_throughput(engine: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from graphllm.cli.bench.offline import Throughput, bench_throughput
+    from graphllm.cli.bench.loads import Throughput
+    from graphllm.cli.bench.offline import bench_throughput
 
     begun = time.perf_counter()
     bench_throughput(engine, Throughput(10, "4-8", "3", 2, 2, temperature=1.0), tmp_path / "r.json", True)
@@ -39,7 +40,8 @@ def test_throughput(engine: Any, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_latency(engine: Any, tmp_path: Path) -> None:
-    from graphllm.cli.bench.offline import Latency, bench_latency
+    from graphllm.cli.bench.loads import Latency
+    from graphllm.cli.bench.offline import bench_latency
 
     begun = time.perf_counter()
     bench_latency(engine, Latency(3, 5, 6, num_iters=4, num_iters_warmup=1), tmp_path / "r.json", True)
@@ -57,7 +59,8 @@ def test_latency(engine: Any, tmp_path: Path) -> None:
 
 
 def test_offline_mistakes(engine: Any) -> None:
-    from graphllm.cli.bench.offline import Latency, Throughput, bench_latency, bench_throughput
+    from graphllm.cli.bench.loads import Latency, Throughput
+    from graphllm.cli.bench.offline import bench_latency, bench_throughput
 
     with pytest.raises(ConfigError, match=r"^batch-size is 5: a step holds 4 sequences; raise --max-num-seqs"):
         bench_latency(engine, Latency(5, 4, 4), None, True)
@@ -68,7 +71,8 @@ def test_offline_mistakes(engine: Any) -> None:
 
 
 def test_shapes_without_a_tokenizer(tmp_path: Path, checkpoint: Path) -> None:
-    from graphllm.cli.bench.offline import Throughput, bench_throughput
+    from graphllm.cli.bench.loads import Throughput
+    from graphllm.cli.bench.offline import bench_throughput
     from graphllm.config import EngineArgs
 
     (tmp_path / "shape").mkdir()

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from graphllm.cli.bench.loads import Traffic
 from graphllm.cli.bench.report import about
-from graphllm.cli.bench.serve import Traffic, bench_serve
+from graphllm.cli.bench.serve import bench_serve
 from graphllm.cli.bench.workload import arrivals
 from graphllm.config import ConfigError
 from tests.cli.bench.fake_openai import Fake, serving_thread

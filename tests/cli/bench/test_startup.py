@@ -121,7 +121,7 @@ def test_a_server_that_is_never_ready(start: Callable[..., ServerProcess]) -> No
     [
         ("deaf", "the server still runs 0.5 s after SIGTERM"),
         ("fails", "the server ended with status 7 after SIGTERM"),
-        ("leaves", "are left behind after SIGTERM"),
+        ("leaves", "still run after SIGTERM"),
     ],
 )
 def test_servers_that_do_not_stop_well(mode: str, message: str, start: Callable[..., ServerProcess]) -> None:

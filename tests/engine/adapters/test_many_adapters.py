@@ -71,7 +71,7 @@ class Model:
 
 def _run(model: Model, llm: LLM, count: int, rng: random.Random) -> dict[str, int]:
     """Requests that come in waves while others run, some of which are aborted; every answer of the rest is checked."""
-    core: Any = llm._core
+    core: Any = llm.llm_engine.core
     asked: dict[str, tuple[int, list[int]]] = {}
     tokens: dict[str, list[int]] = {}
     ended: dict[str, int] = {"length": 0, "abort": 0}

@@ -57,7 +57,7 @@ def test_drafts(name: str, ranks: int, more: dict[str, Any], tmp_path: Path) -> 
     counts = []
     for degree in (1, ranks):
         with LLM(folder, tensor_parallel_size=degree, **options) as llm:
-            core: Any = llm._core
+            core: Any = llm.llm_engine.core
             verify_all_drafts(core)
             found = llm.generate([{"prompt_token_ids": p} for p in prompts], GREEDY)
             assert [o.outputs[0].token_ids for o in found] == expected

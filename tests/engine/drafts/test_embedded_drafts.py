@@ -28,7 +28,7 @@ def test_shipped_drafts(method: str) -> None:
     for config in (None, {"method": method}):
         with LLM(backend="eager", dtype="float32", target="cpu", speculative_config=config) as llm:
             said[config is None] = [o.outputs[0].token_ids for o in llm.chat(messages, params, use_tqdm=False)]
-            stats = llm._core.stats()
+            stats = llm.llm_engine.core.stats()
     assert said[True] == said[False]
     assert 1 + sum(stats.accepted_tokens) / stats.drafts > LEAST[method]
 
@@ -73,7 +73,7 @@ def test_a_tree_accepts_more(method: str, said_tree: str) -> None:
     for name, config in {"plain": None, "chain": {"method": method, "num_speculative_tokens": 3}, "tree": tree}.items():
         with LLM(backend="eager", dtype="float32", target="cpu", max_num_seqs=8, speculative_config=config) as llm:
             found = llm.chat(messages, params, use_tqdm=False)
-            stats = llm._core.stats()
+            stats = llm.llm_engine.core.stats()
             lengths[name] = 1 + sum(stats.accepted_tokens) / max(stats.drafts, 1)
             if name != "chain":
                 found += llm.chat(messages, asked, use_tqdm=False)

@@ -79,7 +79,7 @@ async def test_answers_are_right_and_both_cores_make_them() -> None:
         prompts = [[i, i + 1, 7] for i in range(12)]
         work = [asyncio.create_task(tokens(llm, p, 80, f"r{i}")) for i, p in enumerate(prompts)]
         await until_async(lambda: running(llm) == [6, 6])
-        assert [s.running for s in await llm.engine_stats() if s] == [6, 6]
+        assert [s.running for s in await llm.cores.stats() if s] == [6, 6]
         assert (await llm.stats()).running == 12
         assert await asyncio.gather(*work) == [expected(p, 80) for p in prompts]
         assert running(llm) == [0, 0]
@@ -124,15 +124,15 @@ async def test_a_killed_core_takes_its_own_requests_and_comes_back() -> None:
         assert len(failed) == 4
         assert all(isinstance(found[i], EngineDeadError) and "killed by signal 9" in str(found[i]) for i in failed)
         assert all(found[i] == expected([i], 90) for i in range(8) if i not in failed)
-        assert [health.state for health in llm.healths()] == ["ready", "dead"]
+        assert [health.state for health in llm.cores.healths()] == ["ready", "dead"]
         assert llm.health().state == "ready"
         assert not llm.errored
-        assert [stats is None for stats in await llm.engine_stats()] == [False, True]
+        assert [stats is None for stats in await llm.cores.stats()] == [False, True]
         # What comes now goes to the other one, until it is back.
         assert await asyncio.gather(*(tokens(llm, [i], 5, f"s{i}") for i in range(4))) == [
             expected([i], 5) for i in range(4)
         ]
-        await llm.restart(1)
+        await llm.cores.restart(1)
         work = [asyncio.create_task(tokens(llm, [i], 80, f"t{i}")) for i in range(4)]
         await until_async(lambda: running(llm) == [2, 2])
         assert await asyncio.gather(*work) == [expected([i], 80) for i in range(4)]
@@ -152,7 +152,7 @@ async def test_with_all_cores_dead_requests_say_why() -> None:
             await tokens(llm, [1], 4, "r")
         with pytest.raises(EngineDeadError):
             await llm.stats()
-        await llm.restart(0)
+        await llm.cores.restart(0)
         assert await tokens(llm, [1], 4, "s") == expected([1], 4)
 
 
@@ -160,13 +160,13 @@ async def test_with_all_cores_dead_requests_say_why() -> None:
 async def test_a_stuck_core_gets_nothing_more() -> None:
     async with serving(Cores(STEP, {**STEP, "hang_at": 5})) as llm:
         work = [asyncio.create_task(tokens(llm, [i], 90, f"r{i}")) for i in range(4)]
-        await until_async(lambda: [health.state for health in llm.healths()] == ["ready", "stuck"])
-        assert llm.fail_requests(RuntimeError("stuck"), 1) == 2
+        await until_async(lambda: [health.state for health in llm.cores.healths()] == ["ready", "stuck"])
+        assert llm.cores.fail_requests(RuntimeError("stuck"), 1) == 2
         assert await tokens(llm, [5], 3, "s") == expected([5], 3)
         found = await asyncio.gather(*work, return_exceptions=True)
         assert sum(isinstance(one, RuntimeError) for one in found) == 2
-        await llm.restart(1)
-        assert [health.state for health in llm.healths()] == ["ready", "ready"]
+        await llm.cores.restart(1)
+        assert [health.state for health in llm.cores.healths()] == ["ready", "ready"]
 
 
 @pytest.mark.parametrize(("load", "error"), [("config", ConfigError), ("exit", EngineDeadError)])
@@ -190,7 +190,7 @@ async def test_a_core_that_does_not_start_leaves_none(load: str, error: type[Exc
 async def test_another_front_shares_the_cores_and_is_told_of_their_load() -> None:
     cores = Cores(STEP)
     async with serving(cores) as llm:
-        folders = llm.folders
+        folders = llm.cores.folders
         group = CoreGroup(lambda number: RemoteCore("second", folders[number], loads=True), 2)
         other = AsyncLLM(group, None, seed=5)
         await other.start()

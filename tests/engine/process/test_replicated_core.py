@@ -43,7 +43,7 @@ def llm(place: Path) -> Iterator[LLM]:
 
 
 def by_core(llm: LLM) -> list[int]:
-    return [stats.generated_tokens for stats in llm._core.engine_stats()]  # type: ignore[attr-defined]
+    return [stats.generated_tokens for stats in llm.llm_engine.core.engine_stats()]  # type: ignore[attr-defined]
 
 
 def text(llm: LLM, tokens: list[int]) -> list[int]:
@@ -90,7 +90,7 @@ def test_metrics_and_the_cache_are_of_both(llm: LLM) -> None:
 
 def test_a_core_that_is_killed(place: Path) -> None:
     with LLM(artifact=place, data_parallel_size=2) as llm:
-        clients = llm._core._client._clients  # type: ignore[attr-defined]
+        clients = llm.llm_engine.core._client._clients  # type: ignore[attr-defined]
         victim, count = clients[0].pid, 0
 
         class Bar:
@@ -132,7 +132,7 @@ def test_the_same_for_streams(place: Path, expected: dict[tuple[int, ...], list[
             found = await asyncio.gather(*(one(n, prompt) for n, prompt in enumerate(expected)))
             for tokens, wanted in zip(found, expected.values(), strict=True):
                 assert tokens == wanted[: len(tokens)]
-            assert all(stats and stats.generated_tokens for stats in await engine.engine_stats())
+            assert all(stats and stats.generated_tokens for stats in await engine.cores.stats())
         finally:
             await engine.close()
 

@@ -31,10 +31,10 @@ def _kept(page: ChatPage) -> list[str]:
 
 def _history_file(page: ChatPage, content: bytes, name: str = "in.json") -> str:
     """Import this; gives what the page says of it."""
-    told = page.tab.locator("#history-told")
+    told = page.tab.locator("#history-notice")
     told.evaluate("(node) => { node.textContent = ''; }")
     page.tab.locator("#import-file").set_input_files({"name": name, "mimeType": "", "buffer": content})
-    page.tab.locator("#history-told:not(:empty)").wait_for()
+    page.tab.locator("#history-notice:not(:empty)").wait_for()
     return str(told.inner_text())
 
 

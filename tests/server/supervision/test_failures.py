@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from graphllm.server.http.access import Access
+from graphllm.config.server import AccessConfig
 from graphllm.server.http.connection import LimitedProtocol
 from graphllm.server.http.errors import describe, error_response
 from graphllm.server.middleware import Middleware
@@ -54,7 +54,7 @@ def failing() -> FastAPI:
 @pytest.fixture
 def connection() -> Iterator[http.client.HTTPConnection]:
     nothing = cast(Any, None)  # of what the processes of a server share, small bodies need nothing
-    app = Middleware(failing(), Access(), 1 << 20, Metrics("m"), Shared(*[nothing] * 6))
+    app = Middleware(failing(), AccessConfig(), 1 << 20, Metrics("m"), Shared(*[nothing] * 6))
     server = uvicorn.Server(uvicorn.Config(app, port=0, http=LimitedProtocol, log_config=None, lifespan="off"))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -228,7 +228,7 @@ def test_rates(flagged: Served) -> None:
 
 def test_flags_that_are_refused(cli: Callable[..., Any], embedded_artifact: Path) -> None:
     for flags, message in [
-        (("--ssl-ciphers", "AES"), "ssl_ciphers is 'AES': ciphers are those of OpenSSL's defaults"),
+        (("--ssl-ciphers", "AES"), "ssl_ciphers is 'AES': ciphers are OpenSSL's defaults"),
         (("--lora-modules", "a=b"), "lora-modules: adapters are served with --enable-lora"),
         (("--grpc-port", "5"), "grpc_port is 5: gRPC is not served"),
         (("--chat-template", "/no/where"), "chat-template is '/no/where': no file that can be read"),

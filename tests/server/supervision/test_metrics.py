@@ -31,7 +31,7 @@ from graphllm.engine.requests.request import (
     EngineCoreOutput,
     EngineRequest,
 )
-from graphllm.entrypoints.async_llm import merge
+from graphllm.entrypoints.streaming.streams import merge
 from graphllm.server.supervision.metrics import Counted, Metrics
 from tests.tiers import draws
 

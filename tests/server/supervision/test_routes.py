@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from graphllm.server.http.unserved import UNSERVED
+from graphllm.config.vllm.unserved import UNSERVED
 from tests.server.live import Served
 from tests.server.sdk import MODEL, STORY, SUM
 from tests.waiting import PATIENCE

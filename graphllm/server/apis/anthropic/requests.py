@@ -94,7 +94,7 @@ class CountTokensRequest(Object):
     speed: Literal["standard"] | None = None
     user_profile_id: str | None = Field(None, description="Not used.")
     workspace_id: str | None = Field(None, description="Not used.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="What else the chat template is told.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
 
 
 class MessagesRequest(CountTokensRequest):
@@ -263,18 +263,18 @@ def _tool_choice(given: Mapping[str, Any], tools: bool) -> dict[str, Any]:
 
 
 def _template(given: Mapping[str, Any], output: Mapping[str, Any]) -> dict[str, Any]:
-    """What the chat template is told; what the body gives for it in so many words wins."""
-    told: dict[str, Any] = {}
+    """Variables of the chat template; the body's own chat_template_kwargs win."""
+    variables: dict[str, Any] = {}
     if thinking := fields(optional(given, "thinking", dict) or {}, "thinking", Thinking.model_fields):
         kind = choice(thinking.get("type"), "thinking.type", ("enabled", "disabled", "adaptive"))
         optional(thinking, "budget_tokens", int, "thinking")
         if "display" in thinking:
             choice(thinking["display"], "thinking.display", ("summarized", "omitted"))
-        told["enable_thinking"] = kind != "disabled"
+        variables["enable_thinking"] = kind != "disabled"
     if "effort" in output:
-        told["reasoning_effort"] = choice(output["effort"], "output_config.effort", _EFFORTS)
-    told |= optional(given, "chat_template_kwargs", dict) or {}
-    return {"chat_template_kwargs": told} if told else {}
+        variables["reasoning_effort"] = choice(output["effort"], "output_config.effort", _EFFORTS)
+    variables |= optional(given, "chat_template_kwargs", dict) or {}
+    return {"chat_template_kwargs": variables} if variables else {}
 
 
 def _format(given: Mapping[str, Any], output: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def anthropic_routes(service: Service) -> APIRouter:
     async def messages(body: requests.MessagesRequest, request: Request) -> Response:
         """The next message of a conversation; with stream: true as server-sent events."""
         record = record_of(request.scope)
-        started = await service.start(request, CHAT, requests.to_chat(record.body, service.rules.strict))
+        started = await service.start(request, CHAT, requests.to_chat(record.body, service.chat.strict_fields))
         reading = Reading(started.call, service.count)
         name = started.call.model or service.names[0]
         writer = MessageWriter(f"msg_{record.id}", name, requests.omits_thinking(record.body))
@@ -51,7 +51,7 @@ def anthropic_routes(service: Service) -> APIRouter:
         """Tokens of the prompt that these messages make."""
         await service.adapter(body.model)
         record = record_of(request.scope)
-        text = await service.conversation(record, requests.count_to_chat(record.body, service.rules.strict))
+        text = await service.conversation(record, requests.count_to_chat(record.body, service.chat.strict_fields))
         return InputTokens(input_tokens=len(await service.encode(text)))
 
     return router

@@ -39,7 +39,7 @@ def adapter_routes(service: Service, folder: str) -> APIRouter:
 
     @router.post(LOAD)
     async def load(body: LoadBody) -> Response:
-        """Serve an adapter; its files are read and checked first, beside what is served."""
+        """Serve an adapter; its files are read and checked first, while requests run."""
         adapters = service.shared.adapters
         if body.lora_name in service.names:
             raise ConfigError(f"lora_name is {body.lora_name!r:.80}: the model itself has it; give another one")

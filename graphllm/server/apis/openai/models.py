@@ -1,4 +1,4 @@
-"""OpenAI's routes of what a server has: its models, and the adapters beside them."""
+"""OpenAI's routes of what a server has: its models and adapters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Bodies of requests and of answers as the OpenAPI document shows them: names and types.
 
-Those of requests are strict ("5" is no number); fields that are not here are refused by name, unless their value
+Bodies of requests are strict ("5" is no number); fields that are not here are refused by name, unless their value
 changes nothing, and `parse_call` says what they mean. Answers are written as plain JSON of these shapes, so their
 models do not run while serving; a test holds every answer against the document.
 """
@@ -53,7 +53,9 @@ class Sampling(SamplingFields):
     cache_salt: str | None = Field(None, description="Only requests with the same salt share cached prompts.")
     return_token_ids: bool | None = Field(None, description="Show the token ids of prompt and output.")
     return_tokens_as_token_ids: bool | None = Field(None, description="In log-probabilities, tokens are token_id:ID.")
-    truncate_prompt_tokens: Int64 | None = Field(None, description="Keep so many tokens of a prompt; -1: what fits.")
+    truncate_prompt_tokens: Int64 | None = Field(
+        None, description="Keep this many tokens of a prompt; -1 keeps all that fit."
+    )
     truncation_side: Literal["left", "right"] | None = Field(None, description="Where it is cut; left by default.")
     stream_interval: Int64 | None = Field(None, ge=1, description="Tokens of a chunk.")
     use_beam_search: bool | None = Field(None, description="The n best sequences that a beam search of width n finds.")
@@ -83,7 +85,7 @@ class ChatBody(Sampling):
     max_completion_tokens: int | None = Field(None, ge=1, description="The newer name of max_tokens; it wins.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(
-        None, ge=-1, description="So many likeliest tokens at each position; -1 is the whole vocabulary."
+        None, ge=-1, description="Number of likeliest tokens at each position; -1 is the whole vocabulary."
     )
     tools: Items[dict[str, Any]] | None = Field(None, description="Functions, with JSON schemas of their arguments.")
     tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required, or one function.")
@@ -110,7 +112,7 @@ class CompletionBody(Sampling):
 
     prompt: str | Items[int] | Items[str] | Items[Items[int]] = Field(description="Text or token ids, one or several.")
     echo: bool | None = Field(None, description="Put the prompt before the completion; max_tokens may be 0 then.")
-    suffix: str | None = Field(None, description="What comes behind the gap, of models for filling it.")
+    suffix: str | None = Field(None, description="Text after the gap, for models that fill gaps.")
 
 
 class TokenizeBody(Body):

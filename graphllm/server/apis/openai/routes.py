@@ -48,7 +48,7 @@ def openai_routes(service: Service) -> APIRouter:
 
     @router.post(CHAT_BATCH, tags=["OpenAI"], responses=made(ChatCompletion) | errors(*GENERATES))
     async def batch(body: ChatBatchBody, request: Request) -> Response:
-        """The next messages of several conversations; those of conversation i begin with choice i times n."""
+        """The next messages of several conversations; the messages of conversation i begin with choice i times n."""
         return await answer(service, request, CHAT_BATCH)
 
     @router.post("/invocations", tags=["OpenAI"], responses=errors(*GENERATES))
@@ -63,7 +63,7 @@ def openai_routes(service: Service) -> APIRouter:
 
     @router.post(COMPLETIONS, tags=["OpenAI"], responses=made(Completion, _CHUNKS) | errors(*GENERATES))
     async def completions(body: CompletionBody, request: Request) -> Response:
-        """What comes behind one or several prompts; with stream: true as server-sent events."""
+        """The continuation of one or several prompts; with stream: true as server-sent events."""
         return await answer(service, request, COMPLETIONS)
 
     @router.post("/tokenize", tags=["Tokenizer"], response_model_exclude_none=True, responses=errors(*READS))
@@ -92,7 +92,7 @@ def _texts(service: Service, ids: list[int]) -> list[str]:
 
 async def _text(service: Service, record: Record) -> tuple[str, bool]:
     """What is to be tokenized, and whether special tokens are added."""
-    given = judged(record.body, strict=service.rules.strict)
+    given = judged(record.body, strict=service.chat.strict_fields)
     for name in ("model", "return_token_strs"):
         given.pop(name, None)
     if ("prompt" in given) == ("messages" in given):

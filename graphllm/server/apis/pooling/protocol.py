@@ -16,7 +16,7 @@ class _Body(Object):
 
     model: str | None = Field(None, description="One of the names that /v1/models lists; left out: the first of them.")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
-        None, description="Keep so many tokens of a prompt, its beginning; -1: what fits."
+        None, description="Keep this many tokens of the beginning of a prompt; -1 keeps all that fit."
     )
     use_activation: bool | None = Field(
         None, description="false: numbers as the model gives them, neither normalized nor as probabilities."
@@ -43,14 +43,14 @@ class _Prompts(_Body):
 class _Encoded(_Prompts):
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = Field(
         None,
-        description="How numbers are written. bytes: the answer is the numbers alone, and the header metadata has what "
-        "stands beside them else; bytes_only: without that.",
+        description="How numbers are written. bytes: the answer is only the numbers, and the header metadata has the "
+        "rest; bytes_only: the answer is only the numbers.",
     )
     embed_dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
         None, description="Of numbers in base64 and bytes."
     )
     endianness: Literal["native", "little", "big"] | None = Field(None, description="Of numbers in base64 and bytes.")
-    dimensions: _Count | None = Field(None, description="Keep so many numbers of an embedding.")
+    dimensions: _Count | None = Field(None, description="Keep this many numbers of an embedding.")
 
 
 class EmbeddingBody(_Encoded):
@@ -92,7 +92,7 @@ class RerankBody(_Body):
 
     query: str
     documents: Items[str | dict[str, Any]] = Field(min_length=1, description="Texts, or objects with text.")
-    top_n: Annotated[int, Field(ge=0)] | None = Field(None, description="The best so many; 0: all.")
+    top_n: Annotated[int, Field(ge=0)] | None = Field(None, description="Return the best documents, this many; 0: all.")
     return_documents: bool | None = Field(None, description="false: without the documents' texts.")
     truncation: bool | None = Field(None, description="Cut pairs that are too long.")
     max_tokens_per_doc: _Count | None = Field(None, description="Tokens of a pair, cut at its longer text.")
@@ -193,7 +193,7 @@ class RerankDocument(Answer):
 
 
 class Ranked(Answer):
-    """A document's place among those of the request, and its score."""
+    """A document's place in the request, and its score."""
 
     index: int
     relevance_score: float

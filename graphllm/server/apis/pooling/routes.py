@@ -36,6 +36,14 @@ _PROMPTS_OF = {"search_query": "query", "search_document": "document"}  # Cohere
 def pooling_routes(service: Service) -> APIRouter:
     """The routes, for one service."""
     router = APIRouter(route_class=JsonRoute, tags=["Pooling"], responses=errors(*GENERATES))
+    _add_vectors(router, service)
+    _add_scores(router, service)
+    _add_cohere(router, service)
+    return router
+
+
+def _add_vectors(router: APIRouter, service: Service) -> None:
+    """Embeddings, classes, and vectors of every kind, one for each text."""
 
     @router.post("/v1/embeddings", tags=["OpenAI"], responses=answers(protocol.EmbeddingList))
     async def embeddings(body: protocol.EmbeddingBody, request: Request) -> Response:
@@ -69,6 +77,10 @@ def pooling_routes(service: Service) -> APIRouter:
             label = labels[best] if best < len(labels) else None
             data.append({"index": i, "label": label, "probs": vector.tolist(), "num_classes": len(vector)})
         return json_response(_list(service, request, "classify", data, found))
+
+
+def _add_scores(router: APIRouter, service: Service) -> None:
+    """Scores of pairs of texts, and documents in the order of their scores."""
 
     async def score(body: protocol.ScoreBody, request: Request) -> Response:
         """How well texts go together."""
@@ -107,6 +119,10 @@ def pooling_routes(service: Service) -> APIRouter:
     for path in _RANKS:
         router.add_api_route(path, rerank, methods=["POST"], responses=answers(protocol.RerankList))
 
+
+def _add_cohere(router: APIRouter, service: Service) -> None:
+    """Embeddings as Cohere's API gives them."""
+
     @router.post("/v2/embed", tags=["Cohere"], responses=answers(protocol.CohereEmbeddings))
     async def cohere_embed(body: protocol.CohereEmbedBody, request: Request) -> Response:
         """The embedding of each text, in one or several forms."""
@@ -134,13 +150,11 @@ def pooling_routes(service: Service) -> APIRouter:
             {"id": head["id"], "embeddings": made, "texts": texts, "meta": meta, "response_type": "embeddings_by_type"}
         )
 
-    return router
-
 
 async def _given(service: Service, request: Request, kind: type[protocol.Object]) -> dict[str, Any]:
     """The fields of a body that say something. Raises ConfigError for one that there is not."""
     record = record_of(request.scope)
-    given = judged(record.body, kind.model_fields, service.rules.strict)
+    given = judged(record.body, kind.model_fields, service.chat.strict_fields)
     if unknown := next((name for name in given if name not in kind.model_fields), None):
         raise ConfigError(f"{unknown:.80} is {given[unknown]!r:.80}: not supported; leave it out")
     name = given.pop("model", None)
@@ -214,8 +228,9 @@ def _text(document: Any, index: int) -> str:
 def _written(
     service: Service, request: Request, given: Mapping[str, Any], kind: str, found: Found, key: str
 ) -> Response:
-    """An answer with all vectors in the form that a body asks for. kind: what its id begins with, key: of the numbers
-    in each entry. As bytes the body is the numbers, one vector behind another, and the header metadata has the rest."""
+    """An answer with all vectors in the form that a body asks for. kind: the beginning of its id.
+    key: of the numbers in each entry. As bytes the body is the numbers, vector after vector, and the header metadata
+    has the rest."""
     form, dtype = given.get("encoding_format", "float"), given.get("embed_dtype", "float32")
     endianness = given.get("endianness", "native")
     order = _ORDERS[endianness]

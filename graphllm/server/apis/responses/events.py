@@ -84,7 +84,7 @@ class ResponseWriter:
         self._call = CallStart(0, "", "")  # of that, if it is one
         self._pieces: list[str] = []  # the text of that
         self._logprobs: list[dict[str, Any]] = []  # of its tokens
-        self._pending: list[dict[str, Any]] = []  # of tokens whose text was not written yet
+        self._pending: list[dict[str, Any]] = []  # of tokens with text that was not written yet
         self._sequence = 0
 
     def start(self) -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ class ResponseWriter:
         return [self._event(f"response.{name}", response=self.body()) for name in ("created", "in_progress")]
 
     def parts(self, parts: Iterable[Part], logprobs: Iterable[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        """logprobs: entries of the tokens of text that came with these parts, and maybe of calls behind it."""
+        """logprobs: entries of the tokens of text that came with these parts, and maybe of calls after it."""
         listed = list(parts)
         self._pending += logprobs
         called = any(isinstance(part, CallStart) for part in listed)
@@ -197,7 +197,7 @@ class ResponseWriter:
         return events
 
     def _taken(self, length: int | None) -> list[dict[str, Any]]:
-        """The entries that wait; length: only as many as make so many characters."""
+        """The entries that wait. length: only the entries of this many characters."""
         count = 0
         while count < len(self._pending) and (length is None or length > 0):
             length = None if length is None else length - len(self._pending[count]["token"])

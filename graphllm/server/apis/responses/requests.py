@@ -122,10 +122,10 @@ class ResponsesRequest(Object):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     include: Items[str] | None = Field(
-        None, description=f"{_LOGPROBS}: those of the text's tokens; others ask for what there is not."
+        None, description=f"{_LOGPROBS}: log-probabilities of the text's tokens; other values are refused."
     )
     top_logprobs: int | None = Field(
-        None, ge=-1, description=f"So many likeliest tokens at each position, with include: [{_LOGPROBS}]."
+        None, ge=-1, description=f"The number of likeliest tokens at each position, with include: [{_LOGPROBS}]."
     )
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto leaves out the oldest turns of a conversation that is longer than the context."
@@ -152,7 +152,7 @@ class ResponsesRequest(Object):
     structured_outputs: StructuredOutputs | None = None
     priority: _Int64 | None = Field(None, description="Lower goes first.")
     cache_salt: str | None = Field(None, description="Prefixes are shared only between requests with the same salt.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="What else the chat template is told.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
     include_reasoning: bool | None = Field(None, description="false leaves the reasoning out of the answer.")
     request_id: str | None = Field(None, description="For the log and the header x-request-id.")
     vllm_xargs: dict[str, Any] | None = Field(None, description="For your own logits processors.")
@@ -300,7 +300,7 @@ def is_object(arguments: str) -> bool:
     """Whether a call with these arguments can be shown to the model again; none at all are an empty object."""
     try:
         return isinstance(plain(json.loads(arguments or "{}"), ""), dict)
-    except (ValueError, RecursionError):  # of which ConfigError is one
+    except (ValueError, RecursionError):  # ConfigError is a ValueError
         return False
 
 
@@ -374,14 +374,14 @@ def _format(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _template(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the chat template is told; what the body gives for it in so many words wins."""
+    """Variables of the chat template; the body's own chat_template_kwargs win."""
     reasoning = fields(optional(given, "reasoning", dict) or {}, "reasoning", ReasoningConfig.model_fields)
-    told: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     if "summary" in reasoning:
         choice(reasoning["summary"], "reasoning.summary", _SUMMARIES)
     if "effort" in reasoning:
-        told["reasoning_effort"] = choice(reasoning["effort"], "reasoning.effort", _EFFORTS)
+        variables["reasoning_effort"] = choice(reasoning["effort"], "reasoning.effort", _EFFORTS)
         if reasoning["effort"] == "none":
-            told["enable_thinking"] = False
-    told |= optional(given, "chat_template_kwargs", dict) or {}
-    return {"chat_template_kwargs": told} if told else {}
+            variables["enable_thinking"] = False
+    variables |= optional(given, "chat_template_kwargs", dict) or {}
+    return {"chat_template_kwargs": variables} if variables else {}

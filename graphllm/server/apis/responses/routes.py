@@ -34,14 +34,20 @@ _EVENTS = "each is `event:` with its type and `data:` with the event as JSON"
 def responses_routes(service: Service) -> APIRouter:
     """The routes, for one service. What they keep is in memory, and goes with the server."""
     router = APIRouter(route_class=JsonRoute, tags=["OpenAI Responses"])
-    store = service.shared.responses
+    _add_create(router, service, service.shared.responses)
+    _add_kept(router, service.shared.responses)
+    return router
+
+
+def _add_create(router: APIRouter, service: Service, store: Responses) -> None:
+    """The route that makes a response."""
 
     @router.post("/v1/responses", responses=answers(ResponseObject, _EVENTS) | errors(*GENERATES))
     async def create(body: ResponsesRequest, request: Request) -> Response:
         """The answer to text or items, maybe as a continuation of an earlier response."""
         given = record_of(request.scope).body
         earlier = await _earlier(store, given.get("previous_response_id"))
-        asked = requests.to_chat(given, earlier, service.rules.strict)
+        asked = requests.to_chat(given, earlier, service.chat.strict_fields)
         if given.get("truncation") == "auto":
             asked["messages"] = await _fitting(service, request, asked)
         started = await service.start(request, CHAT, asked)
@@ -74,6 +80,10 @@ def responses_routes(service: Service) -> APIRouter:
         writer.end(reading.ending)
         await keep()
         return json_response(writer.body())
+
+
+def _add_kept(router: APIRouter, store: Responses) -> None:
+    """The routes of responses that are kept."""
 
     @router.get("/v1/responses/{id}", responses=answers(ResponseObject) | errors(400, 401, 404))
     async def retrieve(id: str, stream: bool = False) -> Response:
@@ -121,8 +131,6 @@ def responses_routes(service: Service) -> APIRouter:
         await store.end(id)
         await store.remove(id)
         return Deleted(id=id, object="response", deleted=True)
-
-    return router
 
 
 async def _kept(store: Responses, id: str) -> StoredResponse:

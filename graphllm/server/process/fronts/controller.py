@@ -13,9 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,38 +23,27 @@ import zmq.asyncio
 
 from graphllm.host.silence import Silence, threads_of
 from graphllm.loading.artifact.model import ResolvedModel
+from graphllm.server.process.fronts.answers import Answers
+from graphllm.server.process.fronts.connections import Connections
+from graphllm.server.process.fronts.front_process import FrontProcess
 from graphllm.server.process.fronts.messages import (
-    CONNECTIONS,
     AbortRequests,
     ControllerAsks,
-    CountInFlight,
     End,
-    EndResponse,
     EngineState,
-    FindAdapter,
     FrontAnswer,
     FrontAsks,
     FrontLaunch,
     GetReport,
-    GetResponse,
     GiveBack,
     Hello,
     Joined,
-    ListAdapters,
-    OfFront,
-    PutAdapter,
-    PutResponse,
-    ReadMetrics,
-    RemoveAdapter,
-    RemoveResponse,
     Report,
     ServedModel,
-    TakeRoom,
-    TakeTurn,
     ToController,
     address,
 )
-from graphllm.server.process.fronts.questions import EndedError, Questions, answer
+from graphllm.server.process.fronts.questions import EndedError, Questions
 from graphllm.server.process.options import ServerOptions
 from graphllm.server.process.single_process import in_memory
 from graphllm.server.service.stored_responses import ResponseStore
@@ -72,78 +59,40 @@ _SILENT = 30.0  # seconds in which a front could have said a word, and has not, 
 _UNSEEN = 5.0  # seconds without a word in which nobody looks at whether it could
 _BACKOFF = (0.5, 60.0)  # seconds before a front is started that ended soon: after the first time, and at most
 _SOON = 10.0  # seconds
-_AT_ONCE = 64  # connections that are handed out before others get a turn
-_HELD_UP = 0.5  # seconds for taking a connection; a front that needs more gets no other one meanwhile
-_PAUSE = 0.02  # seconds in which nobody can take a connection
 _LEAVING = 5.0  # seconds for the fronts' end
 
 
-@dataclass
-class _Front:
-    """One process. joined: folders of the cores that it has joined; None while it takes no connections. handed:
-    connections that it has not taken yet, and when they were handed to it, oldest first. taken: how many it has taken
-    so far; open: how many of them have not ended. rooms: what it holds or waits for, and what gives it, by
-    ticket. writing: responses that run in the background there. silence: since its last word."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    doorway: socket.socket
-    questions: Questions
-    silence: Silence
-    started: float = field(default_factory=time.monotonic)
-    greeted: bool = False
-    joined: list[str] | None = None
-    handed: deque[tuple[socket.socket, float]] = field(default_factory=deque)
-    taken: int = 0
-    open: int = 0
-    report: Report = field(default_factory=lambda: Report({}, 0, 0))
-    rooms: dict[int, tuple[contextlib.ExitStack, asyncio.Task[None]]] = field(default_factory=dict)
-    writing: set[str] = field(default_factory=set)
-
-    @property
-    def load(self) -> tuple[bool, int]:
-        """Whether it is held up, and how many connections it has."""
-        held_up = bool(self.handed) and time.monotonic() - self.handed[0][1] > _HELD_UP
-        return held_up, self.open + len(self.handed)
-
-    def give_back(self, ticket: int) -> None:
-        """Its room is free; who still waits for it waits no more."""
-        held, task = self.rooms.pop(ticket, (None, None))
-        if held is not None and task is not None:
-            task.cancel()  # does nothing where it has answered
-            held.close()
-
-
 class Fronts:
-    """As many as the options say; a connection goes to the one that has the fewest. `metrics` are those of the whole
-    server."""
+    """As many as the options say; a connection goes to the front that has the fewest. `metrics` are the whole
+    server's."""
 
     def __init__(self, supervisor: EngineSupervisor, options: ServerOptions) -> None:
         self._supervisor, self._options = supervisor, options
-        self._fronts: dict[bytes, _Front] = {}
+        self._fronts: dict[bytes, FrontProcess] = {}
         self._numbers = 0
         self._fast_ends = 0  # in a row
         self._ever_joined = self._was_ready = self._stopping = False
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._state: EngineState | None = None  # as it was told last
+        self._state: EngineState | None = None  # the one that fronts got last
         self._store = ResponseStore()
         name = options.names[0]
         self._metrics = Metrics(name, {"model": name}, self._processes, options.rank)
-        self._shared = in_memory(_Overview(self), options.max_body, options.access.rate, self._store, options.adapters)
+        self._shared = in_memory(_Overview(self), options.config, self._store, options.adapters)
+        self._connections = Connections(self._fronts, self._later)
+        self._answers = Answers(self._shared, self._store, self._fronts, self._send)
         self._encode = msgspec.json.Encoder().encode
 
     async def serve(self, listener: socket.socket) -> None:
         """Until `stop`. Raises RuntimeError when no front can be started."""
-        self._listener = listener
-        listener.setblocking(False)
+        self._connections.listen(listener)
         self._folder = tempfile.mkdtemp(prefix="graphllm-")  # mode 0700
         context = zmq.asyncio.Context()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.bind(address(self._folder))
-        for _ in range(self._options.fronts):
+        for _ in range(self._options.config.serving.api_server_count):
             self._start()
         work = [asyncio.create_task(loop()) for loop in (self._receive, self._watch, self._report, self._publish)]
         over = asyncio.create_task(self._over.wait())
@@ -153,8 +102,9 @@ class Fronts:
                 if task.done():
                     task.result()
         finally:
-            self._stopping = True
-            self._close_door()
+            self._stopping = self._connections.stopping = True
+            self._connections.close()
+            self._answers.cancel()
             for task in (over, *work, *self._tasks):
                 task.cancel()
             for front in self._fronts.values():
@@ -170,7 +120,7 @@ class Fronts:
 
     async def stop(self) -> None:
         """Tell them to leave, and wait until they have."""
-        self._stopping = True
+        self._stopping = self._connections.stopping = True
         for front in self._fronts.values():
             if front.greeted:
                 self._send(front, End())
@@ -184,20 +134,20 @@ class Fronts:
     async def reports(self) -> Sequence[Report]:
         """Of each front; of one that does not answer, the latest."""
 
-        async def ask(front: _Front) -> Report:
+        async def ask(front: FrontProcess) -> Report:
             with contextlib.suppress(EndedError, TimeoutError):
                 async with asyncio.timeout(_ANSWER):
                     front.report = await front.questions.ask(GetReport(), Report)
             return front.report
 
-        # One that ends meanwhile is absorbed in the metrics.
+        # The metrics have already absorbed a front that has ended since.
         found = [(front, await report) for front, report in [(f, asyncio.ensure_future(ask(f))) for f in self._greeted]]
         return [report for front, report in found if front.name.encode() in self._fronts]
 
     async def abort(self, names: Sequence[str]) -> int:
         """End requests of all fronts, by the ids that clients gave them."""
 
-        async def ask(front: _Front) -> int:
+        async def ask(front: FrontProcess) -> int:
             try:
                 return await front.questions.ask(AbortRequests(list(names)), int)
             except EndedError:
@@ -215,7 +165,7 @@ class Fronts:
         return self._supervisor
 
     @property
-    def _greeted(self) -> list[_Front]:
+    def _greeted(self) -> list[FrontProcess]:
         return [front for front in self._fronts.values() if front.greeted]
 
     # ---- processes
@@ -240,9 +190,9 @@ class Fronts:
             process.stdin.write(msgspec.json.encode(launch, enc_hook=_path) + b"\n")
             process.stdin.flush()
         questions = Questions(lambda number, q: self._send(front, ControllerAsks(number, q)))
-        front = _Front(name, process, ours, questions, Silence(lambda: threads_of(process.pid), _TICK, _UNSEEN))
+        front = FrontProcess(name, process, ours, questions, Silence(lambda: threads_of(process.pid), _TICK, _UNSEEN))
         self._fronts[name.encode()] = front
-        asyncio.get_running_loop().add_reader(ours, self._taken, front)
+        asyncio.get_running_loop().add_reader(ours, self._connections.taken, front)
 
     async def _watch(self) -> None:
         """Bring back those that end, and end those that are silent."""
@@ -255,7 +205,7 @@ class Fronts:
                 if front.process.poll() is not None and not self._stopping:
                     self._lost(front)
 
-    def _lost(self, front: _Front) -> None:
+    def _lost(self, front: FrontProcess) -> None:
         code = front.process.returncode
         if not self._ever_joined:
             raise RuntimeError(f"{front.name} did not start: it ended with {code}")
@@ -265,7 +215,7 @@ class Fronts:
         pause = min(most, first * 2 ** (self._fast_ends - 1)) if soon else 0.0
         _log.error("%s has ended with %d; its streams are lost, another one starts", front.name, code)
         del self._fronts[front.name.encode()]
-        self._shut(front)
+        self._connections.shut(front)
         front.doorway.close()
         if front.process.stdin is not None:
             front.process.stdin.close()
@@ -292,9 +242,7 @@ class Fronts:
             if not self._stopping:
                 work()
 
-        self._keep(asyncio.create_task(wait()))
-
-    def _keep(self, task: asyncio.Task[Any]) -> None:
+        task = asyncio.create_task(wait())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -306,80 +254,6 @@ class Fronts:
     def _processes(self) -> dict[str, int]:
         return {"controller": os.getpid(), **{front.name: front.process.pid for front in self._fronts.values()}}
 
-    # ---- connections
-
-    def _see_doors(self) -> None:
-        """Connections are taken while somebody is there for them; others wait in the kernel."""
-        if not self._stopping and any(front.joined is not None for front in self._fronts.values()):
-            asyncio.get_running_loop().add_reader(self._listener, self._hand_out)
-        else:
-            self._close_door()
-
-    def _close_door(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._listener)
-
-    def _hand_out(self) -> None:
-        for _ in range(_AT_ONCE):
-            try:
-                connection, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as problem:
-                _log.error("no connection can be taken: %s", problem)
-                self._pause(1.0)
-                return
-            if not self._hand(connection):
-                return
-
-    def _hand(self, connection: socket.socket) -> bool:
-        """Give a connection to the front that has the fewest, in turn among equals; False where it must wait."""
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        there = [front for front in self._fronts.values() if front.joined is not None]
-        for front in sorted(there, key=lambda front: front.load):
-            try:
-                socket.send_fds(front.doorway, [b"c"], [connection.fileno()])
-            except OSError:  # it is full, or gone
-                continue
-            name = front.name.encode()
-            self._fronts[name] = self._fronts.pop(name)  # the last one now
-            front.handed.append((connection, time.monotonic()))
-            return True
-        self._close_door()
-
-        def again() -> None:
-            if self._hand(connection):
-                self._see_doors()
-
-        self._later(_PAUSE, again)
-        return False
-
-    def _taken(self, front: _Front) -> None:
-        """A front says how many connections it has; or its end has closed its side."""
-        try:
-            while said := front.doorway.recv(CONNECTIONS.size):
-                taken, front.open = CONNECTIONS.unpack(said)
-                for _ in range(taken - front.taken):
-                    front.handed.popleft()[0].close()
-                front.taken = taken
-        except BlockingIOError:
-            return
-        except OSError:  # it was closed, with connections still in it
-            pass
-        self._shut(front)
-
-    def _shut(self, front: _Front) -> None:
-        """It takes no more connections; nothing was read yet of those that it has not taken, so others have them."""
-        asyncio.get_running_loop().remove_reader(front.doorway)
-        front.joined = None
-        while front.handed:
-            self._hand(front.handed.popleft()[0])
-        self._see_doors()
-
-    def _pause(self, seconds: float) -> None:
-        self._close_door()
-        self._later(seconds, self._see_doors)
-
     # ---- the engine's state
 
     async def _publish(self) -> None:
@@ -388,7 +262,7 @@ class Fronts:
             self._supervisor.changed.clear()
             self._tell()
 
-    def _tell(self, one: _Front | None = None) -> None:
+    def _tell(self, one: FrontProcess | None = None) -> None:
         """Tell every front what is new; one that has just come, what there is."""
         state = self._now()
         if state != self._state:
@@ -421,7 +295,7 @@ class Fronts:
 
     # ---- what fronts say
 
-    def _send(self, front: _Front, message: msgspec.Struct) -> None:
+    def _send(self, front: FrontProcess, message: msgspec.Struct) -> None:
         # Done at once: there is no limit to what may wait, and what is for a front that is gone is dropped.
         self._socket.send_multipart([front.name.encode(), self._encode(message)])
 
@@ -445,59 +319,14 @@ class Fronts:
                     self._tell(front)
                 case Joined(folders):
                     front.joined, self._ever_joined = folders, True
-                    self._see_doors()
+                    self._connections.look()
                     self._tell()
                 case GiveBack(ticket):
                     front.give_back(ticket)
                 case FrontAnswer() as found:
                     front.questions.answered(found)
                 case FrontAsks(number, question):
-                    self._asked(front, number, question)
-
-    def _asked(self, front: _Front, number: int, question: OfFront) -> None:
-        held = contextlib.ExitStack()
-        work = self._answer(front, question, held)
-        task = asyncio.create_task(answer(number, work, lambda found: self._send(front, found)))
-        self._keep(task)
-        if isinstance(question, TakeRoom):  # from now on it can be given back
-            front.rooms[question.ticket] = held, task
-
-    async def _answer(self, front: _Front, question: OfFront, held: contextlib.ExitStack) -> Any:
-        shared, store = self._shared, self._store
-        match question:
-            case TakeRoom(room, _, size):
-                await (shared.bodies if room == "bodies" else shared.values).take(size, held)
-            case TakeTurn(caller):
-                assert shared.rate is not None
-                return await shared.rate.take(caller)
-            case PutResponse(id, record):
-                store.put(id, record)
-                (front.writing.add if record.running else front.writing.discard)(id)
-            case GetResponse(id):
-                return store.get(id)
-            case RemoveResponse(id):
-                store.remove(id)
-            case EndResponse(id):
-                writers = [other for other in self._fronts.values() if id in other.writing]
-                for writer in writers:
-                    with contextlib.suppress(EndedError):
-                        await writer.questions.ask(question)
-            case ListAdapters():
-                return await shared.adapters.all()
-            case FindAdapter(name):
-                return await shared.adapters.find(name)
-            case PutAdapter(adapter):
-                await shared.adapters.put(adapter)
-            case RemoveAdapter(name):
-                return await shared.adapters.remove(name)
-            case ReadMetrics(openmetrics):
-                text, kind = await shared.overview.metrics(openmetrics)
-                return text.decode(), kind
-            case CountInFlight():
-                return await shared.overview.in_flight()
-            case AbortRequests(names):
-                return await shared.overview.abort(names)
-        return None
+                    self._answers.asked(front, number, question)
 
 
 class _Overview:

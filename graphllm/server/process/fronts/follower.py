@@ -1,4 +1,4 @@
-"""EngineFollower: the engine as a front sees it, who is told of it by the controller."""
+"""EngineFollower: the engine as a front sees it, by the states that the controller sends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from graphllm.engine.process.core_group import CoreGroup
 from graphllm.engine.process.messages import DeathCause, EngineDeadError
 from graphllm.engine.process.remote_core import RemoteCore
 from graphllm.engine.requests.text import Tokenizer
-from graphllm.entrypoints.async_llm import UNREAD, AsyncLLM
+from graphllm.entrypoints.async_llm import AsyncLLM
+from graphllm.entrypoints.streaming.streams import UNREAD
 from graphllm.loading.artifact.model import ResolvedModel
 from graphllm.server.process.fronts.messages import EngineState, ServedModel
 from graphllm.server.supervision.engine_supervisor import warm
@@ -34,16 +35,16 @@ class EngineFollower(EngineView):
     fronts: int
     joined: Callable[[list[str]], None]
     broken: asyncio.Event = field(default_factory=asyncio.Event)
-    _told: EngineState | None = None
+    _state: EngineState | None = None
     _folders: list[str] = field(default_factory=list)  # of the cores that this front is connected to
     _joining: AsyncLLM | None = None
     _opening: asyncio.Task[None] | None = None
     _work: asyncio.Task[None] | None = None
     _coming: dict[int, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)  # cores of several, joined again
 
-    def told(self, state: EngineState) -> None:
+    def follow(self, state: EngineState) -> None:
         """Do what follows from a new state."""
-        before, self._told = self._told, state
+        before, self._state = self._state, state
         self._show()
         if state.model is not None and self._opening is None:
             self._opening = asyncio.create_task(self._open(state.model))
@@ -69,7 +70,7 @@ class EngineFollower(EngineView):
             self.broken.set()
 
     def _show(self) -> None:
-        state = self._told
+        state = self._state
         assert state is not None
         self.phases, self._phase = state.phases, state.phase
         if state.was_ready:
@@ -84,7 +85,7 @@ class EngineFollower(EngineView):
             self._engine.fail_requests(failure(state.health))
 
     async def _join(self, folders: list[str]) -> None:
-        """Connect to the engine whose cores' sockets are there, none for none."""
+        """Connect to the engine with the sockets of its cores there; without folders, to none."""
         try:
             if not any(folders) or await self._connect(folders):
                 self.joined(folders)
@@ -99,13 +100,13 @@ class EngineFollower(EngineView):
         return bool(self._folders) if len(folders) > 1 else self._folders == folders
 
     async def _connect(self, folders: list[str]) -> bool:
-        """False when there is another state meanwhile."""
+        """False when another state has come since."""
         assert self._opening is not None
         await asyncio.shield(self._opening)
         assert self.opened is not None
         seed = self.options.seed
         seed = None if seed is None else seed + (self.number << 64)  # other ones than in every front before this
-        engine = AsyncLLM.beside(self._client(folders, self.opened), self.opened, seed, UNREAD // self.fronts)
+        engine = AsyncLLM.for_shared_core(self._client(folders, self.opened), self.opened, seed, UNREAD // self.fronts)
         self._joining = engine
         await engine.start()
         if self._joining is not engine:
@@ -119,19 +120,19 @@ class EngineFollower(EngineView):
             return RemoteCore(self.name, folders[0])
 
         def make(number: int) -> RemoteCore:
-            assert self._told is not None
-            return RemoteCore(self.name, self._told.folders[number], loads=self.fronts > 1)
+            assert self._state is not None
+            return RemoteCore(self.name, self._state.folders[number], loads=self.fronts > 1)
 
         return CoreGroup(make, len(folders), opened.config.scheduler.enable_prefix_caching)
 
     def _follow_cores(self, state: EngineState) -> None:
-        """Leave those of several cores that are gone, join those that have come."""
+        """Of several cores, leave the cores that are gone and join the cores that have come."""
         assert self._engine is not None
         for number, (ours, theirs) in enumerate(zip(self._folders, state.folders, strict=True)):
             last, task = self._coming.get(number, (ours, None))
             if theirs == last:
                 continue
-            self._engine.lose(number, DeathCause(kind="exit", message=state.cores[number].cause or "it is gone"))
+            self._engine.cores.lose(number, DeathCause(kind="exit", message=state.cores[number].cause or "it is gone"))
             self._folders[number] = ""
             if theirs:
                 joining = asyncio.create_task(self._join_core(self._engine, number, theirs, task))
@@ -143,7 +144,7 @@ class EngineFollower(EngineView):
         if before is not None:
             await before
         with contextlib.suppress(EngineDeadError):  # else the next state says what comes now
-            await engine.restart(number)
+            await engine.cores.restart(number)
             self._folders[number] = folder
             self.joined(list(self._folders))
         if self._coming[number][0] == folder:

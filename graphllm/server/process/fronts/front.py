@@ -1,4 +1,4 @@
-"""The program of a front: an HTTP server whose connections come from the controller, in a process of its own.
+"""The program of a front: an HTTP server in a process of its own. Its connections come from the controller.
 
 It reads its settings as one line of JSON from stdin and lives for as long as that pipe does.
 """
@@ -110,17 +110,17 @@ async def _run(launch: FrontLaunch) -> int:
     loop, options = asyncio.get_running_loop(), launch.options
     for number in (signal.SIGTERM, signal.SIGINT):  # of a whole group of processes: the controller says when to end
         loop.add_signal_handler(number, lambda: None)
-    tls, tracing = read_tls(options), Tracing(options.traces) if options.traces else None
+    tls, tracing = read_tls(options.config.listen), Tracing(options.traces) if options.traces else None
     link, writers, running = ControlLink(launch.name, launch.folder), Writers(), Running()
     metrics = Metrics(options.names[0])
     follower = EngineFollower(
         options=launch.engine,
         name=launch.name,
         number=launch.number,
-        fronts=options.fronts,
+        fronts=options.config.serving.api_server_count,
         joined=lambda folders: link.tell(Joined(folders)),
     )
-    shared = remote(link, follower, writers, options.access.rate is not None)
+    shared = remote(link, follower, writers, options.config.access.rate_limit_token is not None)
     service = service_of(follower, options.names, metrics, running, shared, options, tracing)
     server = web_server([service], metrics, options, tls)
     web = asyncio.create_task(server.serve([]))
@@ -149,9 +149,9 @@ async def _run(launch: FrontLaunch) -> int:
             follower.look()
 
     doorway = Doorway(launch.doorway, server, tls)
-    told = asyncio.create_task(link.run(follower.told, asked))
+    listening = asyncio.create_task(link.run(follower.follow, asked))
     watching = [asyncio.create_task(watch()), asyncio.create_task(follower.broken.wait())]
-    await asyncio.wait({told, *watching}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({listening, *watching}, return_when=asyncio.FIRST_COMPLETED)
     doorway.close()
     follower.leave()
     server.should_exit = True
@@ -160,8 +160,8 @@ async def _run(launch: FrontLaunch) -> int:
         tracing.close()
     for task in watching:
         task.cancel()
-    if told.done():
-        told.result()
+    if listening.done():
+        listening.result()
         link.close()
     return int(follower.broken.is_set())
 
@@ -183,7 +183,7 @@ def main() -> None:
         line += piece
     launch = msgspec.json.decode(line, type=FrontLaunch, dec_hook=_path)
     threading.Thread(target=_end_with_parent, args=(launch.folder,), daemon=True).start()
-    start_log(launch.options.log, launch.name)
+    start_log(launch.options.config.log, launch.name)
     prepare_process()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(_run(launch))

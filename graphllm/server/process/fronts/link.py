@@ -47,14 +47,16 @@ class ControlLink:
         """The answer, of this type."""
         return await self._questions.ask(question, kind)
 
-    async def run(self, told: Callable[[EngineState], None], asked: Callable[[OfController], Awaitable[Any]]) -> None:
-        """Listen until the server ends. told: hears of each state. asked: answers questions."""
+    async def run(
+        self, on_state: Callable[[EngineState], None], asked: Callable[[OfController], Awaitable[Any]]
+    ) -> None:
+        """Listen until the server ends. on_state: gets each state. asked: answers questions."""
         decode = msgspec.json.Decoder(ToFront).decode
         self.tell(Hello())
         while True:
             match decode(await self._socket.recv()):
                 case EngineState() as state:
-                    told(state)
+                    on_state(state)
                 case ControllerAsks(number, question):
                     task = asyncio.create_task(answer(number, asked(question), self.tell))
                     self._tasks.add(task)

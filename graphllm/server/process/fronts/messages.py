@@ -71,7 +71,7 @@ class End(msgspec.Struct, tag=True):
 
 
 class Hello(msgspec.Struct, tag=True):
-    """A front is there; it is told the state at once."""
+    """A front is there; the controller sends it the state at once."""
 
 
 class Joined(msgspec.Struct, tag=True):

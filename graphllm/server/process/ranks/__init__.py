@@ -1,1 +1,1 @@
-"""One server for each data parallel rank, on ports of their own behind somebody else's load balancer."""
+"""One server for each data parallel rank, on ports of their own, for a load balancer of the user's."""

@@ -22,10 +22,10 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
+from graphllm.config.server import ListenConfig
 from graphllm.engine.process.placement import cpus_of, gpus_of
 from graphllm.host.silence import Silence, threads_of
 from graphllm.server.process.network import listening
-from graphllm.server.process.options import ServerOptions
 from graphllm.server.process.ranks.options import RankOptions
 from graphllm.server.process.web import WebServer
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 _TICK = 0.1  # seconds between two looks at the processes
 _BACKOFF = (1.0, 60.0)  # seconds before a rank is started again that was ready for less than that: first, and at most
 _SOON = 10.0  # seconds
-_GRACE = 10.0  # seconds that a rank may take to end beside those for its requests
+_GRACE = 10.0  # seconds that a rank may take to end, after the time for its requests
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -64,7 +64,10 @@ class RankSupervisor:
 
     def __init__(self, options: RankOptions, command: Sequence[str], on_cpu: bool) -> None:
         self._options, self._on_cpu = options, on_cpu
-        self._ranks = [_Rank(n, options.port + n, options.words(command, n)) for n in range(options.ranks)]
+        self._probes = options.config.ranks
+        self._ranks = [
+            _Rank(n, options.config.listen.port + n, options.words(command, n)) for n in range(options.ranks)
+        ]
         self._ended = asyncio.Event()
         self._code = 0
 
@@ -115,7 +118,7 @@ class RankSupervisor:
             await asyncio.sleep(_TICK)
             for rank in self._ranks:
                 if rank.process is None:
-                    if self._options.restart and time.monotonic() >= rank.due:
+                    if self._options.config.watch.restart_engine and time.monotonic() >= rank.due:
                         self._start(rank)
                 elif (code := rank.process.poll()) is not None:
                     self._lost(rank, code)
@@ -127,11 +130,11 @@ class RankSupervisor:
         _log.error("rank %d was %s", rank.number, how) if code < 0 else _log.error("rank %d %s", rank.number, how)
         self._close(rank)
         rank.cause = f"its process was {how}" if code < 0 else f"its process {how}"
-        rank.status = "restarting" if self._options.restart else "dead"
+        rank.status = "restarting" if self._options.config.watch.restart_engine else "dead"
         if not rank.was_ready:  # what is wrong with it is wrong with its settings
             self._code = self._code or (code if code > 0 else 1)
             self._ended.set()
-        elif self._options.restart:
+        elif self._options.config.watch.restart_engine:
             first, most = _BACKOFF
             soon = time.monotonic() - rank.started < _SOON
             rank.pause = min(most, 2 * rank.pause) if soon else first
@@ -152,7 +155,7 @@ class RankSupervisor:
         for rank in there:
             assert rank.process is not None
             rank.process.terminate()
-        deadline = time.monotonic() + self._options.shutdown_timeout + _GRACE
+        deadline = time.monotonic() + self._options.config.serving.shutdown_timeout + _GRACE
         while any(r.process is not None and r.process.poll() is None for r in there) and time.monotonic() < deadline:
             await asyncio.sleep(_TICK)
         for rank in there:
@@ -168,16 +171,21 @@ class RankSupervisor:
     async def _probe(self, rank: _Rank) -> None:
         """Look at one, again and again; while it starts, more often."""
         while True:
-            pause = self._options.probe_interval if rank.was_ready else min(0.5, self._options.probe_interval)
+            interval = self._probes.dp_supervisor_probe_interval_s
+            pause = interval if rank.was_ready else min(0.5, interval)
             await asyncio.sleep(pause)
             process = rank.process
             if process is None:
                 continue
-            pid, begun, seconds = process.pid, time.monotonic(), self._options.probe_timeout
+            pid, begun, seconds = (
+                process.pid,
+                time.monotonic(),
+                self._probes.dp_supervisor_probe_timeout_s,
+            )
             rank.silence = silence = Silence(partial(threads_of, pid), _TICK, seconds / 4)
             ready, cause = await asyncio.to_thread(self._ask, rank.port, "/health")
             live = ready or (await asyncio.to_thread(self._ask, rank.port, "/health/live"))[0]
-            if process is not rank.process:  # it has ended meanwhile
+            if process is not rank.process:  # it ended during the probe
                 continue
             late = time.monotonic() - begun
             if not live and late >= seconds and silence.seconds < late / 2:  # for want of the processor: no verdict
@@ -188,7 +196,7 @@ class RankSupervisor:
                 if rank.status != "ready":
                     _log.info("rank %d is ready on port %d", rank.number, rank.port)
                 rank.status, rank.cause, rank.was_ready = "ready", None, True
-            elif rank.status == "ready" and rank.failures >= self._options.probe_failure_threshold:
+            elif rank.status == "ready" and rank.failures >= self._probes.dp_supervisor_probe_failure_threshold:
                 _log.error("rank %d is unhealthy: %s", rank.number, cause)
                 rank.status, rank.cause = "unhealthy", cause
             elif rank.status != "ready":
@@ -196,10 +204,10 @@ class RankSupervisor:
 
     def _ask(self, port: int, path: str) -> tuple[bool, str | None]:
         """Whether a server says yes, and why not."""
-        host = _ANYWHERE.get(self._options.host, self._options.host)
-        seconds = self._options.probe_timeout
+        host = _ANYWHERE.get(self._options.config.listen.host, self._options.config.listen.host)
+        seconds = self._probes.dp_supervisor_probe_timeout_s
         connection: http.client.HTTPConnection
-        if self._options.tls:
+        if self._options.config.listen.ssl_certfile is not None:
             # On this machine, and only a status is read: it needs no proof of who answers.
             context = ssl.create_default_context()
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -219,7 +227,7 @@ class RankSupervisor:
     def _application(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
 
-        def told(good: bool) -> JSONResponse:
+        def answer(good: bool) -> JSONResponse:
             return JSONResponse(self._state(), 200 if good else 503, {"cache-control": "no-store"})
 
         @app.get("/health/readiness")
@@ -227,14 +235,14 @@ class RankSupervisor:
         @app.get("/health")
         async def ready() -> JSONResponse:
             """200 while all ranks take requests."""
-            return told(all(rank.status == "ready" for rank in self._ranks))
+            return answer(all(rank.status == "ready" for rank in self._ranks))
 
         @app.get("/health/liveness")
         @app.get("/health/live")
         async def live() -> JSONResponse:
             """503 when a rank is gone for good, or says of itself that only a new process can help."""
-            most = self._options.probe_failure_threshold
-            return told(
+            most = self._probes.dp_supervisor_probe_failure_threshold
+            return answer(
                 not any(
                     rank.status == "dead" or (rank.was_ready and rank.process is not None and rank.dying >= most)
                     for rank in self._ranks
@@ -257,13 +265,15 @@ class RankSupervisor:
 def supervise(options: RankOptions, command: Sequence[str], on_cpu: bool) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit status. Raises ConfigError for ports that cannot be used."""
     options.check()
-    with listening(ServerOptions(host=options.host, port=options.supervisor_port)) as listener:
+    listen = options.config.listen
+    health = ListenConfig(host=listen.host, port=options.config.ranks.data_parallel_supervisor_port)
+    with listening(health) as listener:
 
         async def run() -> int:
             supervisor = RankSupervisor(options, command, on_cpu)
             _log.info(
                 "health of %d ranks on ports %d to %d: http://%s:%d/health",
-                options.ranks, options.port, options.port + options.ranks - 1, options.host, options.supervisor_port,
+                options.ranks, listen.port, listen.port + options.ranks - 1, listen.host, health.port,
             )  # fmt: skip
             return await supervisor.run(listener)
 

@@ -20,7 +20,7 @@ from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.requests.outputs import CompletionOutput, Logprob, OutputProcessor, RequestMetrics, RequestOutput
 from graphllm.engine.requests.processor import Processor
 from graphllm.engine.requests.text import Tokenizer
-from graphllm.entrypoints.llm import run_to_completion
+from graphllm.entrypoints.driver import Driver
 from tests.engine import byte_tokenizer
 from tests.engine.stub_core import StubCore, info, log_softmax
 
@@ -47,7 +47,7 @@ def _answers(call: Call, tokenizer: Tokenizer) -> list[RequestOutput]:
     processor = Processor(tokenizer, core.info, seed=1)
     _, prompts = write_out(call, tokenizer, Style())
     parsed = [processor.make(prompt, call.params, str(i)) for i, prompt in enumerate(prompts)]
-    return run_to_completion(core, OutputProcessor(tokenizer), parsed)
+    return Driver(core, processor, OutputProcessor(tokenizer)).finish(parsed)
 
 
 @cache

@@ -242,7 +242,7 @@ def test_a_completion(
         fields["max_tokens"] = 0
     body = {"model": "m", "prompt": prompts, "n": n, "echo": echo, "stream": True, "temperature": 1.0, **fields}
     call = parse_call(COMPLETIONS, {**body, "stream_options": {"include_usage": True}}, OPEN)
-    if call.alone:
+    if call.echo_only:
         answers = [answer._replace(text="a", ended=False) for answer in answers]
     chunks = _chunks(call, answers, tokenizer)
     whole = _whole(call, answers, tokenizer)
@@ -256,7 +256,7 @@ def test_a_completion(
         parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
         text = "".join(c["text"] for c in parts)
         prompt = prompts[choice["index"] // n]
-        behind = "" if call.alone else _until(answer.text, stop)
+        behind = "" if call.echo_only else _until(answer.text, stop)
         assert text == choice["text"] == (prompt + behind if echo else behind)
         assert parts[-1]["finish_reason"] == choice["finish_reason"]
         assert parts[-1]["stop_reason"] == choice["stop_reason"]

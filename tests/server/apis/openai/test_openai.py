@@ -288,9 +288,9 @@ def test_echo_scores_the_prompt_too() -> None:
     assert _completion(echo=True, logprobs=2).params == SamplingParams(max_tokens=16, logprobs=2, prompt_logprobs=2)
     assert _completion(echo=True, logprobs=2, prompt_logprobs=5).params.prompt_logprobs == 5
     alone = _completion(echo=True, max_tokens=0, logprobs=0)
-    assert (alone.echo, alone.alone) == (True, True)
+    assert (alone.echo, alone.echo_only) == (True, True)
     assert alone.params == SamplingParams(max_tokens=1, logprobs=0, prompt_logprobs=0)  # no engine makes no tokens
-    assert not _completion(echo=True, max_tokens=1).alone
+    assert not _completion(echo=True, max_tokens=1).echo_only
 
 
 def test_prompts_that_are_echoed_have_their_text(tokenizer: Tokenizer) -> None:

@@ -354,7 +354,7 @@ def test_what_runs_may_end_after_sigterm(server: Served) -> None:
 
 def test_a_server_that_cannot_start_says_why(embedded_artifact: Path, tmp_path: Path) -> None:
     for options, told in (
-        (["--api-server-count", "0"], "api-server-count is 0: give a number from 1 to 64"),
+        (["--api-server-count", "0"], "api-server-count is 0: it must be at least 1 and at most 64"),
         (["--api-server-count", "2", "--artifact", str(tmp_path)], f"{tmp_path}"),
     ):
         command = [sys.executable, "-m", "graphllm.cli", "serve", "--port", "0", *options]

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from graphllm.config import ConfigError
+from graphllm.config.server import ServerConfig, server_config
 from graphllm.server.process.ranks.options import RankOptions
 from tests.waiting import PATIENCE, gone, until
 
@@ -165,19 +166,19 @@ def test_a_rank_that_cannot_start_ends_all(ranks: Any, tmp_path: Path) -> None:
     [
         ({"port": 0}, "port is 0: the 2 ranks listen there"),
         ({"port": 65535}, "port is 65535"),
-        ({"supervisor_port": 8001}, "data-parallel-supervisor-port is 8001: rank 1 listens there"),
-        ({"probe_interval": 0.0}, r"dp-supervisor-probe-interval-s is 0\.0"),
-        ({"probe_timeout": float("inf")}, "dp-supervisor-probe-timeout-s is inf"),
-        ({"probe_failure_threshold": 0}, "dp-supervisor-probe-failure-threshold is 0"),
+        ({"data_parallel_supervisor_port": 8001}, "data-parallel-supervisor-port is 8001: rank 1 listens there"),
+        ({"dp_supervisor_probe_interval_s": 0.0}, r"dp-supervisor-probe-interval-s is 0\.0"),
+        ({"dp_supervisor_probe_timeout_s": float("inf")}, "dp-supervisor-probe-timeout-s is inf"),
+        ({"dp_supervisor_probe_failure_threshold": 0}, "dp-supervisor-probe-failure-threshold is 0"),
     ],
 )
 def test_what_cannot_be(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        RankOptions(**{"ranks": 2, "gpus": 1, "host": "127.0.0.1", "port": 8000, **changes}).check()
+        RankOptions(server_config(changes), ranks=2, gpus=1).check()
 
 
 def test_the_words_of_a_rank() -> None:
-    options = RankOptions(ranks=2, gpus=1, host="127.0.0.1", port=8000)
+    options = RankOptions(ServerConfig(), ranks=2, gpus=1)
     assert options.words(["serve", "m", "--port", "8000"], 1) == [
         "serve", "m", "--port", "8000", "--port", "8001", "--data-parallel-rank", "1",
     ]  # fmt: skip

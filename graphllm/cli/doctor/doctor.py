@@ -3,33 +3,29 @@ allows, and what to do about each finding."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import platform
 import resource
 import shutil
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from graphllm.cli.doctor.timing import times_of
+from graphllm.cli.late import call
 from graphllm.config import ConfigError, Env
 from graphllm.host.machine import available_memory, compiler_version, detect_target, usable_cores
 from graphllm.program.artifact import Artifact
 from graphllm.version import __version__
 
-if TYPE_CHECKING:
-    import torch
-
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "llguidance")
 _READ_BYTES = 256 * 2**20  # of two, more than any cache holds
-_SECONDS, _LEAST_RUNS, _MOST_SECONDS = 0.1, 5, 2.0
 _LEAST_DISK = 2 * 10**9
 _LEAST_FILES = 1024  # each connection of a server is one
 _FAR = 3.0  # times the expected time of a step
@@ -44,8 +40,12 @@ class Finding(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What the machine reached: bytes read a second, floating-point operations of products a second, and of which
-    dtype."""
+    """The rates that the machine reached.
+
+    read: bytes of memory a second.
+    products: floating-point operations of matrix products a second.
+    dtype: of these products.
+    """
 
     read: float
     products: float
@@ -124,8 +124,6 @@ def _artifact(console: Console, folder: Path) -> Iterator[Finding]:
         yield Finding(str(other), "graphllm compile makes it for this machine", True)
         return
     need = memory.weights + memory.arena + memory.state + memory.block * memory.blocks_of_sequence
-    import torch
-
     on_gpu = artifact.device == "cuda"
     free = torch.cuda.mem_get_info()[0] if on_gpu else available_memory()
     console.print(f"          needs {need / 1e9:.2f} GB for one longest sequence, {free / 1e9:.1f} GB are free")
@@ -141,7 +139,7 @@ def _artifact(console: Console, folder: Path) -> Iterator[Finding]:
     rates = _rates(artifact.device, compiled.dtype)
     table = Table("step", "expected, ms", "seen, ms", "times", title="full steps of each bucket, nothing in the cache")
     far = []
-    for name, seconds in _steps(artifact).items():
+    for name, seconds in call("doctor.steps:full_steps", artifact).items():
         cost = artifact.manifest.cost[name]
         expected = max(cost.bytes / rates.read, cost.flops / rates.products)
         table.add_row(name, f"{1e3 * expected:.3f}", f"{1e3 * seconds:.3f}", f"{seconds / expected:.2f}")
@@ -150,7 +148,7 @@ def _artifact(console: Console, folder: Path) -> Iterator[Finding]:
     console.print(table)
     if far:
         yield Finding(
-            f"steps take more than {_FAR:g} times as long as reading and computing alone: {', '.join(far)}",
+            f"steps take more than {_FAR:g} times as long as reading weights and computing: {', '.join(far)}",
             "usual where steps are short or memory is read from a cache; otherwise see what else runs here, --threads, "
             "and `graphllm inspect` for what has no kernel",
         )
@@ -159,8 +157,6 @@ def _artifact(console: Console, folder: Path) -> Iterator[Finding]:
 def _rates(device: str, dtype: str) -> Rates:
     """Of one dot product of long vectors and of one product of square matrices, the best of some. A CPU that has no
     vectors for half precision computes in float32, and torch takes 95 s for such a product in bfloat16 on an EPYC."""
-    import torch
-
     if device == "cpu" and not _flags() & {"avx512f", "bf16"}:
         dtype = "float32"
     first, second = (torch.ones(_READ_BYTES // 4, device=device) for _ in range(2))
@@ -168,42 +164,7 @@ def _rates(device: str, dtype: str) -> Rates:
     square = torch.ones(side, side, dtype=getattr(torch, dtype), device=device)
 
     def seconds(call: Callable[..., torch.Tensor], *operands: torch.Tensor) -> float:
-        return min(_times(lambda: call(*operands)[..., -1:].cpu()))  # on a GPU, copying waits
+        return min(times_of(lambda: call(*operands)[..., -1:].cpu()))  # on a GPU, copying waits
 
     read = seconds(lambda a, b: torch.dot(a, b).reshape(1), first, second)
     return Rates(2 * _READ_BYTES / read, 2 * side**3 / seconds(torch.matmul, square, square), dtype)
-
-
-def _steps(artifact: Artifact) -> dict[str, float]:
-    """Median seconds of a full step of each bucket, with random weights."""
-    from graphllm.runtime.executor import Executor
-    from graphllm.runtime.memory.staging import ragged
-    from graphllm.weights.formats.integers import KERNELS
-    from graphllm.weights.loading.random import random_weights
-    from graphllm.weights.plan.plan import WeightPlan
-
-    plan = WeightPlan.from_json(artifact.weights)
-    weights = random_weights(plan, artifact.device, kernels=artifact.folder / KERNELS)
-    executor = Executor(artifact, weights, 2)
-    found = {}
-    program = "plain" if executor.task == "generate" else executor.task
-    for bucket in executor.buckets:
-        executor.warm_up(bucket)
-        if bucket.query_len > 1:
-            continue
-        sequences = min(bucket.hi, executor.max_num_seqs)
-        step = ragged([[0] * (bucket.hi // sequences)] * sequences, [0] * sequences)
-        found[f"{bucket.name} {program}"] = statistics.median(_times(functools.partial(executor.run, step)))
-    executor.close()
-    return found
-
-
-def _times(call: Callable[[], object]) -> list[float]:
-    """Seconds of calls in turn, but for the first; fewer of those that take long."""
-    call()
-    taken: list[float] = []
-    while sum(taken) < (_SECONDS if len(taken) >= _LEAST_RUNS else _MOST_SECONDS):
-        begin = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - begin)
-    return taken

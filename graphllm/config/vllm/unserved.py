@@ -11,7 +11,7 @@ _SOUND = "models here read text only"
 _LORA = "start the server with --enable-lora and --lora-dir, the folder of the adapters that may be loaded"
 _RENDER = "use /tokenize with messages, or return_token_ids and return_prompt_text in a request"
 _COHERE = "use /v1/chat/completions, /v1/responses or /v1/messages"
-_ONE = "one server has one engine on one device; start one for each device behind a proxy"
+_ONE = "one server has one engine on one device; start one server for each device, with a proxy in front"
 _FAULT = "see /health, and --restart-engine"
 
 UNSERVED: Mapping[str, str] = {

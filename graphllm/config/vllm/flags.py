@@ -1,5 +1,5 @@
 """Command lines as vLLM's users write them: underscores, names that are settings here under another name or change
-nothing, `--model` for the argument, several words behind one option, `-tp 2`, `--compilation-config.mode 3`.
+nothing, `--model` for the argument, several words after one option, `-tp 2`, `--compilation-config.mode 3`.
 
 The words are put into the form that the command knows before it reads them. What is no option of the command goes into
 the hidden `--vllm-name`, and `graphllm.config.vllm.names` says what it means.
@@ -12,22 +12,12 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from typer.core import TyperCommand
-
-from graphllm.config import ConfigError, EngineConfig, definitions
+from graphllm.config.engine import EngineConfig
+from graphllm.config.errors import ConfigError
+from graphllm.config.setting import definitions
 from graphllm.config.vllm.names import SHORT, VLLM_NAMES, ForeignName, as_settings, read_text, spelled
 
 OPTION = "--vllm-name"  # given as name=value, the value as JSON
-
-
-class EngineCommand(TyperCommand):
-    """A command with options of the engine. others: names of vLLM's that are not the engine's."""
-
-    others: Mapping[str, ForeignName] = {}
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read a command line."""
-        return super().parse_args(ctx, _Words(args, self.name or "", self.params, self.others).rewritten())
 
 
 def vllm_values(given: Iterable[str]) -> dict[str, Any]:
@@ -36,7 +26,15 @@ def vllm_values(given: Iterable[str]) -> dict[str, Any]:
     return {name: json.loads(value) for name, _, value in pairs}
 
 
-class _Words:
+class CommandLine:
+    """The words of a command line, on their way into the form that the command knows.
+
+    words: as they were given.
+    command: its name.
+    params: the options of the command, as click has them.
+    others: names of vLLM's that are not the engine's.
+    """
+
     def __init__(
         self, words: list[str], command: str, params: Iterable[Any], others: Mapping[str, ForeignName]
     ) -> None:
@@ -48,6 +46,7 @@ class _Words:
         self._named = False  # the model, so that further plain words belong to the option before them
 
     def rewritten(self) -> list[str]:
+        """The words that the command reads."""
         out: list[str] = []
         while self._words:
             word = self._words.pop()
@@ -123,14 +122,14 @@ class _Words:
         elif not self._names[name].switch:
             values = [read_text(word) for word in self._values(self._named)]
             if not values:
-                raise ConfigError(f"{_flag(name)}: a value is missing behind it")
+                raise ConfigError(f"{_flag(name)}: a value is missing after it")
             found = values[0] if len(values) == 1 else values
         if member:
             found = {**self._foreign.get(name, {}), member.replace("-", "_"): found}
         self._foreign[name] = found
 
     def _values(self, several: bool) -> list[str]:
-        """The words behind an option that belong to it."""
+        """The words after an option that belong to it."""
         found = [self._words.pop()] if self._words else []
         while several and self._words and not self._words[-1].startswith("-"):
             found.append(self._words.pop())

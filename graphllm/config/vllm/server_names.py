@@ -34,10 +34,10 @@ FRONTEND_NAMES: Mapping[str, ForeignName] = {
     **fixed("Cohere's API is not served; leave it out", cohere_is_reasoning_model=True, cohere_format="cmd4"),
     **fixed("a server speaks text; send token ids to /v1/completions, and return_token_ids", tokens_only=False),
     **fixed("the number of engine cores is fixed while they run; see data_parallel_size", enable_scale_out=False),
-    **fixed("answers have no system_fingerprint; /server_info tells what is served",
+    **fixed("answers have no system_fingerprint; /server_info says what is served",
             fingerprint_mode=("full", "none"), fingerprint_value=()),
     **fixed("gRPC is not served; use --port", grpc_port=()),
     **fixed(_NO_CODE, middleware=([],)),
-    **fixed("ciphers are those of OpenSSL's defaults; leave it out", ssl_ciphers=()),
+    **fixed("ciphers are OpenSSL's defaults; leave it out", ssl_ciphers=()),
     **fixed(_OWN_HTTP, h11_max_incomplete_event_size=(65536, 4194304), h11_max_header_count=256),
 }  # fmt: skip

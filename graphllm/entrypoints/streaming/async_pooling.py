@@ -3,80 +3,35 @@ process."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from graphllm.config import ConfigError
 from graphllm.config.requests.pooling_params import PoolingParams
 from graphllm.engine.process.core_client import CoreClient
 from graphllm.engine.process.core_group import CoreGroup
 from graphllm.engine.process.messages import DeathCause, EngineDeadError
 from graphllm.engine.process.remote_core import RemoteCore
 from graphllm.engine.requests.processor import Prompt
-from graphllm.engine.requests.request import Adapter, EngineCoreOutput, EngineRequest
+from graphllm.engine.requests.request import Adapter, EngineCoreOutput
 from graphllm.engine.vectors.pooling import Pair, Pooling, PoolingRequest
 from graphllm.engine.vectors.pooling_outputs import PoolingRequestOutput, pooling_output
 from graphllm.entrypoints.adapters import LoRARequest
 from graphllm.entrypoints.llm_engine import refuse
-
-_LONG = 4096  # characters of a pair above which it is tokenized in a thread
-
-
-class PooledRequests:
-    """Requests for vectors that run, by the core's names of them."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, asyncio.Future[EngineCoreOutput]] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._waiting
-
-    async def run(self, client: CoreClient | RemoteCore | CoreGroup, request: EngineRequest) -> EngineCoreOutput:
-        """The last output of a request. Raises what it fails with; one that nobody waits for any more is aborted."""
-        future = self._waiting[request.id] = asyncio.get_running_loop().create_future()
-        try:
-            client.add([request])
-            return await future
-        except asyncio.CancelledError:
-            client.abort([request.id])
-            raise
-        finally:
-            del self._waiting[request.id]
-
-    def take(self, updates: Iterable[EngineCoreOutput]) -> None:
-        """Hand out those that end a request."""
-        for update in updates if self._waiting else ():
-            future = self._waiting.get(update.id)
-            if future is not None and update.finish_reason is not None and not future.done():
-                future.set_result(update)
-
-    def fail(self, error: Exception, names: Sequence[str] | None = None) -> int:
-        """End these, None for all, with an error; how many."""
-        found = [self._waiting.get(name) for name in (list(self._waiting) if names is None else names)]
-        waiting = [future for future in found if future is not None and not future.done()]
-        for future in waiting:
-            future.set_exception(error)
-        return len(waiting)
+from graphllm.entrypoints.streaming.async_processor import LongTexts
+from graphllm.entrypoints.streaming.streams import PooledRequests, RequestNames
 
 
 class PoolingAsyncMixin:
     """The methods for vectors; what they need is `AsyncLLM`'s."""
 
     _client: CoreClient | RemoteCore | CoreGroup
-    _names: dict[str, str]
-    _numbers: itertools.count[int]
+    _names: RequestNames
     _pooling: Pooling | None
     _pooled: PooledRequests
-    _long_texts: ThreadPoolExecutor
+    _texts: LongTexts
     _cause: DeathCause | None
 
     async def start(self) -> None:
@@ -109,18 +64,13 @@ class PoolingAsyncMixin:
         if truncate_prompt_tokens is not None:
             pooling_params = replace(pooling_params, truncate_prompt_tokens=truncate_prompt_tokens)
         adapter = None if lora_request is None else await self.open_adapter(lora_request)
-        if request_id in self._names:
-            raise ConfigError(f"request_id: {request_id!r} is already running; ids must be unique")
-        self._names[request_id] = name = f"{request_id}-{next(self._numbers)}"
-        try:
+        with self._names.running(request_id) as name:
             if not isinstance(prompt, Pair):
                 prompt = (await self.pooling()).instructed(prompt, None, pooling_params)
             asked, found, output = await self.vector(prompt, pooling_params, name, priority=priority, adapter=adapter)
             made = pooling_output(asked, found, output.cached)
             made.request_id = request_id
             yield made
-        finally:
-            del self._names[request_id]
 
     async def pooling(self) -> Pooling:
         """What makes requests for vectors, once the core is loaded."""
@@ -135,17 +85,15 @@ class PoolingAsyncMixin:
         """A prompt's vector, with the request and the core's output. name: what the core calls it. options: of
         `Pooling.make`. Raises as `encode`."""
         pooling = await self.pooling()
-        name = name if name is not None else f"pooled-{next(self._numbers)}"
+        name = name if name is not None else self._names.new("pooled")
 
         def make(prompt: Prompt | Pair) -> PoolingRequest:
             return pooling.make(prompt, params, name, **options)
 
-        if not isinstance(prompt, Pair):
-            asked = make(await self.tokenized(prompt))
-        elif max(len(text) for text in prompt if isinstance(text, str)) > _LONG:
-            asked = await asyncio.get_running_loop().run_in_executor(self._long_texts, make, prompt)
+        if isinstance(prompt, Pair):
+            asked = await self._texts.of_pair(prompt, make)
         else:
-            asked = make(prompt)
+            asked = make(await self.tokenized(prompt))
         if self._cause is not None:
             raise EngineDeadError(self._cause)
         output = await self._pooled.run(self._client, asked.request)
