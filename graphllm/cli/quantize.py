@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 
 from graphllm.config import EngineArgs
-from graphllm.loading.checkpoint.source import find_source, stored_checkpoint
+from graphllm.loading.checkpoint.source import find_source
+from graphllm.loading.checkpoint.tensors import stored_checkpoint
 from graphllm.quantize.run import Request, quantize
 
 
 def quantize_model(model: str | None, wanted: Request) -> None:
     """Quantize a checkpoint folder, or a name of the hub."""
     source = find_source(EngineArgs(model=model))
-    checkpoint = stored_checkpoint(source.folder)
+    checkpoint = stored_checkpoint(source.files)
     made = quantize(source.folder, checkpoint, wanted, lambda line: print(line, file=sys.stderr))
     before, fit = sum(t.nbytes for t in checkpoint.tensors.values()), made.fit
     print(f"{wanted.output}: {wanted.scheme} by {wanted.method}, {made.matrices} matrices of {made.layers} layers, "

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphllm.config.compilation import CompileConfig
-from graphllm.config.lora import LoRAConfig
 from graphllm.config.parallel import ParallelConfig
 from graphllm.config.pooling_config import PoolingType
 from graphllm.config.setting import parse_bytes, parse_object, setting
@@ -228,6 +227,18 @@ class LogConfig:
         None,
         help="Send OpenTelemetry a span for each request, to this URL; needs graphllm[otel].",
         key=_RUNNING,
+    )
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Adapters while an engine runs; `CompileConfig` has the settings of their tables."""
+
+    max_cpu_loras: int | None = setting(
+        None,
+        help="Adapters that are kept in the host's memory, at least max_loras; None: as many as that.",
+        key=_RUNNING,
+        ge=1,
     )
 
 

@@ -9,11 +9,10 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from graphllm.config.errors import ConfigError
-from graphllm.config.fields import read, read_json
+from graphllm.config.fields import read
 from graphllm.config.parameter import (
     IDS,
     MAPPING,
@@ -324,12 +323,6 @@ class SamplingParams:
             if name not in known
         )
         return SamplingParams.from_generation_config(overrides, base, "override_generation_config")
-
-    @staticmethod
-    def from_checkpoint(folder: Path, base: SamplingParams | None = None) -> SamplingParams:
-        """The defaults of a checkpoint folder, ``base`` where it has none. Raises ConfigError when its
-        ``generation_config.json`` is damaged."""
-        return SamplingParams.from_generation_config(read_json(folder / "generation_config.json") or {}, base)
 
 
 @documented

@@ -4,16 +4,14 @@ weights. Imports no torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from graphllm.config import CoreConfig
-from graphllm.loading.checkpoint.source import open_tensors
+from graphllm.loading.core.stored_weights import StoredWeights
 from graphllm.program import baked_table
 from graphllm.program.artifact import Artifact
 from graphllm.runtime.cuda_functions import CudaFunctions
 from graphllm.weights.loading.early_reading import EarlyWeights
 from graphllm.weights.loading.layout import BlockLayout, baked_layout, checkpoint_layout
-from graphllm.weights.plan.plan import WeightPlan
 
 
 @dataclass(frozen=True)
@@ -37,13 +35,12 @@ def begin_early(config: CoreConfig, artifact: Artifact) -> EarlyStart:
         return EarlyStart()
 
     def find() -> BlockLayout | None:
-        if artifact.is_baked:
+        stored = StoredWeights(config, artifact)
+        if stored.is_baked:
             return baked_layout(artifact.folder / baked_table.DATA, baked_table.check(artifact.folder)["tensors"])
-        model = config.model
-        checkpoint, _ = open_tensors(Path(model.model), config.load.load_format, model.speculative_model)
-        if checkpoint is None:
+        if stored.tensors.checkpoint is None:
             return None
-        return checkpoint_layout(WeightPlan.from_json(artifact.weights), checkpoint)
+        return checkpoint_layout(stored.plan, stored.tensors.checkpoint)
 
     functions = CudaFunctions(artifact.pieces)
     functions.begin()

@@ -6,19 +6,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphllm.config import CoreConfig
-from graphllm.loading.checkpoint.source import open_tensors
+from graphllm.loading.core.stored_weights import StoredWeights
 from graphllm.loading.memory import CacheCounts
 from graphllm.program.artifact import Artifact
 from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
-from graphllm.weights.formats.integers import KERNELS
 from graphllm.weights.loading import baked
 from graphllm.weights.loading.host_array import HostArray
 from graphllm.weights.loading.host_loader import host_loader
-from graphllm.weights.plan.plan import WeightPlan
 
 if TYPE_CHECKING:
     from graphllm.runtime.executor import Executor
@@ -32,12 +29,12 @@ def without_torch(config: CoreConfig, artifact: Artifact) -> Callable[[], Mappin
     program = artifact.program
     if program.torch or program.recurrent or program.adapted or program.experts or len(program.graphs) > 1:
         return None
-    if artifact.is_baked:
+    stored = StoredWeights(config, artifact)
+    if stored.is_baked:
         return functools.partial(baked.open_on_host, artifact.folder)
-    checkpoint, _ = open_tensors(Path(config.model.model), config.load.load_format, config.model.speculative_model)
-    if checkpoint is None:
+    if stored.tensors.checkpoint is None:
         return None
-    loader = host_loader(WeightPlan.from_json(artifact.weights), checkpoint, artifact.folder / KERNELS)
+    loader = host_loader(stored.plan, stored.tensors.checkpoint, stored.kernels)
     return None if loader is None else loader.load
 
 

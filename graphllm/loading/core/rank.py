@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from graphllm.config import ConfigError, CoreConfig, Peers
-from graphllm.loading.checkpoint.source import open_tensors
+from graphllm.loading.core.stored_weights import StoredWeights
 from graphllm.loading.memory import CacheCounts, cache_counts
 from graphllm.program.artifact import Artifact
 from graphllm.program.manifest import MemoryTable
@@ -129,22 +129,21 @@ def begin_weights(
     import torch
 
     from graphllm.program.stages import stage_reads
-    from graphllm.weights.formats.integers import KERNELS
     from graphllm.weights.loading import loader
     from graphllm.weights.loading.random import random_weights
     from graphllm.weights.loading.readers import Loading
 
     rank = place.tensor if config.peers is None else config.peers.rank
-    checkpoint, absent = open_tensors(Path(config.model.model), config.load.load_format, config.model.speculative_model)
+    stored = StoredWeights(config, artifact)
     reads = None if place.stage is None else stage_reads(artifact.program, place.stage)
-    plan = WeightPlan.from_json(artifact.weights)
-    kernels = artifact.folder / KERNELS
-    if artifact.is_baked:
+    plan, kernels = stored.plan, stored.kernels
+    if stored.is_baked:
         if artifact.config.tensor_parallel_size != 1 or config.peers is not None:
             raise ConfigError("bake_weights: an artifact of several ranks has no weights of its own; compile without")
         if device.type == "cuda":
             return baked.begin_weights(artifact.folder, device)
         return Loading(baked.open_weights(artifact.folder))
+    checkpoint, absent = stored.tensors
     if absent is not None:
         raise absent
     if checkpoint is not None:
