@@ -49,10 +49,22 @@ def cpu_cache_memory(pool: BlockPool, counts: CacheCounts) -> CacheMemory | None
     return CacheMemory(pool.tensors, counts.blocks, pool.bytes) if pool.tensors else None
 
 
-def cache_counts(config: CompileConfig, memory: MemoryTable, cache: CacheConfig, processes: int = 1) -> CacheCounts:
-    """What memory allows; on a GPU, of what the weights have left. config: of the artifact. memory: that a process of
-    it takes. processes: ranks and engine cores that each need as
-    much of a CPU's memory. Raises ConfigError where that is not enough."""
+def cache_counts(
+    config: CompileConfig,
+    memory: MemoryTable,
+    cache: CacheConfig,
+    processes: int = 1,
+    gpu: tuple[int, int] | None = None,
+) -> CacheCounts:
+    """What memory allows.
+
+    config: of the artifact.
+    memory: what a process of it takes.
+    processes: ranks and engine cores that each need as much of a CPU's memory.
+    gpu: bytes of the GPU that are free now that the weights are there, and all of them; None on a CPU.
+
+    Raises ConfigError where the memory is not enough.
+    """
     size, most, device = cache.kv_cache_memory_bytes, None, config.target.device
     if device == "cpu":
         needed = _fixed_bytes(memory) + (size or 0)
@@ -64,9 +76,8 @@ def cache_counts(config: CompileConfig, memory: MemoryTable, cache: CacheConfig,
                 "free some, lower --kv-cache-memory-bytes or --max-num-batched-tokens, or take a smaller model"
             )
     if size is None and device == "cuda":
-        import torch
-
-        free, total = torch.cuda.mem_get_info()
+        assert gpu is not None
+        free, total = gpu
         size = int(free - (1 - cache.gpu_memory_utilization) * total) - (gpu_bytes(memory, 0) - memory.weights)
     elif size is None:
         size = max(0, available_memory() - processes * memory.weights) // (4 * processes)

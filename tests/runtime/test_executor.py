@@ -20,7 +20,7 @@ from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
 from graphllm.engine.requests.request import EngineRequest
 from graphllm.loading.checkpoint.source import open_source
-from graphllm.loading.core.load import warm_up_host
+from graphllm.loading.core.loaders.make_core import warm_up_host
 from graphllm.program.artifact import Artifact
 from graphllm.program.schema import CacheGroup
 from graphllm.program.specs import InputSpec

@@ -17,6 +17,7 @@ from graphllm.engine.requests.options import LogitsProcessor
 from graphllm.engine.requests.processor import GrammarChecker
 from graphllm.engine.requests.request import CoreInfo
 from graphllm.engine.requests.text import Tokenizer
+from graphllm.engine.structured.compilers import GrammarCompilers
 from graphllm.host.importing import name_of
 from graphllm.loading.artifact.build import Progress, take_artifact
 from graphllm.loading.checkpoint.source import Source, find_generation_config, find_source, find_tokenizer
@@ -118,8 +119,6 @@ def grammar_maker(resolved: ResolvedModel) -> Callable[[CoreInfo], GrammarChecke
     backend = resolved.config.model.structured_outputs_backend
 
     def make(info: CoreInfo) -> GrammarChecker:
-        from graphllm.engine.structured.compilers import GrammarCompilers
-
         return GrammarCompilers(folder, info.vocab, stop_ids, backend)
 
     return make if resolved.tokenizer else None

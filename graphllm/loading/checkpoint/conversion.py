@@ -44,11 +44,13 @@ def safetensors_of(folder: Path, files: Sequence[str]) -> Path:
 def tokenizer_folder(folder: Path) -> Path:
     """The folder with the tokenizer.json of a checkpoint folder: itself, or one that transformers has written from
     another kind of tokenizer. Raises ConfigError when that cannot be."""
-    if not (folder / "tokenizer.json").is_file() and (file := gguf_in(folder)) is not None:
-        return gguf_tokenizer_folder(file)
+    ready = (folder / "tokenizer.json").is_file()
+    gguf = None if ready else gguf_in(folder)
+    if gguf is not None:
+        return gguf_tokenizer_folder(gguf)
     check_no_pointer(folder / "tokenizer.json")
     kept = [file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)]
-    if (folder / "tokenizer.json").is_file() or not kept:
+    if ready or not kept:
         return folder
     also = [file for pattern in ("*.json", "*.txt", "*.jinja") for file in folder.glob(pattern)]
     return _converted(_TOKENIZER, folder, sorted({*kept, *also}), "tokenizer")

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphllm.config import CoreConfig
 from graphllm.loading.core.stored_weights import StoredWeights
 from graphllm.program import baked_table
-from graphllm.program.artifact import Artifact
 from graphllm.runtime.cuda_functions import CudaFunctions
 from graphllm.weights.loading.early_reading import EarlyWeights
 from graphllm.weights.loading.layout import BlockLayout, baked_layout, checkpoint_layout
@@ -27,15 +25,15 @@ class EarlyStart:
             self.weights.close()
 
 
-def begin_early(config: CoreConfig, artifact: Artifact) -> EarlyStart:
+def begin_early(stored: StoredWeights) -> EarlyStart:
     """Begin it in threads, on the first GPU; nothing for an engine of another device, or of several. What fails is left
     to who then loads it."""
+    config, artifact = stored.config, stored.artifact
     degree = artifact.config.tensor_parallel_size * config.parallel.pipeline_parallel_size
     if artifact.device != "cuda" or degree > 1:
         return EarlyStart()
 
     def find() -> BlockLayout | None:
-        stored = StoredWeights(config, artifact)
         if stored.is_baked:
             return baked_layout(artifact.folder / baked_table.DATA, baked_table.check(artifact.folder)["tensors"])
         if stored.tensors.checkpoint is None:
@@ -44,5 +42,5 @@ def begin_early(config: CoreConfig, artifact: Artifact) -> EarlyStart:
 
     functions = CudaFunctions(artifact.pieces)
     functions.begin()
-    # Of engine cores that share experts each reads others.
+    # Engine cores that share experts each read others of them.
     return EarlyStart(functions, None if config.peers is not None else EarlyWeights(find))

@@ -10,7 +10,6 @@ from graphllm.config import CoreConfig
 from graphllm.loading.checkpoint.model_files import ModelFiles
 from graphllm.loading.checkpoint.tensors import Tensors, open_tensors
 from graphllm.program.artifact import Artifact
-from graphllm.weights.formats.integers import KERNELS
 from graphllm.weights.plan.plan import WeightPlan
 
 
@@ -45,8 +44,3 @@ class StoredWeights:
         if draft is not None:
             drafter = files if Path(draft) == folder else ModelFiles.read(Path(draft))
         return open_tensors(files, self.config.load.load_format, drafter)
-
-    @property
-    def kernels(self) -> Path:
-        """The artifact's library of kernels, which may be missing."""
-        return self.artifact.folder / KERNELS

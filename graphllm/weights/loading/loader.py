@@ -88,7 +88,7 @@ def begin_weights(
     ):  # by its number: which one is the current one is a matter of each thread, and threads read
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     check_checkpoint(plan, checkpoint)
-    plan = WeightPlan(tuple(replace(e, expr=simplify(at_rank(e.expr, rank))) for e in chosen(plan, names)))
+    plan = WeightPlan(tuple(replace(e, expr=simplify(at_rank(e.expr, rank))) for e in plan.chosen(names)))
     tensors = allocate(plan, device)
     with contextlib.ExitStack() as stack:
         fds = stack.enter_context(opened(sorted({info.file for info in checkpoint.tensors.values()})))
@@ -118,14 +118,6 @@ def _begin(
             loading.finish()
         undo.pop_all()
     return loading
-
-
-def chosen(plan: WeightPlan, names: Collection[str] | None) -> WeightPlan:
-    """The entries with these names and those that they are tied to; None for all."""
-    if names is None:
-        return plan
-    roots = {entry.tie for entry in plan if entry.name in names and entry.tie}
-    return WeightPlan(tuple(entry for entry in plan if entry.name in names or entry.name in roots))
 
 
 def begin_tensors(

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from graphllm.weights.checkpoint.files import read_into
+from graphllm.weights.loading.early_reading import Block, EarlyWeights
+from graphllm.weights.loading.layout import BlockLayout, TensorPlace
 from graphllm.weights.loading.shared_work import SharedCounter, Todo, run
 
 Progress = Callable[[int, int], None]
@@ -168,6 +170,19 @@ class Loading:
     def __exit__(self, *error: object) -> None:
         self._stopped.set()
         wait([self._reading])
+
+
+def begun_early(early: EarlyWeights, layout: BlockLayout, block: Block) -> Loading:
+    """The parameters that ``early`` is reading into a block of a GPU's memory."""
+    whole = torch.as_tensor(block, device="cuda")
+    return Loading({name: _view(whole, place) for name, place in layout.places.items()}, early.finish)
+
+
+def _view(block: Tensor, place: TensorPlace) -> Tensor:
+    """A parameter in the bytes of the block."""
+    dtype: torch.dtype = getattr(torch, place.dtype)
+    nbytes = math.prod(place.shape) * dtype.itemsize
+    return block[place.at : place.at + nbytes].view(dtype).view(place.shape)
 
 
 def _read_on_cpu(jobs: Sequence[ReadJob], device: torch.device, counter: SharedCounter) -> None:

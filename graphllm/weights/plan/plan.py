@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -126,6 +126,13 @@ class WeightPlan:
             else:
                 entries.append(dataclasses.replace(e, expr=Tie(heir.name)))
         return WeightPlan(tuple(entries))
+
+    def chosen(self, names: Collection[str] | None) -> WeightPlan:
+        """The entries with these names, and the entries that they are tied to; None for all."""
+        if names is None:
+            return self
+        roots = {entry.tie for entry in self if entry.name in names and entry.tie}
+        return WeightPlan(tuple(entry for entry in self if entry.name in names or entry.name in roots))
 
     @property
     def total_bytes(self) -> int:
