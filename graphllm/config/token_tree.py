@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from graphllm.config.errors import ConfigError
 
-_MOST = 62  # drafts: each node, the token last sampled among them, has a bit of an int64 whose sign says "no tree"
+_MOST = 62  # drafts: each node, the token last sampled among them, has a bit of an int64; its sign says "no tree"
 _FORM = (
     "give a list of paths, such as [(0,), (1,), (0, 0)]: of each draft, which of the likeliest tokens each step takes; "
     'or {"top_k": 4, "depth": 5, "drafts": 16} for one that grows'
@@ -16,10 +16,10 @@ _FORM = (
 
 
 class TokenTree(NamedTuple):
-    """A tree of drafts by its paths, shorter ones first: (0, 1) is the second likeliest token behind the likeliest one.
+    """A tree of drafts by its paths, shorter ones first: (0, 1) is the second likeliest token after the likeliest one.
 
-    Nodes are numbered in that order from 1; node 0, the root, is the token that was sampled last. What is said of nodes
-    is in their order, the root first.
+    Nodes are numbered in that order from 1; node 0, the root, is the token that was sampled last. Properties list the
+    nodes in that order, the root first.
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -47,12 +47,12 @@ class TokenTree(NamedTuple):
 
     @property
     def choices(self) -> list[int]:
-        """Of each draft, which of the likeliest tokens behind its parent it is. Without the root."""
+        """The rank of each draft among the likeliest tokens after its parent, from 0. Without the root."""
         return [path[-1] for path in self.paths]
 
     @property
     def children(self) -> list[list[int]]:
-        """The nodes behind each one."""
+        """The children of each node."""
         found: list[list[int]] = [[] for _ in self.parents]
         for node, parent in enumerate(self.parents[1:], 1):
             found[parent].append(node)
@@ -68,21 +68,23 @@ class TokenTree(NamedTuple):
 
     @property
     def inner(self) -> list[int]:
-        """The drafts behind which there are others."""
-        return [node for node, behind in enumerate(self.children) if behind and node]
+        """The drafts that have children."""
+        return [node for node, children in enumerate(self.children) if children and node]
 
     @property
     def rows(self) -> int:
-        """Of those, of a sequence in each further run of what drafts."""
+        """The number of drafts that have children: rows of a sequence in each further run of the drafter."""
         return len(self.inner)
 
 
 class DynamicTree(NamedTuple):
     """A tree of drafts that grows where what drafts is sure (EAGLE-2), anew in each step: only sizes are known.
 
-    top_k: the likeliest tokens that are looked at behind each draft, and the likeliest drafts of each depth behind
-    which they are. levels: depths. drafts: the likeliest of all that were looked at, which are verified. Nodes are
-    numbered by depth; node 0 is the token that was sampled last.
+    top_k: at each depth, the k likeliest drafts are expanded, each by its k likeliest tokens.
+    levels: depths.
+    drafts: how many are verified, the likeliest of all candidates.
+
+    Nodes are numbered by depth; node 0 is the token that was sampled last.
     """
 
     top_k: int
@@ -96,12 +98,12 @@ class DynamicTree(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Drafts behind which others are looked at."""
+        """Drafts that are expanded."""
         return self.top_k * (self.levels - 1)
 
     @property
     def candidates(self) -> int:
-        """Drafts that are looked at: those behind the root, then those behind each of the rows."""
+        """Drafts that are looked at: the children of the root, then the children of each expanded draft."""
         return self.top_k * (1 + self.rows)
 
     @property
@@ -116,7 +118,7 @@ class DynamicTree(NamedTuple):
 
 
 def of_parents(parents: Sequence[int]) -> TokenTree:
-    """The tree in which each node has that one before it, of which there is none before the root."""
+    """The tree with the given parent of each node; the parent of the root is ignored."""
     paths: list[tuple[int, ...]] = [()]
     for node, parent in enumerate(parents[1:], 1):
         paths.append((*paths[parent], list(parents[1:node]).count(parent)))
@@ -142,9 +144,9 @@ def token_tree(said: str) -> TokenTree | DynamicTree:
     paths = tuple(sorted({tuple(path) for path in found}, key=lambda path: (len(path), path)))
     if len(paths) != len(found):
         raise ConfigError(f"speculative_token_tree is {said!r:.80}: a path is there twice; leave one out")
-    if alone := [path for path in paths if len(path) > 1 and path[:-1] not in paths]:
+    if orphans := [path for path in paths if len(path) > 1 and path[:-1] not in paths]:
         raise ConfigError(
-            f"speculative_token_tree: {alone[0]} has nothing to follow; give the path {alone[0][:-1]} as well"
+            f"speculative_token_tree: {orphans[0]} has nothing to follow; give the path {orphans[0][:-1]} as well"
         )
     if len(paths) > _MOST:
         raise ConfigError(f"speculative_token_tree has {len(paths)} drafts; give at most {_MOST}")
@@ -162,7 +164,7 @@ def _grown(sizes: Mapping[Any, Any], said: str) -> DynamicTree:
     tree = DynamicTree(sizes["top_k"], sizes["depth"], sizes["drafts"])
     if max(tree.drafts, tree.rows) > _MOST:
         raise ConfigError(
-            f"speculative_token_tree has {tree.drafts} drafts, and {tree.rows} behind which others are looked at, "
+            f"speculative_token_tree has {tree.drafts} drafts, and {tree.rows} of them are expanded, "
             f"top_k * (depth - 1); give at most {_MOST} of each"
         )
     if not tree.levels <= tree.drafts <= tree.candidates:

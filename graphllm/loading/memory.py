@@ -13,16 +13,17 @@ from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
 
 # Bytes of a GPU for kernels, libraries, graphs and what allocations are rounded up to: 0.22 to 0.34 GB measured, see
 # bench/results/h200_proofs.json.
-_BESIDE = 300 * 10**6
+_OTHER = 300 * 10**6
 
 
 def gpu_bytes(memory: MemoryTable, blocks: int) -> int:
-    """What a GPU's memory holds in all, by the manifest's memory table: exact but for the share beside it."""
-    return _fixed_bytes(memory) + 4 * memory.zeroed + blocks * memory.block + _BESIDE
+    """Bytes that a GPU's memory holds in all: by the manifest's memory table exact, and an estimate of what CUDA
+    takes."""
+    return _fixed_bytes(memory) + 4 * memory.zeroed + blocks * memory.block + _OTHER
 
 
 def _fixed_bytes(memory: MemoryTable) -> int:
-    """What a process holds whatever its cache; messages are those of a stage of a pipeline."""
+    """Bytes that a process holds, its cache not counted. messages: what a stage of a pipeline exchanges."""
     return memory.weights + memory.arena + memory.state + memory.messages
 
 
@@ -45,7 +46,7 @@ class CacheCounts(NamedTuple):
 
 
 def cpu_cache_memory(pool: BlockPool, counts: CacheCounts) -> CacheMemory | None:
-    """A CPU's paged cache, whose memory comes while torch is imported; None for a model without one."""
+    """A CPU's paged cache; a thread asks for its memory while torch is imported. None for a model without one."""
     return CacheMemory(pool.tensors, counts.blocks, pool.bytes) if pool.tensors else None
 
 

@@ -47,8 +47,8 @@ def test_sizes_of_one_that_grows() -> None:
         (str([(i,) for i in range(61)] + [(0, 0), (0, 1)]), "has 63 drafts; give at most 62"),
         ("{'top_k': 4, 'depth': 3}", "give a list of paths, such as .* for one that grows"),
         ("{'top_k': 4, 'depth': 3, 'drafts': 0}", "give a list of paths"),
-        ("{'top_k': 4, 'depth': 3, 'drafts': 63}", "has 63 drafts, and 8 behind which others are looked at"),
-        ("{'top_k': 8, 'depth': 9, 'drafts': 20}", "has 20 drafts, and 64 behind which others are looked at"),
+        ("{'top_k': 4, 'depth': 3, 'drafts': 63}", "has 63 drafts, and 8 of them are expanded"),
+        ("{'top_k': 8, 'depth': 9, 'drafts': 20}", "has 20 drafts, and 64 of them are expanded"),
         (
             "{'top_k': 2, 'depth': 3, 'drafts': 11}",
             "has 11 drafts; .* at least, and at most 10",

@@ -38,7 +38,7 @@ class ForeignName(NamedTuple):
 
 
 def fixed(remedy: str, **neutral: Any) -> dict[str, ForeignName]:
-    """Names of which only some values are accepted: one, or several in a tuple."""
+    """Names that accept only some values: one, or several in a tuple."""
     made = {}
     for name, value in neutral.items():
         values = value if isinstance(value, tuple) else (value,)
@@ -109,7 +109,8 @@ _EPLB = {
     "num_redundant_experts": "num_redundant_experts",
     **{name: f"eplb_{name}" for name in ("window_size", "step_interval", "log_balancedness")},
 }
-# What is done anyway: experts move beside serving, by one algorithm, and a line comes with each look at the load.
+# What is done anyway: experts move while the engine serves, by one algorithm, and a line comes with each look at the
+# load.
 _EPLB_NEUTRAL = {"use_async": (True, False), "policy": ("default",), "log_balancedness_interval": (1,)}
 
 
@@ -120,8 +121,8 @@ def _balancing(value: Any) -> Mapping[str, Any]:
     for name, given in value.items():
         if name not in _EPLB and given is not None and given not in _EPLB_NEUTRAL.get(name, ()):
             neutral = _EPLB_NEUTRAL.get(name)
-            told = f"use {neutral[0]}" if neutral else f"there are {', '.join(_EPLB)}"
-            raise ConfigError(f"eplb_config.{name} is {given!r:.80}: {told}")
+            remedy = f"use {neutral[0]}" if neutral else f"there are {', '.join(_EPLB)}"
+            raise ConfigError(f"eplb_config.{name} is {given!r:.80}: {remedy}")
     return {_EPLB[name]: given for name, given in value.items() if name in _EPLB and given is not None}
 
 
@@ -236,7 +237,7 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
              code_revision="main"),
     **fixed("the tokenizer is the checkpoint's own, read by the tokenizers library; use auto",
              tokenizer_mode=("auto", "hf")),
-    **fixed("models are those of docs/adding-a-model.md; use auto", model_impl=("auto", "vllm"),
+    **fixed("docs/adding-a-model.md lists the models; use auto", model_impl=("auto", "vllm"),
              model_class_overrides=({},)),
     **fixed('give hf_overrides={"rope_scaling": ...}, with rope_theta there, too', rope_scaling=({},), rope_theta=()),
     **fixed(_OWN_CODE, worker_cls="auto", additional_config=({},), io_processor_plugin=()),
@@ -315,7 +316,7 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
              preemption_mode="recompute"),
     **hints("windows of attention are the model's own, and their blocks are freed", disable_sliding_window=False,
              disable_hybrid_kv_cache_manager=False, use_v2_block_manager=True),
-    **hints("blocks are told apart by SHA-256", prefix_caching_hash_algo="sha256", prefix_match_unit=()),
+    **hints("blocks are identified by SHA-256", prefix_caching_hash_algo="sha256", prefix_match_unit=()),
     **fixed(
         _WEIGHTS, cpu_offload_gb=(0, 0.0), cpu_offload_params=((), []), offload_backend="auto", offload_group_size=0,
         offload_params=((), []),
@@ -337,7 +338,7 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
     ),
     # Steps.
     **fixed(
-        "long prompts are always computed in chunks, beside requests that decode; leave it out, or raise "
+        "long prompts are always computed in chunks, together with requests that decode; leave it out, or raise "
         "max_num_batched_tokens", enable_chunked_prefill=True,
     ),
     **fixed("requests wait in one queue; use max_num_queued_reqs", max_num_queued_tokens=(), max_num_active_seqs=()),

@@ -41,11 +41,11 @@ def options_of(namespace: argparse.Namespace, defined: Mapping[str, Definition])
 def _add(
     options: Any, name: str, help: str, switch: bool, read: Callable[[str], Any], nargs: str | None = None
 ) -> None:
-    flag, told = "--" + name.replace("_", "-"), help.replace("%", "%%")
+    flag, text = "--" + name.replace("_", "-"), help.replace("%", "%%")
     if switch:
-        options.add_argument(flag, action=argparse.BooleanOptionalAction, help=told)
+        options.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
     else:
-        options.add_argument(flag, type=read, nargs=nargs, help=told)
+        options.add_argument(flag, type=read, nargs=nargs, help=text)
 
 
 def _hyphens(word: str) -> str:

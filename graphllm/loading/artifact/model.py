@@ -40,12 +40,12 @@ class ResolvedModel(NamedTuple):
 
 
 def log_progress() -> Progress:
-    """Tells the log each stage of a compilation once."""
-    told: set[str] = set()
+    """Logs each stage of a compilation once."""
+    seen: set[str] = set()
 
     def progress(stage: str, finished: int, total: int) -> None:
-        if stage not in told:
-            told.add(stage)
+        if stage not in seen:
+            seen.add(stage)
             _log.info("compiling: %s", stage)
 
     return progress

@@ -30,7 +30,7 @@ _TOKENIZER = "graphllm.loading.checkpoint.tokenizer_worker"
 _SECONDS = 120.0  # of a conversion, in which it could run; and more for large files
 _TICK = 0.25  # seconds between two looks at whether it could
 _SLOW = 20e6  # bytes of weights that are read and written in a second at least
-# What tokenizers are kept in beside tokenizer.json.
+# Files of tokenizers that have no tokenizer.json.
 _TOKENIZER_FILES = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "vocab.bpe")
 
 
@@ -103,8 +103,8 @@ def _run(worker: str, building: Path, files: Sequence[Path], size: int, subject:
             process.kill()
             raise
     if process.returncode:
-        told = said.decode(errors="replace").strip() or f"its limits are passed, or it died: {process.returncode}"
-        raise ConfigError(f"{subject} cannot be converted ({told:.500}); {_ELSEWHERE}")
+        reason = said.decode(errors="replace").strip() or f"its limits are passed, or it died: {process.returncode}"
+        raise ConfigError(f"{subject} cannot be converted ({reason:.500}); {_ELSEWHERE}")
 
 
 def _said(process: subprocess.Popen[bytes]) -> bytes | None:

@@ -69,7 +69,9 @@ def _byte_pairs(metadata: Mapping[str, Any], file: Path) -> tuple[Tokenizer, boo
     pairs = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ())]
     ids = _vocabulary(metadata)
     if lost := [pair for pair in pairs if not {*pair, "".join(pair)} <= ids.keys()]:
-        raise _bad(file, f"tokenizer.ggml.merges has {' '.join(lost[0])!r:.80}, whose parts or whole are no tokens")
+        raise _bad(
+            file, f"tokenizer.ggml.merges has {' '.join(lost[0])!r:.80}, but its parts or the whole are no tokens"
+        )
     tokenizer = Tokenizer(models.BPE(ids, pairs, ignore_merges=split.ignore_merges))
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
     if split.pattern is not None:
@@ -83,7 +85,7 @@ def _byte_pairs(metadata: Mapping[str, Any], file: Path) -> tuple[Tokenizer, boo
 
 
 def _sentence_pieces(metadata: Mapping[str, Any], file: Path) -> tuple[Tokenizer, bool]:
-    """Pieces of SentencePiece's BPE: two neighbours are merged whose piece has the best score."""
+    """Pieces of SentencePiece's BPE: the two neighbours are merged that make the piece with the best score."""
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.scores", ())
     if len(scores) != len(tokens):
         raise _bad(file, f"{len(tokens)} tokens have {len(scores)} scores")

@@ -45,7 +45,7 @@ class ModelFiles:
 
     @staticmethod
     def read(folder: Path) -> ModelFiles:
-        """Read a folder, of which nothing need be there. Raises ConfigError naming the file that is damaged."""
+        """Read a folder; none of the files need be there. Raises ConfigError naming the file that is damaged."""
         sentences = SentenceFiles.read(folder)
         return ModelFiles(folder, read_json(folder / "config.json"), sentences)
 

@@ -149,7 +149,7 @@ def open_source(
     load_format: with "dummy" only config.json is read, and the weights will be random numbers.
     draft: the folder of a draft model, which joins it: its config.json becomes the field "draft", and its tensors get
         "draft:" before their names.
-    config_folder: whose config.json is read in place of the folder's.
+    config_folder: its config.json is read in place of the folder's.
     overrides: fields in place of the fields of config.json.
     method: how the draft model drafts, where its config.json leaves that open.
     pooling_type: in place of what the checkpoint says; how vectors are made becomes the field "pooling".
@@ -210,7 +210,7 @@ def _draft_config(
 
 
 def _check_vocabulary(model: ModelFiles, draft: ModelFiles) -> None:
-    """Raise ConfigError for a draft model whose tokens have other numbers than the model's."""
+    """Raise ConfigError where tokens of a draft model have other numbers than in the model."""
     files = [found.folder / "tokenizer.json" for found in (model, draft)]
     if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
         return

@@ -1,5 +1,5 @@
-"""The headers of a checkpoint's tensors, opened once: those of its safetensors, .bin or GGUF files, of the dense layers
-that follow pooling, and of a draft model that joins it."""
+"""The headers of a checkpoint's tensors, opened once: from its safetensors, .bin or GGUF files, from the dense layers
+that follow pooling, and from a draft model that joins it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _stored(files: ModelFiles, load_format: str) -> Tensors:
 
 
 def _dense_tensors(files: ModelFiles, load_format: str) -> dict[str, TensorInfo]:
-    """The tensors of the dense layers that follow pooling, each of which has a folder of its own."""
+    """The tensors of the dense layers that follow pooling; each has a folder of its own."""
     found: dict[str, TensorInfo] = {}
     for layer in files.sentences.dense:
         tensors, absent = _stored(ModelFiles.read(files.folder / layer.folder), load_format)

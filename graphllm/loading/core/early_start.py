@@ -1,5 +1,5 @@
-"""What a GPU's engine begins before torch is there, whose import takes longer than both: loading cubins, and reading
-weights. Imports no torch."""
+"""What a GPU's engine begins while torch is imported, which takes longer: loading cubins, and reading weights. No
+torch."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from graphllm.engine.core import EngineCore
     from graphllm.engine.requests.options import LogitsProcessor
 
-_LOADERS = "graphllm.loading.core.loaders"  # one module each, whose `open_loader` gives a `Loader`, or None
+_LOADERS = "graphllm.loading.core.loaders"  # one module each; its `open_loader` gives a `Loader`, or None
 
 
 @no_collections()
@@ -43,7 +43,7 @@ def load_core(
 
     phases: is called with the name and the seconds of each start-up phase.
     processors: further logits processors, as objects.
-    exits: the process is the core's own, and ends when a rank dies, whose work its threads wait for in vain.
+    exits: the process is the core's own: it ends when a rank dies, as its threads wait for that rank in vain.
     waiting: processes for the other ranks.
     begun: what has begun already.
 

@@ -79,7 +79,7 @@ class RayNodes:
         self.close()
 
     def _place(self) -> None:
-        """Keep devices for the engine: on this node those of the first ranks, on each other node as many."""
+        """Keep devices for the engine, the same number on each node; this node has the first ranks."""
         bundle = {self._resource: float(self._here), "CPU": float(self._here if self._resource == "CPU" else 1)}
         own = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         self._group = placement_group(
@@ -122,8 +122,8 @@ class RayNodes:
             ray.get(self._lives[node], timeout=_EXPLAINING)
         except ray.exceptions.GetTimeoutError:
             return ""
-        except Exception as told:
-            return f" ({' '.join(str(told).split()):.300})"
+        except Exception as cause:
+            return f" ({' '.join(str(cause).split()):.300})"
         return ""
 
     def close(self) -> None:

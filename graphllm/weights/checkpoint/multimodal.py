@@ -1,5 +1,5 @@
-"""Whole multimodal checkpoints whose text model is a family here: they run as that, and their other parts are not
-read."""
+"""Whole multimodal checkpoints with a text model of a family here: they run as that model, and their other parts are
+not read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphllm.weights.checkpoint.tensor_info import TensorInfo
 
 ARCHITECTURES = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
 _INNER = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)|(lm_head\..+)")
-# Fields beside text_config that say something of the text model, too.
+# Fields next to text_config that say something of the text model, too.
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config")
 
 

@@ -124,7 +124,7 @@ for _dtype, _tag in SCALES.items():
 def grouped_integers(
     numbers_OI: Tensor, bits: int, group: int, scales_GO: Tensor, zeros_GO: Tensor | None = None
 ) -> Parts:
-    """The parts of byte or nibble encodings. numbers_OI: signed integers of so many bits; zeros_GO: what is subtracted
+    """The parts of byte or nibble encodings. numbers_OI: signed integers of ``bits`` bits; zeros_GO: what is subtracted
     from them."""
     codes, form = (numbers_OI + 8, "int4") if bits <= 4 else (numbers_OI & 255, "int8")
     made = {"values": packed(codes, form, group), "scales": scales_GO.contiguous()}
@@ -132,5 +132,5 @@ def grouped_integers(
 
 
 def grouped_name(bits: int, dtype: str, group: int, zeros: bool) -> str:
-    """The encoding of integers of so many bits. dtype: of the scales."""
+    """The encoding of integers of ``bits`` bits. dtype: of the scales."""
     return f"{'nibble' if bits <= 4 else 'byte'}{'_zeros' * zeros}_{SCALES[dtype]}-{group}"

@@ -1,5 +1,5 @@
 """The encodings int8 and int4: integers with one scale for each group of inner entries of a row, packed for
-`quant_linear`, whose docstring says what every bit means.
+`quant_linear`; its docstring says what every bit means.
 
 `pack` is the specification; the kernels of an artifact for a CPU can do the same at the speed of a read.
 """
@@ -22,7 +22,7 @@ _GRAIN = 32767  # numbers; torch splits larger elementwise work among its thread
 
 
 def _encoding(name: str, bits: int, group: int, dtype: str) -> Encoding:
-    """Integers of so many bits with one scale for each ``group`` of inner entries. dtype: of the packed integers."""
+    """Integers of ``bits`` bits with one scale for each ``group`` of inner entries. dtype: of the packed integers."""
 
     def values(rows: int, inner: int) -> tuple[int, ...]:
         """Blocks of rows, groups, lines of a group, rows of a block, bytes of a line and row."""

@@ -41,7 +41,8 @@ class EarlyWeights:
         return self._begun.result()
 
     def finish(self, report: Callable[[int, int], None]) -> None:
-        """Wait until all are read. report: told the bytes read so far and in all; what it raises ends the reading.
+        """Wait until all are read. report: is called with the bytes read so far and in all; what it
+        raises ends the reading.
         Raises what reading raised."""
         wait([self._begun])
         self._counter.report = report
@@ -129,11 +130,11 @@ class _Slot:
         self._undo.close()
 
     def memory(self, nbytes: int) -> memoryview:
-        """The first so many bytes."""
+        """The first ``nbytes`` bytes."""
         return memoryview((ctypes.c_ubyte * nbytes).from_address(self._pinned.value or 0)).cast("B")
 
     def copy_to(self, address: int, nbytes: int) -> None:
-        """Copy the first so many bytes to the GPU, where they are when this returns."""
+        """Copy the first ``nbytes`` bytes to the GPU, where they are when this returns."""
         place, count = ctypes.c_uint64(address), ctypes.c_size_t(nbytes)
         self._call("cuMemcpyHtoDAsync_v2", place, self._pinned, count, self._stream)
         self._call("cuStreamSynchronize", self._stream)

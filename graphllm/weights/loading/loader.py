@@ -76,7 +76,7 @@ def begin_weights(
 ) -> Loading:
     """The parameters by name, on ``device``, as ``rank`` of a parallel group holds them. Tied ones are the same tensor.
     On a GPU they are still being read, in the place of zeros, if that takes no more of its memory: kernels may run
-    with them meanwhile, whose results mean nothing.
+    with them, but their results mean nothing until then.
 
     names: those that are loaded, with what they are tied to; None for all. kernels: the artifact's library, which makes
     encoding fast; see `Encoding`. Raises WeightError before anything big is allocated, naming everything about the
@@ -149,7 +149,7 @@ def allocate(plan: WeightPlan, device: torch.device) -> dict[str, Tensor]:
 
 
 def _in_one_block(entries: Sequence[Entry]) -> dict[str, Tensor]:
-    """Zeros for them, one behind the other, so that few pages hold them."""
+    """Zeros for them, one after the other, so that few pages hold them."""
     starts = [0, *itertools.accumulate(-(-e.nbytes // _ALIGN) * _ALIGN for e in entries)]
     block = torch.from_numpy(zeros(max(1, starts[-1])))
     return {

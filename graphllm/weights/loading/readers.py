@@ -76,7 +76,7 @@ class ReadJob(Protocol):
     def nbytes(self) -> int: ...
     @property
     def staging(self) -> int:
-        """Bytes of staging memory that it needs, beside a GPU's."""
+        """Bytes of staging memory that it needs on the host."""
 
     def run(self, stage: Tensor, device: torch.device) -> None:
         """Read and put where it belongs. stage: bytes, pinned for a GPU, in use until the stream has come this far."""
@@ -139,7 +139,7 @@ def read_all(jobs: Sequence[ReadJob], device: torch.device, progress: Progress |
 
 
 class Loading:
-    """Parameters by name, whose memory a thread fills. A context manager, whose end ends that thread."""
+    """Parameters by name; a thread fills their memory. A context manager: its end ends that thread."""
 
     def __init__(
         self,

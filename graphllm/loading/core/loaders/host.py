@@ -1,6 +1,6 @@
-"""An engine core on a CPU without torch, whose import takes longer than the rest of a start and most of its memory: for
-models whose programs are compiled kernels throughout, with weights that `graphllm.weights.loading.host_loader` can
-load."""
+"""An engine core on a CPU without torch: importing it takes longer than the rest of a start, and most of its memory.
+This is for programs that are compiled kernels throughout, with weights that `graphllm.weights.loading.host_loader`
+loads."""
 
 from __future__ import annotations
 
