@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from graphllm.loading.core.early_start import EarlyStart
 
 
+_LOADERS = "graphllm.loading.core.loaders"
 _EARLY, _LOAD = "graphllm.loading.core.early_start", "graphllm.loading.core.load"  # imported when there is time for it
 
 
@@ -40,8 +41,8 @@ class _Loading:
 
     def preload(self) -> None:
         """Import what loading needs."""
-        names = [_LOAD, "graphllm.engine.core", "graphllm.runtime.executor", "tokenizers"]
-        # On a CPU most models need no torch (`graphllm.loading.core.loaders.host`).
+        # On a CPU most models need no torch.
+        names = [_LOAD, f"{_LOADERS}.{'device' if self._on_gpu else 'host'}", "tokenizers"]
         with no_collections():
             for name in [*(("torch", "graphllm.weights.loading.loader") if self._on_gpu else ()), *names]:
                 importlib.import_module(name)
