@@ -15,7 +15,9 @@ from graphllm.config import ConfigError
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.requests.text import Tokenizer
 from graphllm.ir.registry import load_models
-from graphllm.loading.checkpoint.unread_files import tell_unread
+from graphllm.loading.checkpoint.model_files import ModelFiles
+from graphllm.loading.checkpoint.sentence_transformers import SentenceFiles
+from graphllm.loading.checkpoint.unread_files import warn_unread
 from graphllm.weights.checkpoint import inert_fields
 from graphllm.weights.checkpoint.inert_fields import CONFIG, GENERATION, QUANTIZATION, unknown_fields
 from graphllm.weights.plan.schemes import scheme_of
@@ -115,6 +117,11 @@ def test_quantization_config(name: str) -> None:
     assert "quantization_config.brand_new" in _read(new)[1]
 
 
+def _warn(folder: Path) -> None:
+    files = ModelFiles.read(folder)
+    warn_unread(files.generation, files.sentences, None, {})
+
+
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # `Tokenizer` has them
 
 
@@ -124,13 +131,14 @@ def test_generation_config_json(tmp_path: Path, caplog: pytest.LogCaptureFixture
         value = {"eos_token_id": 3, "temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "do_sample": False}.get(name, 7)
         (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
         caplog.clear()
-        tell_unread(None, None, tmp_path, tmp_path)
-        used = SamplingParams.from_checkpoint(tmp_path) != SamplingParams() or name in _TOKEN_IDS
+        _warn(tmp_path)
+        generation = ModelFiles.read(tmp_path).generation
+        used = SamplingParams.from_generation_config(generation) != SamplingParams() or name in _TOKEN_IDS
         told = f"generation_config.json: {name}: not read, and without effect here" in caplog.text
         assert used != told or not unknown_fields({name: 7}, GENERATION), name
     (tmp_path / "generation_config.json").write_text(json.dumps(transformers.GenerationConfig().to_dict()))
     caplog.clear()
-    tell_unread(None, None, tmp_path, tmp_path)
+    _warn(tmp_path)
     assert not caplog.text  # values that are off
 
 
@@ -141,13 +149,12 @@ def test_tokenizer_config_json(checkpoint: Path, tmp_path: Path, caplog: pytest.
     for more, message in (
         ({}, ""),
         ({"split_special_tokens": True}, "tokenizer_config.json: split_special_tokens: not read, and without effect"),
-        ({"add_eos_token": True}, "add_eos_token is True, but tokenizer.json puts none behind a text"),
+        ({"add_eos_token": True}, "add_eos_token is True, but tokenizer.json puts none after a text"),
         ({"add_bos_token": True}, "add_bos_token is True, but tokenizer.json puts none before a text"),
         ({"add_bos_token": False, "add_eos_token": False, "legacy": True}, ""),
     ):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(told | more))
         caplog.clear()
-        tell_unread(tokenizer, tmp_path, tmp_path, tmp_path)
+        warn_unread({}, SentenceFiles.read(tmp_path), tokenizer, told | more)
         assert message in caplog.text
         assert bool(message) == bool(caplog.text)
 
@@ -162,11 +169,11 @@ def test_files_of_sentence_transformers(tmp_path: Path, caplog: pytest.LogCaptur
     }
     for name, fields in files.items():
         (tmp_path / name).write_text(json.dumps(fields))
-    tell_unread(None, None, tmp_path, tmp_path)
+    _warn(tmp_path)
     assert not caplog.text
     for name, fields in files.items():
         (tmp_path / name).write_text(json.dumps(fields | {"brand_new": 1, "similarity_fn_name": "dot"}))
-    tell_unread(None, None, tmp_path, tmp_path)
+    _warn(tmp_path)
     assert caplog.text.count(": brand_new: not read, and without effect here") == 3
     assert "similarity_fn_name is 'dot': scores of two vectors are their cosine" in caplog.text
 

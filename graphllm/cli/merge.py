@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphllm.config import ConfigError, EngineArgs
-from graphllm.loading.checkpoint.source import find_source, stored_checkpoint
+from graphllm.loading.checkpoint.source import find_source
+from graphllm.loading.checkpoint.tensors import stored_checkpoint
 from graphllm.quantize.merge import merge
 
 
@@ -18,7 +19,7 @@ def merge_adapters(model: str, adapters: Sequence[str], output: Path, dtype: str
     started = time.perf_counter()
     weighted = [_weighted(text) for text in adapters]
     source = find_source(EngineArgs(model=model))
-    checkpoint = stored_checkpoint(source.folder)
+    checkpoint = stored_checkpoint(source.files)
     made = merge(source.folder, checkpoint, weighted, output, dtype)
     print(f"{output}: {len(weighted)} adapter{'s' * (len(weighted) > 1)} merged, {made.tensors} tensors changed, "
           f"{made.nbytes / 1e6:,.1f} MB in {time.perf_counter() - started:.0f} s")  # fmt: skip

@@ -6,7 +6,8 @@ import sys
 from typing import Any
 
 from graphllm.config import EngineArgs
-from graphllm.loading.checkpoint.source import find_source, stored_checkpoint
+from graphllm.loading.checkpoint.source import find_source
+from graphllm.loading.checkpoint.tensors import stored_checkpoint
 from graphllm.quantize.run import Request, quantize
 
 
@@ -14,7 +15,7 @@ def quantize_model(model: str | None, *request: Any) -> None:
     """Quantize a checkpoint folder, or a name of the hub. request: the fields of `Request`."""
     wanted = Request(*request)
     source = find_source(EngineArgs(model=model))
-    checkpoint = stored_checkpoint(source.folder)
+    checkpoint = stored_checkpoint(source.files)
     made = quantize(source.folder, checkpoint, wanted, lambda line: print(line, file=sys.stderr))
     before, fit = sum(t.nbytes for t in checkpoint.tensors.values()), made.fit
     print(f"{wanted.output}: {wanted.scheme} by {wanted.method}, {made.matrices} matrices of {made.layers} layers, "

@@ -18,13 +18,13 @@ from graphllm.config.engine import (
     FilesConfig,
     LoadConfig,
     LogConfig,
+    LoRAConfig,
     ModelConfig,
     Peers,
     SchedulerConfig,
 )
 from graphllm.config.env import Env
 from graphllm.config.errors import ConfigError
-from graphllm.config.lora import LoRAConfig
 from graphllm.config.parallel import ParallelConfig
 from graphllm.config.setting import Setting, definitions, key_fields, parse_bytes, setting
 from graphllm.config.speculation import SpeculationConfig

@@ -12,7 +12,7 @@ from graphllm.config.errors import ConfigError
 from graphllm.config.setting import definitions, not_key, parse_count, setting
 from graphllm.config.token_tree import DynamicTree, TokenTree, token_tree
 
-_SHORT = (256, 512, 1024)  # tokens of steps for which a GPU has products that suit so many rows
+_SHORT = (256, 512, 1024)  # tokens of steps for which a GPU has products that suit that number of rows
 _LARGEST_BUCKET, _MOST_QUERIES = 2**24, 2**10
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantization = Literal["int8", "int4", "fp8", "mxfp4", "nf4"]
@@ -42,10 +42,9 @@ class Target:
 class Bucket:
     """A range of sizes that one specialization of a graph serves.
 
-    kind "decode": ``lo`` to ``hi`` sequences that have ``query_len`` tokens each, all of which are sampled from: one in
-    plain decoding, more where drafts are verified. kind "mixed": one ragged batch of ``lo`` to ``hi`` tokens. A bucket
-    with ``lo == hi`` is compiled for that static size; sizes are dynamic (and at least 2) otherwise.
-    """
+    kind "decode": ``lo`` to ``hi`` sequences that have ``query_len`` tokens each, and a sample after each token: one
+    token in plain decoding, more where drafts are verified. kind "mixed": one ragged batch of ``lo`` to ``hi`` tokens.
+    A bucket with ``lo == hi`` is compiled for that static size; sizes are dynamic (and at least 2) otherwise."""
 
     kind: Literal["decode", "mixed"]
     lo: int
@@ -63,7 +62,7 @@ class Bucket:
 
     def limits(self, max_num_seqs: int, query_len: int = 1) -> dict[str, int]:
         """The largest T, S and R of a step in this bucket. Dynamic ones are at least 2, however few there are.
-        query_len: the longest of all buckets; beside prompts, sequences verify drafts in mixed ones."""
+        query_len: the longest of all buckets; in mixed buckets, sequences verify drafts next to prompts."""
         if self.kind == "decode":
             return {"T": self.query_len * self.hi, "S": self.hi, "R": self.query_len * self.hi}
         rows = 1 if self.hi == 1 else max(2, max_num_seqs)
@@ -99,10 +98,10 @@ def default_buckets(
     target: Target, max_num_seqs: int, max_num_batched_tokens: int, num_speculative_tokens: int = 0,
     dynamic: bool = False, deterministic: bool = False,
 ) -> tuple[Bucket, ...]:  # fmt: skip
-    """One sequence alone is static; the rest of decode is split where other kernels win on a GPU. dynamic: fewer drafts
-    may be verified, too: 1, 2, 4 and so on. deterministic: on a CPU, where generated code decides how norms add up, one
-    program serves every step; on a GPU, where no library chooses products by their size, short steps with prompts have
-    their own, of several sizes."""
+    """A bucket of one sequence is static; the rest of decode is split where other kernels win on a GPU. dynamic: fewer
+    drafts may be verified, too: 1, 2, 4 and so on. deterministic: on a CPU, where generated code decides how norms add
+    up, one program serves every step; on a GPU, where no library chooses products by their size, short steps with
+    prompts have their own, of several sizes."""
     if deterministic and target.device == "cpu":
         return (Bucket("mixed", 1, max_num_batched_tokens),)
     found = [Bucket("decode", 1, 1)]
@@ -124,8 +123,8 @@ def default_buckets(
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """All that the compiler is told beside the model's own config. What compiled programs depend on stands here, and
-    every field is in the artifact key by default."""
+    """All that the compiler is given in addition to the model's own config. What compiled programs depend on stands
+    here, and every field is in the artifact key by default."""
 
     target: Target = setting(
         auto="a GPU where there is one",
@@ -196,7 +195,7 @@ class CompileConfig:
         ge=-1,
         le=2**16,
     )
-    max_logit_bias: int = setting(1024, help="Tokens whose logits a request may bias.", ge=0, le=2**24)
+    max_logit_bias: int = setting(1024, help="Number of tokens that a request may bias the logits of.", ge=0, le=2**24)
     tensor_parallel_size: int = setting(
         1, help="Ranks that divide the matrices of the layers among them.", ge=1, le=2**10
     )
@@ -218,7 +217,7 @@ class CompileConfig:
     )
     num_redundant_experts: int = setting(
         0,
-        help="Of enable_eplb: room for so many copies of busy experts in each layer, shared by all ranks.",
+        help="Of enable_eplb: number of copies of busy experts that each layer has room for, shared by all ranks.",
         ge=0,
         le=2**12,
     )
@@ -237,8 +236,7 @@ class CompileConfig:
     )
     prompt_lookup_max: int = setting(
         0,
-        help="Drafts are what followed the last tokens where they stood before in the text, of them at most so many "
-        "together; 0: they are not.",
+        help="Most tokens to look up in the text so far: drafts are what followed them there; 0: no such drafts.",
         ge=0,
         le=2**6,
     )
@@ -271,7 +269,7 @@ class CompileConfig:
         0, help="Rows of encoded inputs that are kept, for models with an encoder.", ge=0, le=2**31 - 1
     )
     enable_lora: bool = setting(
-        False, help="Serve LoRA adapters beside the model: every request may have its own, loaded while serving."
+        False, help="Serve LoRA adapters together with the model: every request may have its own, loaded while serving."
     )
     max_loras: int = setting(1, help="Adapters that requests of one step may have, at most.", ge=1, le=2**12)
     max_lora_rank: int = setting(16, help="The largest rank of an adapter.", ge=1, le=2**10)
@@ -286,8 +284,8 @@ class CompileConfig:
     )
     deterministic: bool = setting(
         False,
-        help="A request gets the same tokens and log-probabilities, bit for bit, whatever runs beside it, however its "
-        "prompt is divided, and whether it comes from the cache or is computed again; a little slower.",
+        help="A request gets the same tokens and log-probabilities, bit for bit, whatever runs at the same time, "
+        "however its prompt is divided, and whether it comes from the cache or is computed again; a little slower.",
     )
     tune: bool = setting(False, auto="on for a GPU", help="Choose kernels by timing them while compiling (GPU).")
     dump: Path | None = setting(
@@ -297,7 +295,7 @@ class CompileConfig:
     )
     jobs: int = setting(
         0,
-        help="Processes that compile beside each other; 0 chooses.",
+        help="Processes that compile at the same time; 0 chooses.",
         key="parallel build processes; the artifact is the same",
         ge=0,
         le=2**10,
@@ -342,9 +340,9 @@ def _check_tree(config: CompileConfig, tree: TokenTree | DynamicTree) -> None:
         "draft_sample_method is probabilistic": config.draft_sample_method != "greedy",
         f"rejection_sample_method is {config.rejection_sample_method}": config.rejection_sample_method != "standard",
     }
-    for told, is_wrong in wrong.items():
+    for mistake, is_wrong in wrong.items():
         if is_wrong:
-            raise ConfigError(f"{told}: drafts of a tree are all verified, by comparing; leave it or the tree out")
+            raise ConfigError(f"{mistake}: drafts of a tree are all verified, by comparing; leave it or the tree out")
     if lengths := [b.name for b in config.buckets if b.query_len not in (1, drafts + 1)]:
         raise ConfigError(f"buckets: {lengths[0]} verifies a part of speculative_token_tree; leave it out")
     if config.prompt_lookup_max:
@@ -363,11 +361,11 @@ def _check_sharing(config: CompileConfig) -> None:
         "enable_eplb is True": config.enable_eplb,
         "enable_lora is True": config.enable_lora,
     }
-    for told, is_wrong in wrong.items():
+    for mistake, is_wrong in wrong.items():
         if is_wrong:
             raise ConfigError(
-                f"{told}: that is not there for {config.data_parallel_experts} engine cores that share experts; leave "
-                "it out, or set data_parallel_experts 1 and tensor_parallel_size"
+                f"{mistake}: that is not there for {config.data_parallel_experts} engine cores that share experts; "
+                "leave it out, or set data_parallel_experts 1 and tensor_parallel_size"
             )
 
 

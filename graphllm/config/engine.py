@@ -1,4 +1,4 @@
-"""The tree of all settings, `EngineConfig`, whose groups are what each part of the engine is given."""
+"""The tree of all settings, `EngineConfig`: each part of the engine is given one group of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphllm.config.compilation import CompileConfig
-from graphllm.config.lora import LoRAConfig
 from graphllm.config.parallel import ParallelConfig
 from graphllm.config.pooling_config import PoolingType
 from graphllm.config.setting import parse_bytes, parse_object, setting
@@ -35,7 +34,7 @@ class ModelConfig:
     speculative_model: str | None = setting(
         None,
         written=str | Path | None,
-        help="Folder or hub name of a draft model, whose num_speculative_tokens guesses each step verifies.",
+        help="Folder or hub name of a draft model: each step verifies num_speculative_tokens drafts of it.",
         key="what its config.json and its tensors say is in the key",
     )
     speculative_method: _Drafting | None = setting(
@@ -54,7 +53,7 @@ class ModelConfig:
     )
     structured_outputs_backend: Literal["auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer"] = setting(
         "auto",
-        help="What enforces structured outputs whose requests do not say; all but guidance are extras to install.",
+        help="What enforces structured outputs, where a request does not say; all but guidance are extras to install.",
         key=_RUNNING,
     )
 
@@ -186,8 +185,8 @@ class SchedulerConfig:
     token_vector_memory_bytes: int = setting(
         256 << 20,
         parse=functools.partial(parse_bytes, "token_vector_memory_bytes"),
-        help="Of a model with a vector for each token: memory of those of whole prompts, such as documents that are "
-        "ranked again, beside enable_prefix_caching; 0: none.",
+        help="Of a model with a vector for each token: memory for the vectors of whole prompts, such as documents "
+        "that are ranked again, in addition to enable_prefix_caching; 0: none.",
         key=_RUNNING,
         ge=0,
     )
@@ -211,7 +210,7 @@ class SchedulerConfig:
     )
     snapshot_interval: int = setting(
         0,
-        help="Recurrent states are kept for reuse at a prompt's end and about every so many tokens; 0: only there.",
+        help="Tokens from one recurrent state that is kept for reuse to the next; 0: only a prompt's end is kept.",
         key=_RUNNING,
         ge=0,
     )
@@ -228,6 +227,18 @@ class LogConfig:
         None,
         help="Send OpenTelemetry a span for each request, to this URL; needs graphllm[otel].",
         key=_RUNNING,
+    )
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Adapters while an engine runs; `CompileConfig` has the settings of their tables."""
+
+    max_cpu_loras: int | None = setting(
+        None,
+        help="Adapters that are kept in the host's memory, at least max_loras; None: as many as that.",
+        key=_RUNNING,
+        ge=1,
     )
 
 

@@ -16,8 +16,8 @@ from graphllm.config.errors import ConfigError
 from graphllm.config.parameter import SWITCH, Check, is_int, is_number, is_strings
 
 MOST = 2**31 - 1  # of what is counted in 32 bits
-MAX_MODEL_LEN = "max_model_len"  # a field beside config.json's: tokens of the engine's longest context
-READ = "\0read"  # a field beside config.json's: the set of the names that were asked for, which copies share
+MAX_MODEL_LEN = "max_model_len"  # a field in addition to config.json's: tokens of the engine's longest context
+READ = "\0read"  # a field in addition to config.json's: the set of the names that were asked for, which copies share
 _LARGEST = 2**24  # width, number of heads or vocabulary of a model
 _DEEPEST = 64  # levels of lists and objects in a file
 _POINTER = b"version https://git-lfs"
@@ -129,7 +129,7 @@ def raw(fields: Fields, name: str, default: Any = None) -> Any:
 
 
 def note(fields: Fields, *names: str) -> None:
-    """These fields are used or refused: nobody has to be told that they do nothing."""
+    """These fields are used or refused: no warning says that they do nothing."""
     fields.get(READ, set()).update(names)
 
 

@@ -27,21 +27,25 @@ class ParallelConfig:
     )
     data_parallel_rank: int | None = setting(
         None,
-        help="Of the one engine core that this process has of the data_parallel_size on this machine, behind somebody "
-        "else's load balancer; None: it has all of them.",
+        help="Number of the one engine core that this process has, of the data_parallel_size on this machine, where "
+        "somebody else balances the load; None: it has all of them.",
         key=_PLACED,
         ge=0,
     )
 
     eplb_window_size: int = setting(
-        1000, help="Of enable_eplb: steps whose tokens say how busy an expert is.", key=_BALANCED, ge=1, le=2**16
+        1000,
+        help="Of enable_eplb: number of the latest steps that say how busy an expert is.",
+        key=_BALANCED,
+        ge=1,
+        le=2**16,
     )
     eplb_step_interval: int = setting(
         3000, help="Of enable_eplb: steps from one look at the load to the next.", key=_BALANCED, ge=1
     )
     eplb_log_balancedness: bool = setting(
         False,
-        help="Of enable_eplb: log at each look how even the ranks' tokens are, mean over most, before and behind it.",
+        help="Of enable_eplb: log at each look how even the ranks' tokens are, mean over most, before and after it.",
         key=_BALANCED,
     )
 
@@ -100,7 +104,7 @@ def check_parallel(config: ParallelConfig, ranks: int) -> None:
         )
     if (nodes > 1 or (backend == "ray" and ranks > 1)) and config.data_parallel_size > 1:
         raise ConfigError(
-            f"data_parallel_size is {config.data_parallel_size}: an engine whose ranks are on several machines is one "
+            f"data_parallel_size is {config.data_parallel_size}: an engine with ranks on several machines is one "
             "engine core; use 1"
         )
     if ranks % nodes:
@@ -109,4 +113,4 @@ def check_parallel(config: ParallelConfig, ranks: int) -> None:
             "give as many ranks to each machine"
         )
     if config.node_rank and config.node_rank >= nodes:
-        raise ConfigError(f"node_rank is {config.node_rank}: those of nnodes {nodes} are below that")
+        raise ConfigError(f"node_rank is {config.node_rank}: with nnodes {nodes} it must be less")

@@ -30,8 +30,10 @@ class Check(NamedTuple):
 class Column(NamedTuple):
     """A parameter as an array on the device, one entry for each sampled row.
 
-    dtype: such as "float32". neutral: what a row without a request has, or a request without that wish. source: whose
-    field of this name holds the value; "request" where it is only known once a request is made, as a random seed.
+    dtype: such as "float32".
+    neutral: the value of a row without a request, and of a request without that wish.
+    source: the object that has the value as a field of this name; "request" where it is only known once a request is
+        made, as a random seed.
     """
 
     name: str
@@ -42,7 +44,7 @@ class Column(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """What is known of a field beside its name, type and default.
+    """What is known of a field, in addition to its name, type and default.
 
     normal: brings values that may be written in several ways into the one that is stored. column: dtype and neutral
     value, and the source where that is not the parameter itself. body: its type in HTTP requests where that is another

@@ -16,7 +16,7 @@ DenseActivation = Literal["identity", "tanh", "relu", "gelu", "sigmoid"]
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """A linear layer behind pooling, of ``outputs`` rows and ``inputs`` columns. folder: where its tensors lie, such as
+    """A linear layer after pooling, of ``outputs`` rows and ``inputs`` columns. folder: where its tensors lie, such as
     2_Dense, or nothing for the checkpoint's own; they are "linear.weight" and "linear.bias"."""
 
     folder: str
@@ -31,7 +31,7 @@ class DenseLayer:
 
 
 def dense_tensor(folder: str, name: str) -> str:
-    """What a tensor of a dense layer's folder is called beside those of the model."""
+    """The name of a dense layer's tensor among the model's tensors. folder: the layer's."""
     return f"{folder}:{name}" if folder else name
 
 
@@ -40,7 +40,7 @@ class PoolingConfig:
     """What a checkpoint says of its vectors.
 
     pooling_type: of a sequence's hidden states the last, the first, their mean, or all of them, one vector for each
-    token; None where the checkpoint leaves it to its family. dense: layers behind pooling, in order. normalize: whether
+    token; None where the checkpoint leaves it to its family. dense: layers after pooling, in order. normalize: whether
     vectors are to have length 1. dimensions: the lengths to which a vector may be cut (Matryoshka); empty for any.
     prompts: what stands before a text, by `prompt_name`. default_prompt_name: of the one that stands there unless
     another is asked for. include_prompt: whether its tokens take part in the mean. max_seq_length: longer texts are cut

@@ -22,7 +22,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is known of a field beside its name, type and default.
+    """What is known of a field, in addition to its name, type and default.
 
     help: one or two sentences. auto: what is taken where the user says nothing, because it depends on the model or the
     machine. written: the type in which users give it, where that is another one than the field's. parse: makes the

@@ -31,7 +31,7 @@ class SpeculationConfig:
         24, help="Proposer suffix: the most last tokens that are compared with earlier ones.", key=_RUNNING, ge=1
     )
     suffix_decoding_max_cached_requests: int = setting(
-        1000, help="Proposer suffix: ended requests whose texts are looked up as well; 0: none.", key=_RUNNING, ge=0
+        1000, help="Proposer suffix: number of ended requests that are searched as well; 0: none.", key=_RUNNING, ge=0
     )
     suffix_decoding_max_spec_factor: float = setting(
         1.0, help="Proposer suffix: drafts for each token that was the same before, at most.", key=_RUNNING, gt=0

@@ -18,8 +18,8 @@ _FORM = (
 class TokenTree(NamedTuple):
     """A tree of drafts by its paths, shorter ones first: (0, 1) is the second likeliest token after the likeliest one.
 
-    Nodes are numbered in that order from 1; node 0, the root, is the token that was sampled last. What is said of nodes
-    is in their order, the root first.
+    Nodes are numbered in that order from 1; node 0, the root, is the token that was sampled last. Properties list the
+    nodes in that order, the root first.
     """
 
     paths: tuple[tuple[int, ...], ...]

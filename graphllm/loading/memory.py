@@ -13,16 +13,17 @@ from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
 
 # Bytes of a GPU for kernels, libraries, graphs and what allocations are rounded up to: 0.22 to 0.34 GB measured, see
 # bench/results/h200/gpu_proofs.json.
-_BESIDE = 300 * 10**6
+_OTHER = 300 * 10**6
 
 
 def gpu_bytes(memory: MemoryTable, blocks: int) -> int:
-    """What a GPU's memory holds in all, by the manifest's memory table: exact but for the share beside it."""
-    return _fixed_bytes(memory) + 4 * memory.zeroed + blocks * memory.block + _BESIDE
+    """Bytes that a GPU's memory holds in all: by the manifest's memory table exact, and an estimate of what CUDA
+    takes."""
+    return _fixed_bytes(memory) + 4 * memory.zeroed + blocks * memory.block + _OTHER
 
 
 def _fixed_bytes(memory: MemoryTable) -> int:
-    """What a process holds whatever its cache; messages are those of a stage of a pipeline."""
+    """Bytes that a process holds, its cache not counted. messages: what a stage of a pipeline exchanges."""
     return memory.weights + memory.arena + memory.state + memory.messages
 
 
@@ -45,14 +46,26 @@ class CacheCounts(NamedTuple):
 
 
 def cpu_cache_memory(pool: BlockPool, counts: CacheCounts) -> CacheMemory | None:
-    """A CPU's paged cache, whose memory comes while torch is imported; None for a model without one."""
+    """A CPU's paged cache; a thread asks for its memory while torch is imported. None for a model without one."""
     return CacheMemory(pool.tensors, counts.blocks, pool.bytes) if pool.tensors else None
 
 
-def cache_counts(config: CompileConfig, memory: MemoryTable, cache: CacheConfig, processes: int = 1) -> CacheCounts:
-    """What memory allows; on a GPU, of what the weights have left. config: of the artifact. memory: that a process of
-    it takes. processes: ranks and engine cores that each need as
-    much of a CPU's memory. Raises ConfigError where that is not enough."""
+def cache_counts(
+    config: CompileConfig,
+    memory: MemoryTable,
+    cache: CacheConfig,
+    processes: int = 1,
+    gpu: tuple[int, int] | None = None,
+) -> CacheCounts:
+    """What memory allows.
+
+    config: of the artifact.
+    memory: what a process of it takes.
+    processes: ranks and engine cores that each need as much of a CPU's memory.
+    gpu: bytes of the GPU that are free now that the weights are there, and all of them; None on a CPU.
+
+    Raises ConfigError where the memory is not enough.
+    """
     size, most, device = cache.kv_cache_memory_bytes, None, config.target.device
     if device == "cpu":
         needed = _fixed_bytes(memory) + (size or 0)
@@ -64,9 +77,8 @@ def cache_counts(config: CompileConfig, memory: MemoryTable, cache: CacheConfig,
                 "free some, lower --kv-cache-memory-bytes or --max-num-batched-tokens, or take a smaller model"
             )
     if size is None and device == "cuda":
-        import torch
-
-        free, total = torch.cuda.mem_get_info()
+        assert gpu is not None
+        free, total = gpu
         size = int(free - (1 - cache.gpu_memory_utilization) * total) - (gpu_bytes(memory, 0) - memory.weights)
     elif size is None:
         size = max(0, available_memory() - processes * memory.weights) // (4 * processes)

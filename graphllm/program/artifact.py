@@ -28,6 +28,7 @@ from graphllm.program.manifest import Factors, Manifest, MemoryTable
 from graphllm.program.program import Program, read_program
 
 FORMAT = 5
+KERNELS = Path("pieces") / "kernels.so"  # a CPU's library of kernels, in an artifact; not every one has it
 # Fields of config.json that name things without changing the computation, with the reason.
 EXCLUDED_MODEL_FIELDS = {
     "_name_or_path": "where the checkpoint came from",
@@ -267,6 +268,11 @@ class Artifact:
     def pieces(self) -> Path:
         """The folder of compiled pieces."""
         return self.folder / "pieces"
+
+    @property
+    def kernels(self) -> Path:
+        """The library of a CPU's kernels, which may be missing."""
+        return self.folder / KERNELS
 
     @property
     def is_baked(self) -> bool:

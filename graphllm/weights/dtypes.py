@@ -38,4 +38,4 @@ DTYPES = {
 }
 BY_TAG = {d.tag: d for d in DTYPES.values()}
 ITEMSIZE = {d.name: d.itemsize for d in DTYPES.values()}
-PLAIN = ("bfloat16", "float16", "float32", "float64")  # numbers that stand for themselves, without a scale beside them
+PLAIN = ("bfloat16", "float16", "float32", "float64")  # numbers that stand for themselves, without a scale

@@ -54,14 +54,14 @@ class Encoding:
     parts. op: the name of the op that multiplies with the parts as they are; None where they are only decoded. It is
     called with (x_TI, the parts in order, rows, bias_O=None) and ``settings``, as `quant_linear`; where ``arguments``
     are given, with the parts under these names, in order, and bias_O and ``settings`` by name. moe_op: the name of the
-    op that computes experts whose matrices are encoded, called as `quant_moe`, or with ``moe_arguments`` and
-    ``settings``; None where experts are left alone. row_op: the name of the op that looks up rows, called with
-    (token_ids_T, the parts in order), dtype, scale and ``settings`` by name, as `gguf_embedding`; None where tables are
-    left alone.
+    op that computes experts with encoded matrices, called as `quant_moe`, or with ``moe_arguments`` and
+    ``settings``; None where experts stay as they are. row_op: the name of the op that looks up rows, called with
+    (token_ids_T, the parts in order), dtype, scale and ``settings`` by name, as `gguf_embedding`; None where tables
+    stay as they are.
 
     decode(parts, rows, inner): the matrix, of any floating dtype. encode(numbers): the parts of a matrix of any
-    floating dtype; None where a checkpoint must bring them, and not needed beside pack. pack(numbers, parts, row,
-    entry, library): writes the encoded numbers into the memory of the whole parts, of which they are a piece: from any
+    floating dtype; None where a checkpoint must bring them, and not needed with pack. pack(numbers, parts, row,
+    entry, library): writes the encoded numbers into the memory of the whole parts, as a piece of them: from any
     row on, and from an inner entry on that is a multiple of the block's; may use a routine of the artifact's library of
     kernels, a path that may be None or missing.
 
@@ -136,7 +136,7 @@ class Encoding:
 
 
 Family = Callable[..., Encoding]  # of the name and the numbers in it
-_FORMATS = Path(__file__).parent / "formats"  # those of graphllm
+_FORMATS = Path(__file__).parent / "formats"  # graphllm's own
 _encodings: dict[str, Encoding] = {}
 _families: dict[str, Family] = {}
 

@@ -19,7 +19,9 @@ from graphllm.config import ConfigError, EngineArgs
 from graphllm.engine.requests.text import Tokenizer
 from graphllm.loading.checkpoint import conversion, weights_worker
 from graphllm.loading.checkpoint.conversion import tokenizer_folder
-from graphllm.loading.checkpoint.source import find_source, find_tokenizer, open_tensors
+from graphllm.loading.checkpoint.model_files import ModelFiles
+from graphllm.loading.checkpoint.source import find_source, find_tokenizer
+from graphllm.loading.checkpoint.tensors import open_tensors
 from graphllm.weights.checkpoint.checkpoint import Checkpoint
 from tests.hub import files_of, fill_cache
 
@@ -130,10 +132,10 @@ def test_shards_of_which_one_is_missing(tmp_path: Path, checkpoint: Path) -> Non
     torch.save({"a": torch.zeros(2, 2)}, tmp_path / "a.bin")
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "a.bin", "b": "b.bin"}}))
     with pytest.raises(ConfigError, match=r"its index names 'b.bin', which is not there; download it"):
-        open_tensors(tmp_path, "auto")
+        open_tensors(ModelFiles.read(tmp_path), "auto")
     shutil.copy(checkpoint / "model.safetensors", tmp_path)  # comes first, and the others are never opened
-    assert len(open_tensors(tmp_path, "auto")[0].tensors) > 2  # type: ignore[union-attr]
-    assert len(open_tensors(tmp_path, "safetensors")[0].tensors) > 2  # type: ignore[union-attr]
+    assert len(open_tensors(ModelFiles.read(tmp_path), "auto")[0].tensors) > 2  # type: ignore[union-attr]
+    assert len(open_tensors(ModelFiles.read(tmp_path), "safetensors")[0].tensors) > 2  # type: ignore[union-attr]
 
 
 def _indexed(folder: Path, shards: Mapping[str, Mapping[str, torch.Tensor]], index: Mapping[str, str]) -> list[Path]:
@@ -162,7 +164,7 @@ def test_another_index_of_the_same_shards_is_another_conversion(tmp_path: Path) 
     shards = {"a.bin": {"w": torch.zeros(2)}, "b.bin": {"w": torch.ones(2)}}
     for file, value in (("a.bin", 0.0), ("b.bin", 1.0)):
         _indexed(tmp_path, shards, {"w": file})
-        found = open_tensors(tmp_path, "auto")[0]
+        found = open_tensors(ModelFiles.read(tmp_path), "auto")[0]
         assert found is not None
         assert load_file(found.tensors["w"].file)["w"].tolist() == [value] * 2
 
@@ -202,9 +204,9 @@ def test_a_pickle_that_runs_something(tmp_path: Path) -> None:
         ConfigError,
         match=r"its weights cannot be converted \(pytorch_model.bin: Weights only load failed.*where you tru",
     ):
-        open_tensors(tmp_path, "auto")
+        open_tensors(ModelFiles.read(tmp_path), "auto")
     with pytest.raises(ConfigError, match=r"only pytorch_model.bin, which cannot be read; leave out --load-f"):
-        raise open_tensors(tmp_path, "safetensors")[1]  # type: ignore[misc]
+        raise open_tensors(ModelFiles.read(tmp_path), "safetensors")[1]  # type: ignore[misc]
     assert not (tmp_path / "ran").exists()
     assert list((tmp_path / "cache" / "converted").iterdir()) == []
     pickle.loads((tmp_path / "pytorch_model.bin").read_bytes()[:0] or pickle.dumps(_Bomb(tmp_path / "ran")))
@@ -215,7 +217,7 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"w": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
     monkeypatch.setattr(conversion.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
     with pytest.raises(ConfigError, match=r"its weights need .*; make room there or set GRAPHLLM_CACHE"):
-        open_tensors(tmp_path, "auto")
+        open_tensors(ModelFiles.read(tmp_path), "auto")
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from graphllm.loading.artifact.build import artifact_folder
 from graphllm.loading.artifact.model import checkpoint_defaults
 from graphllm.loading.artifact.resolve import compile_config
 from graphllm.loading.checkpoint.hub import Hub, is_name, name_of
-from graphllm.loading.checkpoint.source import find_source, find_tokenizer, model_files
+from graphllm.loading.checkpoint.source import find_source, find_tokenizer
+from graphllm.loading.checkpoint.wanted import whole_model
 from graphllm.program.artifact import Artifact
 from tests.hub import GATED, HubServer, commit_of, files_of, fill_cache, hub_server
 
@@ -160,7 +161,7 @@ def test_bin_files_only_where_there_is_nothing_else(checkpoint: Path, hub: HubSe
     }
     hub.models["tiny/small"] = hub.models[NAME]
     place = Hub.of(None, None)
-    folder = place.find("model", NAME, None, model_files("auto")).folder
+    folder = place.locate("model", NAME, None, whole_model("auto")).folder
     assert sorted(p.name for p in folder.glob("*.bin")) == ["pytorch_model.bin"]
     assert not any(found("tiny/small", load_format="dummy").glob("*.bin"))
 
@@ -170,11 +171,13 @@ def test_modules_of_sentence_transformers(checkpoint: Path, hub: HubServer) -> N
     modules = {"1_Pooling/config.json": b"{}", "2_Dense/config.json": b"{}", "2_Dense/model.safetensors": b"x"}
     hub.models["tiny/dense"] = {**files_of(checkpoint), **modules, "onnx/model.onnx": b"x", "2_Dense/a/b.bin": b"x"}
     place = Hub.of(None, None)
-    folder = place.find("model", "tiny/dense", None, model_files("auto")).folder
+    folder = place.locate("model", "tiny/dense", None, whole_model("auto")).folder
     assert {n for n in modules if (folder / n).is_file()} == set(modules)
     assert not (folder / "2_Dense" / "a").exists()
     (folder / "2_Dense" / "model.safetensors").unlink()
-    assert (place.find("model", "tiny/dense", None, model_files("auto")).folder / "2_Dense/model.safetensors").is_file()
+    assert (
+        place.locate("model", "tiny/dense", None, whole_model("auto")).folder / "2_Dense/model.safetensors"
+    ).is_file()
 
 
 def test_what_a_download_says(checkpoint: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +287,7 @@ def test_a_missing_architecture_is_told_by_the_model_type() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from graphllm.ir.registry import load_models
-    from graphllm.loading.checkpoint.source import _with_architecture
+    from graphllm.loading.checkpoint.model_config import with_architecture
 
     known = load_models()
     borrowing = ("gpt-sw3", "internlm3", "iquestcoder")  # other models, with the class of one
@@ -292,9 +295,9 @@ def test_a_missing_architecture_is_told_by_the_model_type() -> None:
     named = {kind: name for kind, name in classes if name in known and kind not in borrowing}
     assert {*named.values()} >= {"LlamaForCausalLM", "OPTForCausalLM", "GPT2LMHeadModel", "Gemma3ForCausalLM"}
     for kind, name in named.items():
-        assert _with_architecture({"model_type": kind})["architectures"] == [name]
-    assert "architectures" not in _with_architecture({"model_type": "no_such"})
-    assert _with_architecture({"model_type": "llama", "architectures": ["X"]})["architectures"] == ["X"]
+        assert with_architecture({"model_type": kind})["architectures"] == [name]
+    assert "architectures" not in with_architecture({"model_type": "no_such"})
+    assert with_architecture({"model_type": "llama", "architectures": ["X"]})["architectures"] == ["X"]
 
 
 def test_code_of_a_repository_never_runs(tmp_path: Path, checkpoint: Path) -> None:

@@ -15,6 +15,7 @@ import dataclasses, json, sys
 from pathlib import Path
 from graphllm.config import CompileConfig, CoreConfig, LoadConfig, ModelConfig, ParallelConfig, Peers, Target
 from graphllm.loading.core.early_start import begin_early
+from graphllm.loading.core.stored_weights import StoredWeights
 from graphllm.program.artifact import Artifact
 from graphllm.program.manifest import Factors, Manifest, MemoryTable
 folder, artifact, device, ranks, stages, peers = sys.argv[1:]
@@ -26,7 +27,7 @@ compiled = CompileConfig(Target(device, ()), tensor_parallel_size=int(ranks))
 factors = Factors(5, {}, {}, {}, compiled, {}, "")
 memory = MemoryTable(0, 0, {}, 0, 0, 0, 0, 0, 0, 0)
 manifest = Manifest(factors, {}, [], [], {}, [], memory, {}, {}, {}, {}, {})
-begun = begin_early(config, Artifact(Path(artifact), manifest))
+begun = begin_early(StoredWeights(config, Artifact(Path(artifact), manifest)))
 if begun.functions is not None:
     print(bool(begun.functions.get({"cubin": "one.cubin", "symbol": "f", "shared": 0})))
 if begun.weights is not None:

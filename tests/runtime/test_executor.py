@@ -22,7 +22,7 @@ from graphllm.engine.core import EngineCore
 from graphllm.engine.requests.request import EngineRequest
 from graphllm.ir.model import Graph, Model
 from graphllm.loading.checkpoint.source import open_source
-from graphllm.loading.core.load import warm_up_host
+from graphllm.loading.core.loaders.make_core import warm_up_host
 from graphllm.program.artifact import Artifact
 from graphllm.program.schema import CacheGroup
 from graphllm.program.specs import InputSpec

@@ -23,7 +23,7 @@ from graphllm.engine.core import EngineCore
 from graphllm.engine.requests.request import Adapter, EngineRequest, Item
 from graphllm.ir.registry import load_ops
 from graphllm.loading.checkpoint.source import open_source
-from graphllm.loading.core.load import warm_up_host
+from graphllm.loading.core.loaders.make_core import warm_up_host
 from graphllm.runtime.commands.command import Command
 from graphllm.runtime.commands.items import Encode
 from graphllm.runtime.graphs import GraphPrograms

@@ -39,7 +39,7 @@ from tests.stub_driver import run_with_driver
 SCRIPT = """
 import ctypes, json, sys
 from pathlib import Path
-from graphllm.weights.loading import baked
+from graphllm.program import baked_table as baked
 from graphllm.weights.loading import early_reading as early
 from graphllm.weights.checkpoint.checkpoint import Checkpoint
 from graphllm.weights.loading.layout import baked_layout, checkpoint_layout

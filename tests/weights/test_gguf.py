@@ -363,7 +363,7 @@ _BROKEN = {
     "it begins with b'GGML'": b"GGML" + bytes(60),
     "of version 1": _header([], 0, version=1),
     "big endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
-    "the header alone has more": _header([("a", (32,), 0, 0)], 128)[:40],
+    "its header has more": _header([("a", (32,), 0, 0)], 128)[:40],
     "tensor a ends at": _header([("a", (32,), 0, 0)], 96),
     "tensor b overlaps tensor a": _header([("a", (32,), 0, 0), ("b", (32,), 0, 64)], 256),
     "no multiple of 32": _header([("a", (8,), 0, 8)], 256),

@@ -9,7 +9,6 @@ from graphllm.cli.doctor.timing import times_of
 from graphllm.program.artifact import Artifact
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.memory.staging import ragged
-from graphllm.weights.formats.integers import KERNELS
 from graphllm.weights.loading.random import random_weights
 from graphllm.weights.plan.plan import WeightPlan
 
@@ -17,7 +16,7 @@ from graphllm.weights.plan.plan import WeightPlan
 def full_steps(artifact: Artifact) -> dict[str, float]:
     """Median seconds of a full step of each bucket, with random weights."""
     plan = WeightPlan.from_json(artifact.weights)
-    weights = random_weights(plan, artifact.device, kernels=artifact.folder / KERNELS)
+    weights = random_weights(plan, artifact.device, kernels=artifact.kernels)
     executor = Executor(artifact, weights, 2)
     found = {}
     program = "plain" if executor.task == "generate" else executor.task

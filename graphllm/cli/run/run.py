@@ -39,7 +39,7 @@ from graphllm.loading.core.open_core import open_core
 from graphllm.program import baked_table
 from graphllm.program.artifact import Artifact
 from graphllm.weights.adapters.adapters import adapter_digest
-from graphllm.weights.loading import baked
+from graphllm.weights.loading.baked_on_host import sample
 
 _AHEAD = 2  # completions in the engine, as a multiple of those in one step
 # What changes answers, of what a model is compiled for.
@@ -175,7 +175,7 @@ def settings_of(
     computed, and sampling parameters that items leave open."""
     source = find_source(args)
     defaults = SamplingParams.from_fields(sampling, checkpoint_defaults(args, source, open_end))
-    made_of: object = baked.sample(source.checkpoint) if source.checkpoint else args.load_format
+    made_of: object = sample(source.checkpoint) if source.checkpoint else args.load_format
     if args.artifact in POLICIES:
         computed = vars(compile_config(source.config, args))
     else:

@@ -26,9 +26,10 @@ _PROBLEMS: Mapping[Any, Activation] = {
 class PoolingParams:
     """How a model's vectors are made, where it makes some.
 
-    truncate_prompt_tokens: keep so many tokens of a prompt, its beginning; -1 for as many as the model takes.
-    dimensions: keep so many numbers of an embedding, before it is normalized. use_activation: False for numbers as the
-    model gives them, neither normalized nor as probabilities; normalize, activation and softmax are older names of it.
+    truncate_prompt_tokens: how many tokens to keep of a prompt, its first ones; -1 for as many as the model takes.
+    dimensions: how many numbers to keep of an embedding, before it is normalized. use_activation: False for numbers as
+    the model gives them, neither normalized nor as probabilities; normalize, activation and softmax are older names of
+    it.
     task: "embed", "classify", "score", "token_embed" or "token_classify"; None for the model's own. step_tag_id: keep
     only what stands at this token of the prompt, of a model with a vector for each. returned_token_ids: keep these
     classes. The others change nothing.
@@ -82,10 +83,10 @@ def _activation(hf: Mapping[str, Any], architecture: str, labels: tuple[str, ...
     if architecture.endswith("ForRewardModel"):
         return "identity"
     trained = hf.get("sentence_transformers")
-    told = (trained if isinstance(trained, dict) else {}).get("activation_fn")
-    told = told or hf.get("sbert_ce_default_activation_function")
-    if isinstance(told, str):
-        name = told.rpartition(".")[2].lower()
+    named = (trained if isinstance(trained, dict) else {}).get("activation_fn")
+    named = named or hf.get("sbert_ce_default_activation_function")
+    if isinstance(named, str):
+        name = named.rpartition(".")[2].lower()
         return "sigmoid" if name == "sigmoid" else "softmax" if name == "softmax" else "identity"
     count = hf.get("num_labels", len(labels) or 2)
     if hf.get("is_original_qwen3_reranker"):

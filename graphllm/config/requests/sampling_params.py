@@ -9,11 +9,10 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from graphllm.config.errors import ConfigError
-from graphllm.config.fields import read, read_json
+from graphllm.config.fields import read
 from graphllm.config.parameter import (
     IDS,
     MAPPING,
@@ -209,7 +208,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = parameter(
         (), IDS, normal=_tuple, body=list[int], help="Tokens that end the output."
     )
-    ignore_eos: bool = parameter(False, SWITCH, help="Go on behind the end-of-sequence token.")
+    ignore_eos: bool = parameter(False, SWITCH, help="Go on after the end-of-sequence token.")
     max_tokens: int | None = parameter(
         16, optional(whole("give a number from 1", ge=1)),
         help="Tokens of output at most; None is up to the end of the context.",
@@ -226,12 +225,12 @@ class SamplingParams:
         None, optional(Check(lambda value: is_ids(value) and 0 < len(value) <= MAX_LOGPROB_IDS,
                              f"give 1 to {MAX_LOGPROB_IDS} token ids")),
         normal=_tuple_or_none, body=list[int], cli=False,
-        help="Tokens whose log-probabilities are given at each position of the output, beside those of logprobs.",
+        help="Token ids to give log-probabilities of at each position of the output, in addition to logprobs.",
     )  # fmt: skip
     thinking_token_budget: int | None = parameter(
         None, optional(whole("give a number from 0", ge=0)),
         help="Tokens of thinking at most; then `</think>` follows. Of models that think in these tags. With it, "
-        "structured_outputs hold behind the thinking that the prompt begins; without it, from the first token on.",
+        "structured_outputs hold after the thinking that the prompt begins; without it, from the first token on.",
     )  # fmt: skip
     detokenize: bool = parameter(True, SWITCH, body=False, cli=False, help="False gives token ids only.")
     skip_special_tokens: bool = parameter(True, SWITCH, help="Leave special tokens out of the text.")
@@ -316,7 +315,7 @@ class SamplingParams:
 
     @staticmethod
     def from_overrides(overrides: Mapping[str, Any], base: SamplingParams | None = None) -> SamplingParams:
-        """The same of a user's ``override_generation_config``, whose fields must mean something."""
+        """The same of a user's ``override_generation_config``; each of its fields must mean something."""
         known = ["do_sample", *_FROM_GENERATION_CONFIG]
         raise_all(
             f"override_generation_config.{name!s:.80} is {value!r:.80}: it has no effect; give {', '.join(known)}"
@@ -324,12 +323,6 @@ class SamplingParams:
             if name not in known
         )
         return SamplingParams.from_generation_config(overrides, base, "override_generation_config")
-
-    @staticmethod
-    def from_checkpoint(folder: Path, base: SamplingParams | None = None) -> SamplingParams:
-        """The defaults of a checkpoint folder, ``base`` where it has none. Raises ConfigError when its
-        ``generation_config.json`` is damaged."""
-        return SamplingParams.from_generation_config(read_json(folder / "generation_config.json") or {}, base)
 
 
 @documented
@@ -339,7 +332,7 @@ class BeamSearchParams:
 
     beam_width: int = parameter(dataclasses.MISSING, whole("give a number from 1", ge=1), help="Sequences kept.")
     max_tokens: int = parameter(dataclasses.MISSING, whole("give a number from 1", ge=1), help="Tokens of output.")
-    ignore_eos: bool = parameter(False, SWITCH, help="Go on behind the end-of-sequence token.")
+    ignore_eos: bool = parameter(False, SWITCH, help="Go on after the end-of-sequence token.")
     temperature: float = parameter(
         0.0, number("give a number from 0", ge=0),
         help="As for sampling; it does not change the log-probabilities that beams are ranked by.",

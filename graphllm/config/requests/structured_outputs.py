@@ -17,7 +17,7 @@ Piece = str | int  # of an output: text, or a token
 
 class CallGrammar(NamedTuple):
     """Tool calls in a model's own words: start, one to ``most`` of the calls with ``between`` between them, end. calls:
-    what stands before a call's arguments, their JSON schema as text, what stands behind them."""
+    the text before a call's arguments, their JSON schema as text, the text after them."""
 
     start: tuple[Piece, ...]
     calls: tuple[tuple[tuple[Piece, ...], str, tuple[Piece, ...]], ...]

@@ -8,9 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from graphllm.config.args import EngineArgs
-from graphllm.config.engine import CacheConfig, FilesConfig, LoadConfig, LogConfig, ModelConfig, SchedulerConfig
+from graphllm.config.engine import (
+    CacheConfig,
+    FilesConfig,
+    LoadConfig,
+    LogConfig,
+    LoRAConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from graphllm.config.errors import ConfigError
-from graphllm.config.lora import LoRAConfig
 from graphllm.config.parallel import ParallelConfig
 from graphllm.config.setting import definitions
 

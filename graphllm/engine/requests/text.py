@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import Fields, read, read_json, read_text, section
-from graphllm.config.parameter import Check, is_int
+from graphllm.config.fields import Fields, read_json
+from graphllm.config.tokenizer_files import TokenizerFiles, special_ids
 from graphllm.engine.chat_template.template import ChatTemplate, ContentFormat, no_text, plain, up_to_the_end, with_end
 from graphllm.engine.requests.detokenizer import Detokenizer, TokenBytes, new_text, text_offsets
 from graphllm.engine.requests.text_length import characters_per_token
@@ -23,40 +23,27 @@ if TYPE_CHECKING:
     import tokenizers
 
 _LONG = 4096  # characters or tokens from which a batch of one is worth it, which lets other threads run meanwhile
-_SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"))
-_TOKEN = Check(
-    lambda value: isinstance(value.get("content") if isinstance(value, dict) else value, str),
-    "set it to the checkpoint's token, a text or an object with content",
-)
-_TOKEN_IDS = Check(
-    lambda value: is_int(value) or (isinstance(value, list) and all(is_int(i) for i in value)),
-    "set it to the checkpoint's token id, or a list of them",
-)
 Render = Callable[[Mapping[str, Any]], str]
-_TEMPLATES = Check(
-    lambda value: (
-        isinstance(value, str)
-        or (isinstance(value, list) and all(_is_template(t) for t in value))
-        or (isinstance(value, dict) and all(isinstance(t, str) for t in value.values()))
-    ),
-    "set it to the checkpoint's template, a text, or a list of objects with name and template",
-)
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. bos_id, eos_id, pad_id: None where there is none. stop_ids: any of them ends output."""
+    """A checkpoint's tokenizer. bos_id, eos_id, pad_id: None where there is none. stop_ids: any of them ends output.
+    config: ``tokenizer_config.json``."""
 
     def __init__(
-        self, folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any], model: Fields, generation: Fields
+        self,
+        folder: Path,
+        backend: tokenizers.Tokenizer,
+        files: TokenizerFiles,
+        ids: Mapping[str, Sequence[int]],
+        origin: tuple[Fields, Fields],
     ) -> None:
-        """config: ``tokenizer_config.json``. Use `from_folder`."""
-        self._folder, self._backend = folder, backend
-        self._files = model, generation
-        self._special = _special_tokens(folder, config)
-        self._templates = _templates(folder, config)
+        """Use `from_folder`."""
+        self._folder, self._backend, self.config = folder, backend, files.config
+        self._files = origin
+        self._special, self._templates = files.special, files.templates
         self._compiled: dict[str, ChatTemplate] = {}
         self._alone: dict[bool, dict[int, str]] = {True: {}, False: {}}  # texts of single tokens, special ones skipped
-        ids = {**_ids(section(model, "text_config")), **_ids(model), **_ids(generation, "generation_config.json")}
         self.bos_id = self._id_of("bos_token", ids)
         self.eos_id = self._id_of("eos_token", ids)
         self.pad_id = self._id_of("pad_token", ids)
@@ -87,8 +74,8 @@ class Tokenizer:
         backend.no_padding()
         model = read_json(folder / "config.json") if model is None else model
         generation = read_json(folder / "generation_config.json") if generation is None else generation
-        config = read_json(folder / "tokenizer_config.json")
-        return Tokenizer(folder, backend, config or {}, model or {}, generation or {})
+        files, ids = TokenizerFiles.read(folder), special_ids(model or {}, generation or {})
+        return Tokenizer(folder, backend, files, ids, (model or {}, generation or {}))
 
     @property
     def origin(self) -> tuple[str, Fields, Fields]:
@@ -226,45 +213,8 @@ class Tokenizer:
             self._compiled[name] = ChatTemplate(self._templates[name])
         return self._compiled[name]
 
-    def _id_of(self, name: str, ids: Mapping[str, list[int]]) -> int | None:
+    def _id_of(self, name: str, ids: Mapping[str, Sequence[int]]) -> int | None:
         """The id of a named special token; where the tokenizer names none, the first one the model's files give."""
         token = self._special.get(name)
         found = self._backend.token_to_id(token) if token is not None else None
         return found if found is not None else next(iter(ids.get(name, ())), None)
-
-
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The named special tokens ("bos_token" ...), which chat templates may use too."""
-    named = dict(config)
-    if "added_tokens_decoder" not in config:  # then the file is from the time of this one, and it decides
-        named.update(read_json(folder / "special_tokens_map.json") or {})
-    for name in _SPECIAL:
-        read(named, name, _TOKEN, "", "", "tokenizer_config.json or special_tokens_map.json")
-    tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in named.items() if k.endswith("_token")}
-    return {k: v for k, v in tokens.items() if isinstance(v, str)}
-
-
-def _ids(config: Fields, file: str = "config.json") -> dict[str, list[int]]:
-    """ "eos_token" and so on, from a file that gives one id or a list of them. Some files say -1 for none."""
-    given = {
-        name: read(config, f"{name}_id", _TOKEN_IDS, (), (), file) for name in ("bos_token", "eos_token", "pad_token")
-    }
-    found = {name: [i for i in ([v] if isinstance(v, int) else v) if i >= 0] for name, v in given.items()}
-    return {name: ids for name, ids in found.items() if ids}
-
-
-def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name. Files of their own come before those in the tokenizer's config."""
-    files = {p.stem: p for p in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if (folder / "chat_template.jinja").is_file():
-        files["default"] = folder / "chat_template.jinja"
-    if files:
-        return {name: read_text(file) for name, file in files.items()}
-    inline = read(config, "chat_template", _TEMPLATES, {}, {}, "tokenizer_config.json")
-    if isinstance(inline, str):
-        return {"default": inline} if inline else {}
-    return {t["name"]: t["template"] for t in inline} if isinstance(inline, list) else dict(inline)
-
-
-def _is_template(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("template"), str)

@@ -1,15 +1,15 @@
 """Find the artifact of a model and its settings, check it, and build it where that is asked for.
 
-The compiler is imported only when something must be built.
+The compiler is imported only when something must be built (`graphllm.loading.artifact.compiling`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import importlib
 import logging
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,13 +18,12 @@ from graphllm.config import Bucket, CompileConfig, ConfigError, EngineArgs, Env,
 from graphllm.config.setting import assemble, key_fields, plain
 from graphllm.host.build_lock import build_lock
 from graphllm.host.compiler import check_compiler
-from graphllm.host.garbage_collection import keep_all, no_collections
 from graphllm.loading.artifact.resolve import check_devices, compile_config, kernel_threads
 from graphllm.loading.checkpoint.source import Source
 from graphllm.loading.memory import check_cache_memory
 from graphllm.program import artifact
 from graphllm.program.artifact import Artifact
-from graphllm.weights.loading import baked
+from graphllm.weights.loading.baked_on_host import check_source
 
 _log = logging.getLogger(__name__)
 Policy = Literal["build", "use", "require", "rebuild"]
@@ -92,10 +91,8 @@ def _find(source: Source, place: Path) -> Artifact | None:
 
 def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, place: Path, bake: bool) -> None:
     """Compile into the folder ``place``."""
-    native = config.target.device == "cpu" and config.backend == "inductor"
-    if native:
+    if config.target.device == "cpu" and config.backend == "inductor":
         check_compiler()
-    tensors, complete = source.tensors, None
     if config.dump is not None:
         try:
             config.dump.mkdir(parents=True, exist_ok=True)
@@ -103,52 +100,11 @@ def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, 
             raise ConfigError(
                 f"dump is {str(config.dump)!r:.200}: no folder can be made there ({failure.strerror}); give another one"
             ) from failure
-    if bake:
-        if source.checkpoint is None:
-            raise ConfigError("bake_weights: there are none with --load-format dummy; leave one of the two out")
-        complete = functools.partial(baked.bake, checkpoint=source.checkpoint)
-    from graphllm.compile.codegen.objects import Objects
-    from graphllm.compile.tuning.workers import open_workers
-
-    # On a GPU, garbage may hold memory that tuning needs.
-    collections = _compiling() if native else contextlib.nullcontext()
-    kept = env.cache_dir / "objects" if native else None
-    with collections, Objects(kept) as objects, open_workers(config) as workers:
-        if native:
-            objects.guess()
-        from graphllm.compile.building import Tools
-        from graphllm.compile.families import find_model
-        from graphllm.compile.pipeline import compile_model
-
-        model = find_model(source.config)
-        c = model.config(source.config)
-        if source.checkpoint is not None:
-            from graphllm.weights.plan.match import check_checkpoint
-            from graphllm.weights.plan.plan import make_plan
-            from graphllm.weights.plan.schemes import as_quantized
-
-            plan = as_quantized(make_plan(model, c, config.dtype), source.config, source.checkpoint.tensors)
-            check_checkpoint(plan, source.checkpoint)
-        longest = c.max_len
-        if config.max_model_len > longest:
-            raise ConfigError(
-                f"max_model_len is {config.max_model_len}: the model was made for {longest} positions at most"
-            )
-        origin = {"name": source.name, "commit": source.commit}
-        tools = Tools(objects, workers, env.cache_dir / "tuned")
-        stored = source.checkpoint.tensors if source.checkpoint else None
-        compile_model(source.config, tensors, config, place, progress, tools, complete, origin, stored)
-
-
-@contextlib.contextmanager
-def _compiling() -> Iterator[None]:
-    """While the compiler is imported and runs, Python does not look for garbage, and what is left is not looked through
-    later either: that would take 0.7 s and return 10 MB."""
-    with no_collections():
-        try:
-            yield
-        finally:
-            keep_all()
+    if bake and source.checkpoint is None:
+        raise ConfigError("bake_weights: there are none with --load-format dummy; leave one of the two out")
+    importlib.import_module("graphllm.loading.artifact.compiling").build(
+        source, source.tensors, config, env, progress, place, bake
+    )
 
 
 def _check_model(found: Artifact, source: Source) -> None:
@@ -157,7 +113,7 @@ def _check_model(found: Artifact, source: Source) -> None:
     unseen = found.is_baked and source.absent is not None
     found.check_model(source.config, None if unseen else source.tensors)
     if found.is_baked and source.checkpoint is not None:
-        baked.check_source(found.folder, source.checkpoint)
+        check_source(found.folder, source.checkpoint)
 
 
 def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> tuple[Artifact, int | None]:

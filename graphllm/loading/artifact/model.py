@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError, CoreConfig, EngineArgs
-from graphllm.config.fields import read_json
+from graphllm.config.fields import Fields
 from graphllm.config.parallel import ParallelConfig, check_parallel
 from graphllm.config.requests.pooling_params import Vectors, vectors_of
 from graphllm.config.requests.sampling_params import SamplingParams
@@ -17,11 +17,11 @@ from graphllm.engine.requests.options import LogitsProcessor
 from graphllm.engine.requests.processor import GrammarChecker
 from graphllm.engine.requests.request import CoreInfo
 from graphllm.engine.requests.text import Tokenizer
+from graphllm.engine.structured.compilers import GrammarCompilers
 from graphllm.host.importing import name_of
 from graphllm.loading.artifact.build import Progress, take_artifact
-from graphllm.loading.checkpoint.sentence_transformers import read_pooling
 from graphllm.loading.checkpoint.source import Source, find_generation_config, find_source, find_tokenizer
-from graphllm.loading.checkpoint.unread_files import tell_unread
+from graphllm.loading.checkpoint.unread_files import warn_unread
 
 _log = logging.getLogger(__name__)
 
@@ -40,12 +40,12 @@ class ResolvedModel(NamedTuple):
 
 
 def log_progress() -> Progress:
-    """Tells the log each stage of a compilation once."""
-    told: set[str] = set()
+    """Logs each stage of a compilation once."""
+    seen: set[str] = set()
 
     def progress(stage: str, finished: int, total: int) -> None:
-        if stage not in told:
-            told.add(stage)
+        if stage not in seen:
+            seen.add(stage)
             _log.info("compiling: %s", stage)
 
     return progress
@@ -70,14 +70,16 @@ def resolve_model(
             "settings on this one"
         )
     source = find_source(args)
-    defaults = SamplingParams.from_fields(sampling or {}, checkpoint_defaults(args, source, base))
-    vectors = vectors_of(source.config, read_pooling(source.folder, source.config))
+    generation = find_generation_config(args, source)
+    base = _defaults(args, generation, base)
+    defaults = SamplingParams.from_fields(sampling or {}, base)
+    sentences = source.files.sentences
+    vectors = vectors_of(source.config, sentences.pooling(source.config, args.pooling_type))
     tokenizer = folder = None
     if not args.skip_tokenizer_init:
         folder = find_tokenizer(args, source)
-        generation = read_json(find_generation_config(args, source) / "generation_config.json")
-        tokenizer = Tokenizer.from_folder(folder, source.config, generation or {})
-    tell_unread(tokenizer, folder, find_generation_config(args, source), source.folder)
+        tokenizer = Tokenizer.from_folder(folder, source.config, generation)
+    warn_unread(generation, sentences, tokenizer, tokenizer.config if tokenizer else {})
     artifact, threads = take_artifact(source, args, progress or log_progress())
     scheduler = args.scheduler_cls
     proposer = args.draft_proposer
@@ -101,9 +103,12 @@ def resolve_model(
 def checkpoint_defaults(args: EngineArgs, source: Source, base: SamplingParams | None = None) -> SamplingParams:
     """The sampling parameters that a generation_config.json and its overrides give, ``base`` for what they leave open.
     Raises ConfigError for a damaged file and for values that cannot be."""
-    folder = find_generation_config(args, source)
+    return _defaults(args, find_generation_config(args, source), base)
+
+
+def _defaults(args: EngineArgs, generation: Fields, base: SamplingParams | None) -> SamplingParams:
     if args.generation_config != "vllm":
-        base = SamplingParams.from_checkpoint(folder, base)
+        base = SamplingParams.from_generation_config(generation, base)
     return SamplingParams.from_overrides(args.override_generation_config or {}, base)
 
 
@@ -114,8 +119,6 @@ def grammar_maker(resolved: ResolvedModel) -> Callable[[CoreInfo], GrammarChecke
     backend = resolved.config.model.structured_outputs_backend
 
     def make(info: CoreInfo) -> GrammarChecker:
-        from graphllm.engine.structured.compilers import GrammarCompilers
-
         return GrammarCompilers(folder, info.vocab, stop_ids, backend)
 
     return make if resolved.tokenizer else None

@@ -13,6 +13,7 @@ from graphllm.config.setting import assemble
 from graphllm.config.token_tree import token_tree
 from graphllm.host.machine import detect_target, gpu_count, gpu_memory, usable_cores
 from graphllm.weights.checkpoint.checkpoint import DRAFT
+from graphllm.weights.plan.schemes import check_method, is_own_method
 
 _LARGE_GPU = 70e9  # bytes of memory from which 1,024 sequences are worth their tables and activations
 
@@ -36,8 +37,8 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
     counts = ("max_trained_positions", "max_position_embeddings", "n_positions")
     positions = next((name for name in counts if text.get(name) is not None), counts[-1])
     # The first rows of RoBERTa's table are for padding, which has no position.
-    behind_padding = str(text.get("model_type")).endswith(("roberta", "camembert"))
-    unused = whole(text, "pad_token_id", 1, 1, ge=0) + 1 if behind_padding else 0
+    after_padding = str(text.get("model_type")).endswith(("roberta", "camembert"))
+    unused = whole(text, "pad_token_id", 1, 1, ge=0) + 1 if after_padding else 0
     drafts = args.num_speculative_tokens
     if not drafts and args.speculative_token_tree is not None:
         drafts = token_tree(args.speculative_token_tree).drafts
@@ -46,7 +47,7 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
         said = ("num_speculative_tokens", "n_predict", "medusa_num_heads", "num_heads", "num_nextn_predict_layers")
         drafts = next((whole(drafter, name) for name in said if drafter.get(name)), 0)
         block = {**drafter, **section(drafter, "dflash_config")}
-        if not drafts and "block_size" in block:  # of which the first token is known
+        if not drafts and "block_size" in block:  # the first token of a block is known
             drafts = whole(block, "block_size", ge=2) - 1
     automatic: dict[str, Any] = {
         "target": target,
@@ -62,12 +63,10 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
     }
     chosen = {name: getattr(args, name) for name, d in definitions(CompileConfig).items()
             if d.setting.auto is None or getattr(args, name) != d.unsaid}  # fmt: skip
-    if args.quantization is not None:
-        from graphllm.weights.plan.schemes import check_method, is_own_method  # imports torch
-
-        if args.quantization not in get_args(Quantization) or is_own_method(model_config, args.quantization):
-            check_method(model_config, args.quantization)
-            chosen["quantization"] = None
+    method = args.quantization
+    if method is not None and (method not in get_args(Quantization) or is_own_method(model_config, method)):
+        check_method(model_config, method)
+        chosen["quantization"] = None
     if chosen["kv_cache_dtype"] == chosen.get("dtype", automatic["dtype"]):
         chosen["kv_cache_dtype"] = "auto"
     made = automatic | chosen | {"target": target, "num_speculative_tokens": drafts}
@@ -78,13 +77,14 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
 
 def sharing_cores(args: EngineArgs) -> int:
     """How many engine cores have experts together where the user does not say."""
-    alone = args.data_parallel_rank is not None or args.tensor_parallel_size > 1
-    return args.data_parallel_size if args.enable_expert_parallel and not alone else 1
+    separate = args.data_parallel_rank is not None or args.tensor_parallel_size > 1
+    return args.data_parallel_size if args.enable_expert_parallel and not separate else 1
 
 
 def kernel_threads(threads: int | None, device: str, cores: int = 1) -> int | None:
-    """Threads for a CPU's kernels, in each of so many engine cores: as the user says, else as OMP_NUM_THREADS does
-    (None), else one for each CPU that this process may use. Raises ConfigError for more than those, and on a GPU."""
+    """Threads for a CPU's kernels in each engine core: as the user says, else as OMP_NUM_THREADS does (None), else one
+    for each CPU that this process may use. cores: how many engine cores share the CPUs. Raises ConfigError for more
+    threads than CPUs, and on a GPU."""
     if device != "cpu":
         if threads is not None:
             raise ConfigError(
@@ -99,7 +99,7 @@ def kernel_threads(threads: int | None, device: str, cores: int = 1) -> int | No
 
 
 def check_devices(device: str, cores: int, each: int) -> None:
-    """Raise ConfigError unless there are so many GPUs for each of so many engine cores. A CPU is shared."""
+    """Raise ConfigError unless there are ``each`` GPUs for each of ``cores`` engine cores. A CPU is shared."""
     if device == "cuda" and cores > 1 and (there := gpu_count()) < cores * each:
         of = "" if each == 1 else f", of {each} GPUs each"
         raise ConfigError(

@@ -30,7 +30,7 @@ _TOKENIZER = "graphllm.loading.checkpoint.tokenizer_worker"
 _SECONDS = 120.0  # of a conversion, in which it could run; and more for large files
 _TICK = 0.25  # seconds between two looks at whether it could
 _SLOW = 20e6  # bytes of weights that are read and written in a second at least
-# What tokenizers are kept in beside tokenizer.json.
+# Files of tokenizers that have no tokenizer.json.
 _TOKENIZER_FILES = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "vocab.bpe")
 
 
@@ -44,11 +44,13 @@ def safetensors_of(folder: Path, files: Sequence[str]) -> Path:
 def tokenizer_folder(folder: Path) -> Path:
     """The folder with the tokenizer.json of a checkpoint folder: itself, or one that transformers has written from
     another kind of tokenizer. Raises ConfigError when that cannot be."""
-    if not (folder / "tokenizer.json").is_file() and (file := gguf_in(folder)) is not None:
-        return gguf_tokenizer_folder(file)
+    ready = (folder / "tokenizer.json").is_file()
+    gguf = None if ready else gguf_in(folder)
+    if gguf is not None:
+        return gguf_tokenizer_folder(gguf)
     check_no_pointer(folder / "tokenizer.json")
     kept = [file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)]
-    if (folder / "tokenizer.json").is_file() or not kept:
+    if ready or not kept:
         return folder
     also = [file for pattern in ("*.json", "*.txt", "*.jinja") for file in folder.glob(pattern)]
     return _converted(_TOKENIZER, folder, sorted({*kept, *also}), "tokenizer")
@@ -101,8 +103,8 @@ def _run(worker: str, building: Path, files: Sequence[Path], size: int, subject:
             process.kill()
             raise
     if process.returncode:
-        told = said.decode(errors="replace").strip() or f"its limits are passed, or it died: {process.returncode}"
-        raise ConfigError(f"{subject} cannot be converted ({told:.500}); {_ELSEWHERE}")
+        reason = said.decode(errors="replace").strip() or f"its limits are passed, or it died: {process.returncode}"
+        raise ConfigError(f"{subject} cannot be converted ({reason:.500}); {_ELSEWHERE}")
 
 
 def _said(process: subprocess.Popen[bytes]) -> bytes | None:

@@ -4,6 +4,7 @@ tokenizer is a folder of its own, made when it is asked for. Both stay in the ca
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import shutil
 from collections.abc import Callable
@@ -12,11 +13,12 @@ from pathlib import Path
 from graphllm.config import ConfigError, Env
 from graphllm.config.fields import is_folder
 from graphllm.host.build_lock import build_lock
-from graphllm.loading.checkpoint.gguf_tokenizer import write_tokenizer
 from graphllm.program import artifact
 from graphllm.weights.checkpoint.checkpoint import gguf_in, weight_files
 from graphllm.weights.checkpoint.gguf import files_of, read_gguf
 from graphllm.weights.checkpoint.gguf_names import config_of
+
+_TOKENIZER = "graphllm.loading.checkpoint.gguf_tokenizer"  # imports the library of tokenizers
 
 
 def gguf_named(given: Path) -> Path | None:
@@ -45,7 +47,11 @@ def gguf_folder(file: Path) -> Path:
 
 def gguf_tokenizer_folder(file: Path) -> Path:
     """The folder with its tokenizer.json. Raises ConfigError for a tokenizer that cannot be read."""
-    return _kept("gguf-tokenizer", file, lambda folder: write_tokenizer(read_gguf(file).metadata, folder, file))
+    return _kept("gguf-tokenizer", file, lambda folder: _write_tokenizer(file, folder))
+
+
+def _write_tokenizer(file: Path, folder: Path) -> None:
+    importlib.import_module(_TOKENIZER).write_tokenizer(read_gguf(file).metadata, folder, file)
 
 
 def _kept(what: str, file: Path, write: Callable[[Path], None]) -> Path:

@@ -1,16 +1,16 @@
-"""The tokenizer of a GGUF file as the files of a checkpoint folder: tokenizer.json and tokenizer_config.json."""
+"""The tokenizer of a GGUF file as the files of a checkpoint folder: tokenizer.json and tokenizer_config.json.
+Importing this imports the library of tokenizers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from graphllm.config import ConfigError
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens
 _UNKNOWN = 2
@@ -62,8 +62,6 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path, file: Path) -> No
 
 def _byte_pairs(metadata: Mapping[str, Any], file: Path) -> tuple[Tokenizer, bool]:
     """Merges of bytes, as GPT-2 has them."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
     pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
     if pre not in _SPLITS:
         raise _bad(file, f"tokenizer.ggml.pre is {pre!r:.80}; {', '.join(_SPLITS)} are read")
@@ -71,7 +69,9 @@ def _byte_pairs(metadata: Mapping[str, Any], file: Path) -> tuple[Tokenizer, boo
     pairs = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ())]
     ids = _vocabulary(metadata)
     if lost := [pair for pair in pairs if not {*pair, "".join(pair)} <= ids.keys()]:
-        raise _bad(file, f"tokenizer.ggml.merges has {' '.join(lost[0])!r:.80}, whose parts or whole are no tokens")
+        raise _bad(
+            file, f"tokenizer.ggml.merges has {' '.join(lost[0])!r:.80}, but its parts or the whole are no tokens"
+        )
     tokenizer = Tokenizer(models.BPE(ids, pairs, ignore_merges=split.ignore_merges))
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
     if split.pattern is not None:
@@ -85,9 +85,7 @@ def _byte_pairs(metadata: Mapping[str, Any], file: Path) -> tuple[Tokenizer, boo
 
 
 def _sentence_pieces(metadata: Mapping[str, Any], file: Path) -> tuple[Tokenizer, bool]:
-    """Pieces of SentencePiece's BPE: two neighbours are merged whose piece has the best score."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
+    """Pieces of SentencePiece's BPE: the two neighbours are merged that make the piece with the best score."""
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.scores", ())
     if len(scores) != len(tokens):
         raise _bad(file, f"{len(tokens)} tokens have {len(scores)} scores")
@@ -121,8 +119,6 @@ def _vocabulary(metadata: Mapping[str, Any]) -> dict[str, int]:
 def _add_special(tokenizer: Tokenizer, metadata: Mapping[str, Any], bos: bool, file: Path) -> None:
     """Tokens that text is searched for before anything else, and those around a text. bos: whether one comes first
     where the file does not say."""
-    from tokenizers import AddedToken, processors
-
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ())
     added = [
         AddedToken(token, special=kind == _CONTROL, normalized=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from graphllm.config import ConfigError, Env
 from graphllm.config.fields import is_folder
 from graphllm.embedded import SHIPPED
 from graphllm.loading.checkpoint.gguf_folder import gguf_folder, gguf_named
+from graphllm.loading.checkpoint.wanted import Wanted
 
 _NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]*", re.ASCII)
@@ -30,17 +30,6 @@ class Found(NamedTuple):
     folder: Path
     name: str
     commit: str | None = None
-
-
-class Wanted(NamedTuple):
-    """What is needed of a repository.
-
-    complete: whether a folder has it all. of: which of a repository's files those are; raises ConfigError where it has
-    nothing of use.
-    """
-
-    complete: Callable[[Path], bool]
-    of: Callable[[Sequence[str]], Sequence[str]]
 
 
 class Hub(NamedTuple):
@@ -57,7 +46,7 @@ class Hub(NamedTuple):
         env = Env.read()
         return cls(Path(download_dir) if download_dir else env.hub_cache, env.offline, token)
 
-    def find(self, setting: str, given: str | Path, revision: str | None, wanted: Wanted) -> Found:
+    def locate(self, setting: str, given: str | Path, revision: str | None, wanted: Wanted) -> Found:
         """The folder that a setting means. Raises ConfigError when there is none, or none can be had."""
         folder = Path(given).expanduser()
         if not is_folder(folder):

@@ -1,5 +1,5 @@
-"""The process that turns .bin files into safetensors: ``python -m`` this, a folder to write to, the files, and behind
-them the index of several, which says which file a tensor is taken of.
+"""The process that turns .bin files into safetensors: ``python -m`` this, a folder to write to, the files, and after
+them the index of several, which names the file that a tensor is taken from.
 
 It reads tensors only (`torch.load` with weights_only), one file at a time through a memory map, and writes them one
 after the other, so that it needs memory for one of them. What is wrong goes to stdout, with status 1.
@@ -20,7 +20,7 @@ import torch
 from graphllm.engine.process.limited_process import limit_memory, limit_time
 from graphllm.weights.dtypes import DTYPES
 
-_BESIDE = 1 << 30  # bytes of memory, beside the files
+_MEMORY = 1 << 30  # bytes of memory, in addition to the files
 _SLOW = 20 << 20  # bytes in a second of the CPU
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     """Convert all files."""
     target, files = Path(sys.argv[1]), [Path(file) for file in sys.argv[2:]]
     # A map takes address space only; an old file without one is read whole.
-    limit_memory(_BESIDE + 2 * max(file.stat().st_size for file in files))
+    limit_memory(_MEMORY + 2 * max(file.stat().st_size for file in files))
     limit_time(30 + sum(file.stat().st_size for file in files) // _SLOW)
     convert(target, files)
 

@@ -1,1 +1,5 @@
-"""An artifact becomes a running engine core, on one device or on several ranks."""
+"""An artifact becomes a running core, in stages: `load_core` has verify and place, a loader of `loaders/` has weights,
+executor and core. `CoreStart` goes from stage to stage.
+
+Only `rank` and what `loaders/` needs import torch; the other files must start without it.
+"""

@@ -18,11 +18,16 @@ from graphllm.engine.requests.request import Core
 from graphllm.host.garbage_collection import keep_all, no_collections
 from graphllm.host.machine import gpu_count
 from graphllm.loading.core.rank_main import COMMAND
+from graphllm.loading.core.stored_weights import StoredWeights
 from graphllm.program.artifact import Artifact
 from graphllm.runtime.ranks.rank_processes import WaitingRanks
 
 if TYPE_CHECKING:
     from graphllm.loading.core.early_start import EarlyStart
+
+
+_LOADERS = "graphllm.loading.core.loaders"
+_EARLY, _LOAD = "graphllm.loading.core.early_start", "graphllm.loading.core.load"  # imported when there is time for it
 
 
 class _Loading:
@@ -32,12 +37,12 @@ class _Loading:
         self._waiting, self._on_gpu = waiting, gpu_count() > 0
         self._begun: EarlyStart | None = None
         if self._on_gpu:  # now, because `begin` runs while others are imported
-            importlib.import_module("graphllm.loading.core.early_start")
+            importlib.import_module(_EARLY)
 
     def preload(self) -> None:
         """Import what loading needs."""
-        names = ["graphllm.loading.core.load", "graphllm.engine.core", "graphllm.runtime.executor", "tokenizers"]
-        # On a CPU most models need no torch (`graphllm.loading.core.host`).
+        # On a CPU most models need no torch.
+        names = [_LOAD, f"{_LOADERS}.{'device' if self._on_gpu else 'host'}", "tokenizers"]
         with no_collections():
             for name in [*(("torch", "graphllm.weights.loading.loader") if self._on_gpu else ()), *names]:
                 importlib.import_module(name)
@@ -47,18 +52,17 @@ class _Loading:
         """Begin what needs none of that. What is wrong with the settings `load` says."""
         if not self._on_gpu:
             return
-        from graphllm.loading.core.early_start import begin_early
-
         with contextlib.suppress(ConfigError, OSError):
             config = msgspec.convert(settings, CoreConfig)
-            self._begun = begin_early(config, Artifact.trusted(Path(config.load.artifact)))
+            stored = StoredWeights(config, Artifact.trusted(Path(config.load.artifact)))
+            self._begun = importlib.import_module(_EARLY).begin_early(stored)
 
     def load(self, settings: dict[str, Any], phase: Callable[[str, float], None]) -> Core:
         """The engine core."""
-        from graphllm.loading.core.load import load_core
-
         config = msgspec.convert(settings, CoreConfig)
-        return load_core(config, phase, exits=True, waiting=self._waiting, begun=self._begun)
+        load_core = importlib.import_module(_LOAD).load_core
+        core: Core = load_core(config, phase, exits=True, waiting=self._waiting, begun=self._begun)
+        return core
 
 
 def main() -> None:

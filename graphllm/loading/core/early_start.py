@@ -1,19 +1,15 @@
-"""What a GPU's engine begins before torch is there, whose import takes longer than both: loading cubins, and reading
-weights. Imports no torch."""
+"""What a GPU's engine begins while torch is imported, which takes longer: loading cubins, and reading weights. No
+torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from graphllm.config import CoreConfig
-from graphllm.loading.checkpoint.source import open_tensors
+from graphllm.loading.core.stored_weights import StoredWeights
 from graphllm.program import baked_table
-from graphllm.program.artifact import Artifact
 from graphllm.runtime.cuda_functions import CudaFunctions
 from graphllm.weights.loading.early_reading import EarlyWeights
 from graphllm.weights.loading.layout import BlockLayout, baked_layout, checkpoint_layout
-from graphllm.weights.plan.plan import WeightPlan
 
 
 @dataclass(frozen=True)
@@ -29,23 +25,22 @@ class EarlyStart:
             self.weights.close()
 
 
-def begin_early(config: CoreConfig, artifact: Artifact) -> EarlyStart:
+def begin_early(stored: StoredWeights) -> EarlyStart:
     """Begin it in threads, on the first GPU; nothing for an engine of another device, or of several. What fails is left
     to who then loads it."""
+    config, artifact = stored.config, stored.artifact
     degree = artifact.config.tensor_parallel_size * config.parallel.pipeline_parallel_size
     if artifact.device != "cuda" or degree > 1:
         return EarlyStart()
 
     def find() -> BlockLayout | None:
-        if artifact.is_baked:
+        if stored.is_baked:
             return baked_layout(artifact.folder / baked_table.DATA, baked_table.check(artifact.folder)["tensors"])
-        model = config.model
-        checkpoint, _ = open_tensors(Path(model.model), config.load.load_format, model.speculative_model)
-        if checkpoint is None:
+        if stored.tensors.checkpoint is None:
             return None
-        return checkpoint_layout(WeightPlan.from_json(artifact.weights), checkpoint)
+        return checkpoint_layout(stored.plan, stored.tensors.checkpoint)
 
     functions = CudaFunctions(artifact.pieces)
     functions.begin()
-    # Of engine cores that share experts each reads others.
+    # Engine cores that share experts each read others of them.
     return EarlyStart(functions, None if config.peers is not None else EarlyWeights(find))

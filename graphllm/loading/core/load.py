@@ -1,4 +1,5 @@
-"""Loading an engine core: weights, executor, grammars, and a first run of the host's code."""
+"""Loading an engine core, in stages: verify -> place -> weights -> executor -> core. The stage "place" chooses the
+loader, which has the later stages. No torch before a loader that needs it is chosen."""
 
 from __future__ import annotations
 
@@ -6,34 +7,27 @@ import contextlib
 import importlib
 import sys
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from graphllm.config import Bucket, CompileConfig, ConfigError, CoreConfig, SchedulerConfig
+from graphllm.config import ConfigError, CoreConfig
 from graphllm.host.garbage_collection import keep_all, no_collections
-from graphllm.loading.core.host import host_executor, without_torch
-from graphllm.loading.core.rank import begin_weights, join_cores, rank_device, rank_place, rank_threads, stage_memory
-from graphllm.loading.core.ranks import join_ranks, start_ranks
+from graphllm.loading.core.core_start import CoreStart, Loader
+from graphllm.loading.core.early_start import EarlyStart, begin_early
+from graphllm.loading.core.place import rank_place, stage_memory
+from graphllm.loading.core.ranks import start_ranks
+from graphllm.loading.core.stored_weights import StoredWeights
 from graphllm.loading.memory import cache_counts, cpu_cache_memory
 from graphllm.program.artifact import Artifact
+from graphllm.runtime.ranks.rank_processes import WaitingRanks
 
 if TYPE_CHECKING:
-    import torch
-
     from graphllm.engine.core import EngineCore
-    from graphllm.engine.experts.lockstep import CoreWaves
     from graphllm.engine.requests.options import LogitsProcessor
-    from graphllm.engine.requests.request import Adapter
-    from graphllm.engine.step.adapter_memory import AdapterMemory
-    from graphllm.loading.core.early_start import EarlyStart
-    from graphllm.runtime.executor import Executor
-    from graphllm.runtime.ranks.rank_processes import WaitingRanks
 
-_WARM_UP_TOKENS = 128  # of a prompt
-_WARM_UPS = 2  # after these the first request takes 1.25 times as long as later ones, after 8 1.15
+_LOADERS = "graphllm.loading.core.loaders"  # one module each; its `open_loader` gives a `Loader`, or None
 
 
 @no_collections()
@@ -47,86 +41,85 @@ def load_core(
 ) -> EngineCore:
     """Load weights, open the artifact and make an engine core.
 
-    phases: told the seconds of each start-up phase. processors: further logits processors, as objects. exits: the
-    process is the core's own, and ends where a rank is gone whose work its threads wait for in vain. waiting:
-    processes for the other ranks. begun: what has begun already. Raises ConfigError when memory does not suffice,
-    RankError when a rank dies.
+    phases: is called with the name and the seconds of each start-up phase.
+    processors: further logits processors, as objects.
+    exits: the process is the core's own: it ends when a rank dies, as its threads wait for that rank in vain.
+    waiting: processes for the other ranks.
+    begun: what has begun already.
+
+    Raises ConfigError when memory does not suffice, RankError when a rank dies.
     """
-    clock = _Phases(phases)
-    artifact = Artifact.open(Path(config.load.artifact))
-    compiled = artifact.config
-    _check_peers(config, compiled.data_parallel_experts)
-    own = rank_place(config, compiled.tensor_parallel_size, 0)
-    memory, degree = stage_memory(artifact, own.stage), own.degree
-    with contextlib.ExitStack() as undo:  # what a failure ends
-        ranks = start_ranks(config, degree, undo, exits, waiting)
-        if ranks is not None:
-            config = ranks.config
-            own = rank_place(config, compiled.tensor_parallel_size, 0)
-        counts = cache = None
-        if artifact.device == "cpu" and ranks is None:
-            counts = cache_counts(compiled, memory, config.cache, config.parallel.data_parallel_size)
-            cache = cpu_cache_memory(artifact.program.blocks, counts)
-        if ranks is None and not processors and (load := without_torch(config, artifact)) is not None:
-            assert counts is not None
-            clock("artifact")
-            arrays = load()
-            clock("weights")
-            executor = host_executor(artifact, config.load.threads, arrays, counts, cache)
-            return _make_core(config, compiled, executor, (), clock, None)
-        from graphllm.loading.core.early_start import (  # here, because without torch there is no need of it
-            EarlyStart,
-            begin_early,
-        )
-
-        if begun is None:  # where torch is there, nothing is gained, and its current device may not be the first
-            begun = EarlyStart() if "torch" in sys.modules else begin_early(config, artifact)
-        undo.callback(begun.close)
-        clock("artifact")
-        _import_torch()
-        clock("import torch")
-        from graphllm.runtime.stream import alone
-
-        threads = rank_threads(config, own.here)  # of the process: within `alone` there is one
-        with alone():
-            device = rank_device(artifact.device, own)
-            loading = undo.enter_context(begin_weights(config, artifact, device, own, begun.weights))
-            weights = loading.tensors
-            if ranks is not None or config.peers is not None:
-                loading.finish()  # others wait for this process where it waits for them
-            clock("weights")
-            if ranks is not None:
-                executor = join_ranks(ranks, artifact, memory, own, device, weights, threads, clock)
-                undo.callback(executor.close)
-            else:
-                from graphllm.runtime.executor import Executor
-
-                if counts is None:  # on a GPU, of what the weights have left
-                    counts = cache_counts(compiled, memory, config.cache)
-                blocks, snapshots = counts
-                executor = Executor(artifact, weights, blocks, snapshots, threads, cache, functions=begun.functions)
-            waves = None
-            if config.peers is not None:
-                waves = join_cores(config.peers, device)
-                undo.callback(waves.close)
-                clock("join the cores")
-            core = _make_core(config, compiled, executor, processors, clock, waves)
-            if ranks is None and waves is None:
-                undo.callback(core.close)
-            loading.finish()
-            clock("weights")
-        if ranks is not None:  # a core that nobody closes: the process could not leave the groups of its GPUs
-            weakref.finalize(core, executor.close)
+    with contextlib.ExitStack() as during, contextlib.ExitStack() as undo:
+        start = _verify(config, processors, _Phases(phases), undo, during)
+        loader = _place(start, exits, waiting, begun)
+        loader.weights()
+        executor = loader.executor()
+        core = loader.core(executor)
         undo.pop_all()
         return core
 
 
-def _import_torch() -> None:
-    """In a thread: tracebacks of what the import tries are kept, and hold the frames of all who called for it."""
+def _verify(
+    config: CoreConfig,
+    processors: Sequence[LogitsProcessor],
+    clock: Callable[[str], None],
+    undo: contextlib.ExitStack,
+    during: contextlib.ExitStack,
+) -> CoreStart:
+    """Open the artifact. Raises ConfigError where it is damaged, or does not fit the settings."""
+    artifact = Artifact.open(Path(config.load.artifact))
+    _check_peers(config, artifact.config.data_parallel_experts)
+    place = rank_place(config, artifact.config.tensor_parallel_size, 0)
+    stored = StoredWeights(config, artifact)
+    memory = stage_memory(stored, place.stage)
+    return CoreStart(config, artifact, stored, place, memory, processors, clock, undo, during)
+
+
+def _place(start: CoreStart, exits: bool, waiting: WaitingRanks | None, begun: EarlyStart | None) -> Loader:
+    """Start the other ranks, and what needs no torch; then choose the loader."""
+    start.ranks = start_ranks(start.config, start.place.degree, start.undo, exits, waiting)
+    if start.ranks is not None:
+        start.config = start.ranks.config
+        start.place = rank_place(start.config, start.compiled.tensor_parallel_size, 0)
+    elif start.artifact.device == "cpu":
+        processes = start.config.parallel.data_parallel_size
+        start.counts = cache_counts(start.compiled, start.memory, start.config.cache, processes)
+        start.cache = cpu_cache_memory(start.artifact.program.blocks, start.counts)
+    for name in _candidates(start):
+        if name != "host":
+            _prepare_torch(start, begun)
+        loader: Loader | None = importlib.import_module(f"{_LOADERS}.{name}").open_loader(start)
+        if loader is not None:
+            return loader
+    raise AssertionError("the last candidate always loads")
+
+
+def _candidates(start: CoreStart) -> Iterator[Literal["host", "device", "ranks"]]:
+    """The modules of loaders that may load this core, the best first."""
+    if start.ranks is not None:
+        yield "ranks"
+        return
+    config = start.config
+    shares = config.peers is not None
+    processors = bool(start.processors or config.model.logits_processors)  # they edit torch tensors
+    if start.artifact.device == "cpu" and not shares and not processors:
+        yield "host"
+    yield "device"
+
+
+def _prepare_torch(start: CoreStart, begun: EarlyStart | None) -> None:
+    """Begin what takes the time of importing torch, and import it."""
+    if begun is None:  # where torch is there, nothing is gained, and its current device may not be the first
+        begun = EarlyStart() if "torch" in sys.modules else begin_early(start.stored)
+    start.early = begun
+    start.undo.callback(begun.close)
+    start.clock("artifact")
+    # In a thread: tracebacks of what the import tries are kept, and hold the frames of all who called for it.
     if "torch" not in sys.modules:
         with ThreadPoolExecutor(1, "graphllm-import") as importing:
             importing.submit(importlib.import_module, "torch").result()
         keep_all()
+    start.clock("import torch")
 
 
 def _check_peers(config: CoreConfig, sharing: int) -> None:
@@ -142,101 +135,6 @@ def _check_peers(config: CoreConfig, sharing: int) -> None:
             f"pipeline_parallel_size is {config.parallel.pipeline_parallel_size}: engine cores that share experts have "
             "one stage; use 1"
         )
-
-
-def _make_core(
-    config: CoreConfig,
-    compiled: CompileConfig,
-    executor: Executor,
-    processors: Sequence[LogitsProcessor],
-    clock: Callable[[str], None],
-    waves: CoreWaves | None,
-) -> EngineCore:
-    from graphllm.engine.core import EngineCore
-    from graphllm.engine.experts.expert_balancer import ExpertBalancer
-    from graphllm.engine.parts.part import CoreSetup
-    from graphllm.engine.requests.logits_processors import BatchLimits, ModelLimits, ProcessorConfig, adapted
-    from graphllm.engine.structured.compilers import GrammarCompilers
-    from graphllm.host.importing import imported
-
-    named = [imported("logits_processors", name) for name in config.model.logits_processors]
-    grammars = None
-    tokenizer = Path(config.tokenizer or config.model.model)
-    if (tokenizer / "tokenizer.json").is_file():
-        backend = config.model.structured_outputs_backend
-        grammars = GrammarCompilers(tokenizer, executor.vocab, frozenset(config.stop_ids), backend)
-    clock("executor")
-    cold: list[Bucket] = []
-    if executor.device.type == "cuda":
-        for bucket in executor.buckets:
-            # Those of a single request now. Cores that step together begin together, so that none waits for another.
-            if bucket.lo == 1 or waves is not None:
-                executor.warm_up(bucket)
-            else:
-                cold.append(bucket)
-        warm_up_host(executor, compiled.max_model_len, compiled.max_num_batched_tokens)
-        clock("warm up")
-    told = ProcessorConfig(
-        ModelLimits(compiled.max_model_len, executor.vocab),
-        BatchLimits(executor.max_num_seqs, executor.max_num_batched_tokens),
-    )
-    ready = [adapted(processor, told, executor.device) for processor in (*named, *processors)]
-    setup = CoreSetup(
-        grammars=grammars,
-        processors=ready,
-        speculation=config.speculation,
-        adapters=_adapter_memory(executor, config, compiled.dtype),
-        balancer=None if executor.experts is None else ExpertBalancer(executor.experts, config.parallel),
-        waves=waves,
-    )
-    return EngineCore(
-        executor,
-        compiled.max_model_len,
-        config.scheduler,
-        setup,
-        executor.pipeline_depth,
-        executor.min_batch_per_stage,
-        cold,
-    )
-
-
-def _adapter_memory(executor: Executor, config: CoreConfig, dtype: str) -> AdapterMemory:
-    """What reads the files of adapters. Raises ConfigError where not all that a step may have find room."""
-    from graphllm.engine.step.adapter_memory import AdapterMemory
-    from graphllm.weights.adapters.adapters import adapter_digest, read_adapter
-
-    count = executor.layout.max_adapters
-    kept = count if config.lora.max_cpu_loras is None else config.lora.max_cpu_loras
-    if kept < count:
-        raise ConfigError(f"max_cpu_loras is {kept}: it must be at least max_loras, {count}")
-
-    def read(adapter: Adapter) -> dict[str, torch.Tensor]:
-        folder = Path(adapter.folder)
-        if adapter_digest(folder) != adapter.digest:
-            raise ConfigError(f"adapter {adapter.name!r}: the files in {folder} have changed; load it again")
-        tables = read_adapter(folder, executor.adapted, executor.max_lora_rank, dtype)
-        if executor.device.type == "cuda":  # from other memory a copy would wait for the steps before it
-            tables = {name: table.pin_memory() for name, table in tables.items()}
-        return tables
-
-    return AdapterMemory(kept, read)
-
-
-def warm_up_host(executor: Executor, max_model_len: int, max_num_batched_tokens: int) -> None:
-    """Serve short requests with an engine core that is thrown away: the first time, host code is slow too."""
-    from graphllm.config.requests.sampling_params import SamplingParams
-    from graphllm.engine.core import EngineCore
-    from graphllm.engine.requests.request import EngineRequest
-
-    core = EngineCore(executor, max_model_len, SchedulerConfig())
-    length = min(_WARM_UP_TOKENS, max_model_len - 2, max_num_batched_tokens)
-    limit = 0 if executor.task == "pool" else 2
-    for number in range(_WARM_UPS):
-        params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)
-        prompt = [number] * length
-        core.add(EngineRequest(id=f"{number}", prompt=prompt, params=params, stop_ids=[], limit=limit, seed=0))
-        while core.unfinished:
-            core.step()
 
 
 class _Phases:

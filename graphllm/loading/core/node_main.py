@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def manifest_digest(folder: Path) -> str:
-    """SHA-256 of an artifact's manifest.json, which has those of its files; "" where there is none."""
+    """SHA-256 of an artifact's manifest.json, which has a SHA-256 for each of its files; "" where there is none."""
     try:
         return hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
     except FileNotFoundError:
@@ -73,17 +73,17 @@ def preparer(model: Path | None) -> Prepare:
 def serve_node(host: str, port: int, number: int, model: Path | None) -> None:
     """Lend this machine to one engine after the other that listens at that address, until somebody ends the process.
     number: of the node, from 1. model: the folder of the checkpoint here, None for the path that engines say."""
-    hello, told = Hello(number, "", socket.gethostname()), 0.0
+    hello, reminded = Hello(number, "", socket.gethostname()), 0.0
     while True:
         try:
             if lead_node((host, port), hello, COMMAND, preparer(model)):
                 _log.info("node %d: the engine has ended", number)
-                told = 0.0
+                reminded = 0.0
         except (ConfigError, RankError) as failure:
             _log.error("node %d: %s", number, failure)
-            told = 0.0
+            reminded = 0.0
         except OSError:
-            if not told or time.monotonic() - told > _REMINDER:
-                told = time.monotonic()
+            if not reminded or time.monotonic() - reminded > _REMINDER:
+                reminded = time.monotonic()
                 _log.info("node %d waits for an engine at %s:%d", number, host, port)
         time.sleep(_AGAIN)

@@ -13,7 +13,8 @@ from graphllm.loading.core.load import load_core
 def open_core(
     resolved: ResolvedModel, phases: Callable[[str, float], None] = lambda name, seconds: None
 ) -> tuple[Core, GrammarChecker | None]:
-    """The core, and what checks constraints. phases: told the seconds of each start-up phase. Raises ConfigError."""
+    """The core, and what checks constraints. phases: is called with the name and the
+    seconds of each start-up phase. Raises ConfigError."""
     if resolved.config.parallel.cores == 1:
         core = load_core(resolved.config, phases, resolved.processors)
         return core, core.grammars if resolved.tokenizer else None

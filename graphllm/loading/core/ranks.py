@@ -1,40 +1,33 @@
 """Starting the ranks of an engine: this process is rank 0, the others have processes of their own, here and on other
-nodes. All load their shares at the same time, then meet, agree on the cache's size, and make their executors."""
+nodes. All load their shares at the same time; then they meet (`graphllm.loading.core.loaders.join_ranks`). No torch."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import importlib
 import logging
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from graphllm.config import CoreConfig
+from graphllm.config import ConfigError, CoreConfig
 from graphllm.loading.core.node_main import artifact_files, manifest_digest
-from graphllm.loading.core.rank import RankPlace, join_group
 from graphllm.loading.core.rank_main import COMMAND
-from graphllm.loading.memory import cache_counts
-from graphllm.program.artifact import Artifact
-from graphllm.program.manifest import MemoryTable
 from graphllm.runtime.ranks.all_ranks import AllRanks, RanksOfHost
 from graphllm.runtime.ranks.node_messages import Begin
 from graphllm.runtime.ranks.rank_failure import SharedFate
-from graphllm.runtime.ranks.rank_messages import Allocate, Counted, Loaded, Serving
 from graphllm.runtime.ranks.rank_processes import Orders, RankProcesses, WaitingRanks
 from graphllm.runtime.ranks.remote_ranks import NodesDoor, RemoteRanks, listen, receive_nodes
 
 if TYPE_CHECKING:
-    import torch
-
-    from graphllm.runtime.ranks.groups import Meeting
-    from graphllm.runtime.ranks.multiproc_executor import MultiprocExecutor
+    from graphllm.loading.core.ray_nodes import RayNodes
 
 _log = logging.getLogger(__name__)
 
@@ -73,9 +66,7 @@ class StartedRanks:
         host, port = parallel.master_addr, parallel.master_port
         nodes = None
         if parallel.distributed_executor_backend == "ray":
-            from graphllm.loading.core.ray_nodes import RayNodes  # the library is an extra
-
-            nodes = self._undo.enter_context(RayNodes(self.config, degree))
+            nodes = self._undo.enter_context(_ray_nodes(self.config, degree))
             secret, explain, host, port = secrets.token_hex(16), nodes.explain, nodes.address, 0
             parallel = dataclasses.replace(parallel, nnodes=nodes.count)
             self.config = dataclasses.replace(self.config, parallel=parallel)
@@ -102,12 +93,17 @@ class StartedRanks:
             _log.info("waiting for %d nodes to come to %s", parallel.nnodes - 1, door.address)
         return remote
 
-    @property
-    def meeting(self) -> Meeting:
-        """Where this process joins the others."""
-        from graphllm.runtime.ranks.groups import Meeting  # imports torch
 
-        return Meeting(self.meeting_url, self.listener)
+def _ray_nodes(config: CoreConfig, degree: int) -> RayNodes:
+    """Raises ConfigError where there is no Ray, or the cluster has not enough devices."""
+    try:
+        library = importlib.import_module("graphllm.loading.core.ray_nodes")
+    except ImportError:
+        raise ConfigError(
+            "distributed_executor_backend is ray: its library is not installed; `pip install graphllm[ray]`"
+        ) from None
+    nodes: RayNodes = library.RayNodes(config, degree)
+    return nodes
 
 
 def _nothing_known(node: int) -> str:
@@ -127,40 +123,3 @@ def start_ranks(
     ranks = StartedRanks(config, degree, exits, waiting)
     undo.callback(ranks.all.close)
     return ranks
-
-
-def join_ranks(
-    ranks: StartedRanks,
-    artifact: Artifact,
-    memory: MemoryTable,
-    place: RankPlace,
-    device: torch.device,
-    weights: Mapping[str, torch.Tensor],
-    threads: int,
-    clock: Callable[[str], None],
-) -> MultiprocExecutor:
-    """Meet the ranks, now that this one has its weights, and make the executor of all. Raises ConfigError, RankError
-    for a rank that cannot go on."""
-    from graphllm.runtime.ranks.multiproc_executor import MultiprocExecutor
-
-    config, others = ranks.config, ranks.all
-    loaded = others.answers(Loaded)
-    clock("wait for the ranks")
-    joined = contextlib.ExitStack()
-    try:
-        joined.enter_context(join_group(place, ranks.meeting, device))
-        processes = place.here * config.parallel.data_parallel_size
-        blocks, snapshots = cache_counts(artifact.config, memory, config.cache, processes)
-        for counted in others.answers(Counted):
-            blocks, snapshots = min(blocks, counted.blocks), min(snapshots, counted.snapshots)
-        clock("join the ranks")
-        others.send(Allocate(blocks, snapshots))
-        executor = MultiprocExecutor(ranks.all, joined, artifact, weights, blocks, snapshots, threads, place.stage)
-        executor.others_serve(loaded, others.answers(Serving))
-    except BaseException:
-        joined.close()
-        raise
-    for rank, seconds in enumerate(executor.rank_seconds, 1):
-        told = ", ".join(f"{name} {s:.2f}" for name, s in seconds.items())
-        _log.info("rank %d of %d is ready; seconds: %s", rank, others.degree, told)
-    return executor

@@ -1,5 +1,6 @@
 """Nodes of a Ray cluster for an engine's ranks. Ray finds them, keeps their devices for this engine, and starts a
-process on each; what ranks are told and say goes its own way (`graphllm.runtime.ranks.node`), not through Ray."""
+process on each. Messages of the ranks go their own way (`graphllm.runtime.ranks.node`), not through Ray. The library is
+an extra: only an engine that wants Ray imports this."""
 
 from __future__ import annotations
 
@@ -7,21 +8,27 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
 from graphllm.config import ConfigError, CoreConfig
 from graphllm.loading.core.node_main import preparer
+from graphllm.loading.core.place import node_count
 from graphllm.loading.core.rank_main import COMMAND
 from graphllm.program.artifact import Artifact
 from graphllm.runtime.ranks.node import lead_node
 from graphllm.runtime.ranks.node_messages import Hello
 
 _PATIENCE = 600.0  # seconds for devices to become free
-_REMINDER = 20.0  # seconds between two lines of the log meanwhile
+_REMINDER = 20.0  # seconds between two lines of the log while they are not
 _EXPLAINING = 2.0  # seconds for Ray to know why a process is gone
 _COPIED = ("NCCL_", "GLOO_")  # variables of the libraries that ranks speak through, which nodes get from here
 
@@ -33,8 +40,6 @@ class NodeProcess:
 
     def devices(self) -> list[str]:
         """The GPUs that Ray has given this process, as in CUDA_VISIBLE_DEVICES."""
-        import ray
-
         return [str(name) for name in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
 
     def lead(self, host: str, port: int, number: int, secret: str, environment: Mapping[str, str]) -> None:
@@ -44,15 +49,9 @@ class NodeProcess:
 
 class RayNodes:
     """The nodes of one engine, a context. count: how many. address: of this one, which has rank 0. Raises ConfigError
-    where there is no Ray, or the cluster has not enough devices."""
+    where the cluster has not enough devices."""
 
     def __init__(self, config: CoreConfig, degree: int) -> None:
-        try:
-            import ray
-        except ImportError:
-            raise ConfigError(
-                "distributed_executor_backend is ray: its library is not installed; `pip install graphllm[ray]`"
-            ) from None
         compiled = Artifact.trusted(Path(config.load.artifact)).config
         self._resource = "CPU" if compiled.target.device == "cpu" else "GPU"
         self._began = not ray.is_initialized()
@@ -80,11 +79,7 @@ class RayNodes:
         self.close()
 
     def _place(self) -> None:
-        """Keep devices for the engine: on this node those of the first ranks, on each other node as many."""
-        import ray
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
+        """Keep devices for the engine, the same number on each node; this node has the first ranks."""
         bundle = {self._resource: float(self._here), "CPU": float(self._here if self._resource == "CPU" else 1)}
         own = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         self._group = placement_group(
@@ -123,21 +118,16 @@ class RayNodes:
 
     def explain(self, node: int) -> str:
         """What Ray says of the end of a node, as an end of a sentence; "" where it knows nothing."""
-        import ray
-
         try:
             ray.get(self._lives[node], timeout=_EXPLAINING)
         except ray.exceptions.GetTimeoutError:
             return ""
-        except Exception as told:
-            return f" ({' '.join(str(told).split()):.300})"
+        except Exception as cause:
+            return f" ({' '.join(str(cause).split()):.300})"
         return ""
 
     def close(self) -> None:
         """End the processes, and give the devices back."""
-        import ray
-        from ray.util.placement_group import remove_placement_group
-
         with contextlib.suppress(Exception):  # the cluster may be gone
             for process in self._processes:
                 ray.kill(process)
@@ -149,35 +139,10 @@ class RayNodes:
             ray.shutdown()
 
 
-def node_count(degree: int, width: int, sizes: Sequence[int], wanted: int, resource: str) -> int:
-    """How many nodes an engine of so many ranks takes: as few as can be, with all ranks of a stage, ``width``, on one
-    where that can be. sizes: devices of each node of the cluster. wanted: by the user, 1 for any. Raises
-    ConfigError."""
-
-    def fits(count: int) -> bool:
-        return degree % count == 0 and sum(size >= degree // count for size in sizes) >= count
-
-    if wanted > 1:
-        candidates: Iterator[int] = iter([wanted])
-    else:
-        counts = range(1, degree + 1)
-        inside = [count for count in counts if degree % count == 0 and degree // count % width == 0]
-        candidates = iter([*inside, *(count for count in counts if count not in inside)])
-    for count in candidates:
-        if fits(count):
-            return count
-    said = f" on {wanted} nodes" if wanted > 1 else ""
-    raise ConfigError(
-        f"distributed_executor_backend is ray: tensor_parallel_size times pipeline_parallel_size is {degree}{said}, "
-        f"and the nodes of the cluster have {', '.join(map(str, sizes)) or 'no'} {resource}s; give less, or add nodes"
-    )
-
-
 def take_devices(names: Sequence[str]) -> None:
     """Let this process see no other GPUs than these. Raises ConfigError where it is too late for that."""
-    import torch
-
-    if torch.cuda.is_initialized() and os.environ.get("CUDA_VISIBLE_DEVICES") != ",".join(names):
+    torch: Any = sys.modules.get("torch")  # without it no GPU is in use
+    if torch is not None and torch.cuda.is_initialized() and os.environ.get("CUDA_VISIBLE_DEVICES") != ",".join(names):
         raise ConfigError(
             f"distributed_executor_backend is ray: it gives this process the GPUs {', '.join(names)}, but GPUs are in "
             "use here already; make the engine first of all, or set CUDA_VISIBLE_DEVICES to these before the start"

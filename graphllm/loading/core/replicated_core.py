@@ -22,9 +22,10 @@ _T = TypeVar("_T")
 
 
 class ReplicatedCore:
-    """What `EngineCore` is to whoever steps it: a step waits for news of any core. They run on meanwhile.
+    """Is stepped as `EngineCore` is: a step waits for news of any core, while the cores run on.
 
-    A request that is refused, or whose core dies, ends with an error. phases: told the seconds of each start-up phase.
+    A request ends with an error when it is refused, and when its core dies. phases: is called with the name and the
+    seconds of each start-up phase.
     Raises ConfigError for settings that cannot be loaded, and EngineDeadError.
     """
 
@@ -52,7 +53,7 @@ class ReplicatedCore:
 
     @property
     def unfinished(self) -> int:
-        """Requests whose last news was not given yet."""
+        """Requests that have not ended yet."""
         return len(self._live)
 
     def add(self, request: EngineRequest) -> None:

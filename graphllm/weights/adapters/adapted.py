@@ -42,10 +42,9 @@ class AdaptedLinear(NamedTuple):
     name: in the weight plan, such as "layers.0.qkv"; its tables are the states "<name>.lora_a" [n r, I] (r rows for
     each of n parts) and "<name>.lora_b" [r, O], as the op `add_lora` says. inputs: I. widths: outputs of each part. Of
     an embedding I is the vocabulary, and the first table is the other way round, [I, r]. experts: how many have such
-    tables, one behind the other. stacked: what PEFT calls the tensor of all experts' matrices, one of them, such as
-    "model.layers.0.mlp.experts.gate_up_proj". by_turns: its outputs are those of the two parts by turns. All of this is
-    of the whole layer; division: what a tensor-parallel rank has of its weight.
-    """
+    tables, one after the other. stacked: what PEFT calls the tensor of all experts' matrices, one of them, such as
+    "model.layers.0.mlp.experts.gate_up_proj". by_turns: its outputs are the outputs of the two parts by turns. All of
+    this is of the whole layer; division: what a tensor-parallel rank has of its weight."""
 
     name: str
     inputs: int
@@ -123,7 +122,7 @@ def adapted_linear(plan: WeightPlan, name: str) -> AdaptedLinear | None:
     expr, shape = _whole(plan, name)
     if len(shape) != 2:
         return None
-    if plan[name].tie:  # PEFT knows it by a name of its own, though its numbers are those of another
+    if plan[name].tie:  # PEFT knows it by a name of its own, though its numbers are another one's
         return AdaptedLinear(name, shape[1], (shape[0],), (AdapterPart((name.rpartition(".")[2],), 0, 0),))
     matrices = expr.parts if isinstance(expr, Concat) and expr.dim == 0 else (expr,)
     parts = [_part(matrix) for matrix in matrices]

@@ -29,7 +29,7 @@ _START = "base_model.model."
 _NAME = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)(?:\.default)?(?:\.(?P<end>weight|bias))?"
 )
-# Kinds of adapters beside LoRA's own sums, by the field that asks for them; {} and [] count as nothing, too.
+# Kinds of adapters other than LoRA's own sums, by the field that asks for them; {} and [] count as nothing, too.
 _OTHERS = (
     "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_qalora",
     "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
@@ -185,7 +185,7 @@ def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
     found = tuple(name.rpartition(".")[2] for name in strings(config, "target_parameters"))
     if others := [name for name in found if name not in _OF_EXPERTS]:
         raise ConfigError(
-            f"target_parameters has {others[0]!r:.80}; of parameters that are no modules those of experts "
+            f"target_parameters has {others[0]!r:.80}; of parameters that are no modules the experts' "
             f"({', '.join(_OF_EXPERTS)}) can be used; merge it into the model with PEFT (merge_and_unload) and save "
             "that"
         )
@@ -194,7 +194,7 @@ def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _stacked(modules: Iterable[str], targets: tuple[str, ...]) -> dict[str, str]:
     """Of modules those that change a tensor of all experts, with its name. PEFT wraps a module once for each of its
-    tensors that are changed: what is behind ".base_layer" stands before what is not."""
+    tensors that are changed: the tensor after ".base_layer" stands before others."""
     wanted = [name for name in _OF_EXPERTS if name in targets]
     found: dict[str, list[str]] = {}
     for module in modules:

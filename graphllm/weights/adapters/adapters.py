@@ -30,8 +30,8 @@ _Places = Mapping[str, list[_Place]]
 
 def read_adapter(folder: Path, linears: Sequence[AdaptedLinear], max_rank: int, dtype: str) -> dict[str, Tensor]:
     """The tables of an adapter, by the names of their states, as `AdaptedLinear` says, with r = max_rank, in the dtype
-    and on the CPU; linears that the adapter leaves alone are not there. Rows behind a smaller rank are zero; scales are
-    multiplied into B.
+    and on the CPU; linears that the adapter does not change are not there. Rows beyond a smaller rank are zero; scales
+    are multiplied into B.
 
     Raises ConfigError, naming file, tensor or field, value and remedy, for what is broken or does not fit, all but
     numbers that are not finite before anything is read.
@@ -97,7 +97,7 @@ def _fill(place: _Place, table_a: Tensor, table_b: Tensor, a: Tensor, b: Tensor,
 def _fill_stacked(
     layer: AdaptedLinear, table_a: Tensor, table_b: Tensor, a: Tensor, b: Tensor, rank: int, max_rank: int
 ) -> None:
-    """The same for those of all experts: every part has the A of all outputs."""
+    """The same for the matrices of all experts: every part has the A of all outputs."""
     N, outputs = layer.experts, len(b)
     a_NrI, b_NrO = a.view(N, rank, -1), b.view(outputs, rank, N).permute(2, 1, 0)
     if layer.by_turns:
@@ -108,7 +108,7 @@ def _fill_stacked(
 
 
 def adapter_bytes(folder: Path, linears: Sequence[AdaptedLinear], max_rank: int, dtype: str) -> int:
-    """Bytes of the tables that `read_adapter` would make, from the header alone. Raises ConfigError as it does."""
+    """Bytes of the tables that `read_adapter` would make, from the header. Raises ConfigError as it does."""
     _, places = _fitting(folder, linears, max_rank)
     changed = {place.layer.name: place.layer for found in places.values() for place in found}.values()
     return sum(math.prod(shape) for one in changed for shape in one.tables(max_rank)) * ITEMSIZE[dtype]

@@ -89,7 +89,7 @@ class Checkpoint:
 
 
 def draft_name(tensor: str) -> str:
-    """The name of a draft model's tensor beside those of the model that it joins."""
+    """The name of a draft model's tensor among the tensors of the model that it joins."""
     return f"{DRAFT}:{tensor}"
 
 
@@ -154,7 +154,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             raise WeightError(file, ["not a safetensors file, or damaged: no header"])
         text = f.read(length)
     if len(text) < length:
-        raise WeightError(file, [f"truncated: {size} bytes, the header alone has {8 + length}; download it again"])
+        raise WeightError(file, [f"truncated: {size} bytes, its header has {8 + length}; download it again"])
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
@@ -185,7 +185,7 @@ def _tensor(file: Path, base: int, fields: Any) -> TensorInfo:
 
 
 def _check_layout(file: Path, size: int, base: int, tensors: Mapping[str, TensorInfo]) -> None:
-    """The tensors fill the file exactly: no hole, no overlap, nothing behind."""
+    """The tensors fill the file exactly: no hole, no overlap, nothing after them."""
     at = base
     for name, t in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if t.offset != at:

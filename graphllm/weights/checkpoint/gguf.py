@@ -90,9 +90,9 @@ def read_gguf(file: Path) -> Gguf:
         check_no_pointer(part)
     parts = [_read(f) for f in files]
     metadata, tensors = parts[0][0], {name: t for _, found in parts for name, t in found.items()}
-    told = metadata.get("split.tensors.count", len(tensors))
-    if sum(len(found) for _, found in parts) != len(tensors) or told != len(tensors):
-        raise WeightError(file, [f"its parts hold {len(tensors)} tensors, it says {told}; download them again"])
+    expected = metadata.get("split.tensors.count", len(tensors))
+    if sum(len(found) for _, found in parts) != len(tensors) or expected != len(tensors):
+        raise WeightError(file, [f"its parts hold {len(tensors)} tensors, it says {expected}; download them again"])
     if (count := metadata.get("split.count", 1)) not in (0, len(files)):
         raise WeightError(file, [f"is one of {count} parts; give them the names NAME-00001-of-{count:05}.gguf"])
     return Gguf(files, metadata, tensors)
@@ -198,7 +198,7 @@ class _Header:
         return self._data[start : self._at]
 
     def _short(self) -> WeightError:
-        return self._bad(f"truncated: {self._size} bytes, the header alone has more; download it again")
+        return self._bad(f"truncated: {self._size} bytes, its header has more; download it again")
 
     def _bad(self, why: str) -> WeightError:
         return WeightError(self._file, [why])

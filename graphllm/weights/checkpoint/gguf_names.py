@@ -30,7 +30,7 @@ _FAMILIES = {
     "qwen3": _Family("Qwen3ForCausalLM"),
     "qwen3moe": _Family("Qwen3MoeForCausalLM", settings={"norm_topk_prob": True}),
 }
-# config.json's fields, by the file's key behind the architecture's name.
+# config.json's fields, by the file's key after the architecture's name.
 _FIELDS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -119,11 +119,11 @@ def config_of(file: Gguf) -> dict[str, Any]:
 
 def _ends(metadata: Mapping[str, Any]) -> list[int]:
     """The tokens that end a text, a turn or a message."""
-    told = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    if told[1] is None:
+    numbers = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    if numbers[1] is None:
         tokens = metadata.get("tokenizer.ggml.tokens") or ()
-        told[1] = next((tokens.index(end) for end in _TURN_ENDS if end in tokens), None)
-    return list(dict.fromkeys(number for number in told if isinstance(number, int)))
+        numbers[1] = next((tokens.index(end) for end in _TURN_ENDS if end in tokens), None)
+    return list(dict.fromkeys(number for number in numbers if isinstance(number, int)))
 
 
 def _check_others(file: Gguf, name: str, config: Mapping[str, Any]) -> None:
@@ -225,8 +225,8 @@ def _rope_scaling(file: Gguf, name: str, config: Mapping[str, Any]) -> dict[str,
 
 
 def _llama3(file: Gguf, base: float) -> dict[str, Any]:
-    """Llama 3's settings whose factors the file has: the files have the factors alone. They were computed in float32,
-    hence the tolerance."""
+    """Llama 3's settings, found by their factors: the files have nothing but the factors. They were computed in
+    float32, hence the tolerance."""
     import numpy as np
 
     tensor = file.tensors[_ROPE_FACTORS]

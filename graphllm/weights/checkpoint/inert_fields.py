@@ -1,5 +1,5 @@
 """Fields of a checkpoint's JSON files that change no number here, by pattern and why. What is neither used nor refused
-nor here is told to the user: `unknown_fields`. docs/checkpoints.md has the same table, and a test compares them."""
+nor here gets a warning: `unknown_fields`. docs/checkpoints.md has the same table, and a test compares them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ _CHUNK = 1 << 24  # bytes
 
 
 def has_own_head(tensors: Mapping[str, TensorInfo], prefix: str = "") -> bool:
-    """Whether the head differs from every tensor of its shape, of which the embedding is one. It is False where
+    """Whether the head differs from every tensor of its shape, such as the embedding. It is False where
     either of the two is not there. prefix: before the names of a draft model's tensors."""
     head = tensors.get(prefix + HEAD)
     if head is None:

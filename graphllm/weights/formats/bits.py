@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# The magnitudes of E2M1, by the three bits behind the sign (OCP Microscaling Formats 1.0, section 5.3.3).
+# The magnitudes of E2M1, by the three bits after the sign (OCP Microscaling Formats 1.0, section 5.3.3).
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def unpacked(words: Tensor, bits: int, dim: int, count: int) -> Tensor:
-    """Unsigned integers of so many bits, as int32, out of int32 words whose lowest bits come first; ``count`` of them
-    along dimension ``dim``. An integer may lie in two words, as those of 3 bits do."""
+    """Unsigned integers of ``bits`` bits, as int32, out of int32 words, lowest bits first; ``count`` of them
+    along dimension ``dim``. An integer may lie in two words, as integers of 3 bits do."""
     words = words.movedim(dim, -1)
     if 32 % bits == 0:
         shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)

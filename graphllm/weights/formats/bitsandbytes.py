@@ -2,7 +2,7 @@
 
 nf4, fp4: four-bit codes of a table of 16 numbers (Dettmers et al. 2023 for NormalFloat), two a byte, the first in the
 upper half, with one scale for each block of entries of the whole matrix in row-major order. nf4_nested, fp4_nested:
-double quantization, the scales are codes of a table themselves. The size of blocks is in a JSON text beside them.
+double quantization, the scales are codes of a table themselves. A JSON text next to them has the size of blocks.
 nf4_rows: what plain numbers are rounded to, nf4 with blocks of 64 that begin where rows do.
 llm_int8: int8 with one scale for each row, 127 times too large (Dettmers et al. 2022).
 """
@@ -49,7 +49,7 @@ def _decode(nested: bool, parts: Mapping[str, Tensor], rows: int, inner: int) ->
 
 
 def _spread(field: str, state: Mapping[str, int], scales: Tensor, count: int) -> Tensor:
-    """Scales of blocks for each of so many entries. Raises ConfigError where they are not as many as the blocks."""
+    """Scales of blocks, one for each entry. Raises ConfigError where they are not as many as the blocks."""
     block = state[field]
     blocks = math.ceil(count / block)
     if len(scales) != blocks:

@@ -1,6 +1,6 @@
 """float8 checkpoints: E4M3 numbers with float scales that they are multiplied with.
 
-fp8-ROWS-INNER: a scale for each block of so many rows and inner entries, 0 for all of them: fp8-0-0 has one for the
+fp8-ROWS-INNER: a scale for each block of ROWS rows and INNER inner entries, 0 for all of them: fp8-0-0 has one for the
 matrix, fp8-1-0 one for each row, fp8-128-128 is that of DeepSeek-V3. fp8_inv: the same, its scales called
 ``weight_scale_inv``, though they are multiplied with as well. fp8_static, fp8_inv_static: with ``input_scale``, which
 activations were divided by; it does not change the weight.

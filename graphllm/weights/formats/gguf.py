@@ -1,11 +1,10 @@
 """The block types of GGUF files, as ggml defines them: rows of blocks of 32 or 256 inner entries, kept as their bytes.
 
-gguf_q4_k and the like are the types by their names in the format; "gguf_q4_k-128" is the same for a matrix whose rows
-are interleaved, in heads of 128: the first and the second half of a head take turns, which is how files of the
+gguf_q4_k and the like are the types by their names in the format; "gguf_q4_k-128" is the same for a matrix with rows
+that are interleaved, in heads of 128: the first and the second half of a head take turns, which is how files of the
 architecture llama store queries and keys. Decoding puts the rows back, as the model's rotary embedding wants them.
 tiled_q4_k and the like are the same bytes in the order in which a CPU reads them, see
-`graphllm.ops.encodings.gguf_blocks`.
-"""
+`graphllm.ops.encodings.gguf_blocks`."""
 
 from __future__ import annotations
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from graphllm.ops.encodings.encoded_weights import decoded, packed, width_of
 from graphllm.weights.encodings import Encoding, Part, register_family
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Parts = Mapping[str, "Tensor"]
+Parts = Mapping[str, Tensor]
 SCALES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _SPAN = 256  # entries; see `span_of`
 _OP = ("weight_OI", "scales_GO", "zeros_GO")
@@ -32,7 +32,6 @@ def _grouped(
     name: str, form: str, scales: str, group: int, zeros: bool, encode: Callable[[Tensor], Parts] | None
 ) -> Encoding:
     """scales: their dtype."""
-    from graphllm.ops.encodings.encoded_weights import decoded, width_of
 
     def stored(rows: int, inner: int) -> tuple[int, int]:
         return rows, width_of(form, inner, group)
@@ -56,17 +55,11 @@ def _grouped(
 
 def _groups_of(numbers: Tensor, group: int) -> Tensor:
     """[O, G, group] float32, the last group padded with zeros."""
-    import torch
-
     width = group or numbers.shape[1]
     return torch.nn.functional.pad(numbers.float(), (0, -numbers.shape[1] % width)).unflatten(1, (-1, width))
 
 
 def _encode_float8(group: int, numbers: Tensor) -> Parts:
-    import torch
-
-    from graphllm.ops.encodings.encoded_weights import packed
-
     grouped = _groups_of(numbers, group)
     scales = (grouped.abs().amax(-1) / 448).clamp(min=torch.finfo(torch.float32).tiny)
     values = (grouped / scales.unsqueeze(-1)).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -75,10 +68,6 @@ def _encode_float8(group: int, numbers: Tensor) -> Parts:
 
 
 def _encode_byte(group: int, dtype: str, zeros: bool, numbers: Tensor) -> Parts:
-    import torch
-
-    from graphllm.ops.encodings.encoded_weights import packed
-
     grouped = _groups_of(numbers, group)
     scales = (grouped.abs().amax(-1) / 127).to(getattr(torch, dtype))
     values = (grouped / torch.where(scales == 0, 1, scales.float()).unsqueeze(-1)).round().clamp(-127, 127)
@@ -89,10 +78,6 @@ def _encode_byte(group: int, dtype: str, zeros: bool, numbers: Tensor) -> Parts:
 
 def _encode_nibble(group: int, dtype: str, zeros: bool, numbers: Tensor) -> Parts:
     """The largest of a group becomes -8, with a scale of the opposite sign, so that all sixteen integers are used."""
-    import torch
-
-    from graphllm.ops.encodings.encoded_weights import packed
-
     grouped = _groups_of(numbers, group)
     high, low = grouped.amax(-1), grouped.neg().amax(-1)
     scales = (torch.where(low > high, low, -high) / 8 + 0.0).to(getattr(torch, dtype))
@@ -103,10 +88,6 @@ def _encode_nibble(group: int, dtype: str, zeros: bool, numbers: Tensor) -> Part
 
 def _encode_e2m1(group: int, numbers: Tensor) -> Parts:
     """As OCP Microscaling Formats 1.0, section 6.3: the largest power of two in a group gets the largest exponent."""
-    import torch
-
-    from graphllm.ops.encodings.encoded_weights import packed
-
     grouped = _groups_of(numbers, group)
     exponents = (torch.frexp(grouped.abs().amax(-1)).exponent - 3).clamp(-127, 127)  # frexp: half the usual mantissa
     scaled = grouped / torch.exp2(exponents.float()).unsqueeze(-1)
@@ -143,17 +124,13 @@ for _dtype, _tag in SCALES.items():
 def grouped_integers(
     numbers_OI: Tensor, bits: int, group: int, scales_GO: Tensor, zeros_GO: Tensor | None = None
 ) -> Parts:
-    """The parts of byte or nibble encodings. numbers_OI: signed integers of so many bits; zeros_GO: what is subtracted
+    """The parts of byte or nibble encodings. numbers_OI: signed integers of ``bits`` bits; zeros_GO: what is subtracted
     from them."""
-    import torch
-
-    from graphllm.ops.encodings.encoded_weights import packed
-
     codes, form = (numbers_OI + 8, "int4") if bits <= 4 else (numbers_OI & 255, "int8")
     made = {"values": packed(codes, form, group), "scales": scales_GO.contiguous()}
     return made if zeros_GO is None else {**made, "zeros": zeros_GO.to(torch.int16).contiguous()}
 
 
 def grouped_name(bits: int, dtype: str, group: int, zeros: bool) -> str:
-    """The encoding of integers of so many bits. dtype: of the scales."""
+    """The encoding of integers of ``bits`` bits. dtype: of the scales."""
     return f"{'nibble' if bits <= 4 else 'byte'}{'_zeros' * zeros}_{SCALES[dtype]}-{group}"

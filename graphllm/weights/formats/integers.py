@@ -1,5 +1,5 @@
 """The encodings int8 and int4: integers with one scale for each group of inner entries of a row, packed for
-`quant_linear`, whose docstring says what every bit means.
+`quant_linear`; its docstring says what every bit means.
 
 `pack` is the specification; the kernels of an artifact for a CPU can do the same at the speed of a read.
 """
@@ -9,20 +9,20 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from graphllm.ops.gemm.quant_linear.op import dequantize
 from graphllm.weights.encodings import Encoding, Part, register_encoding
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 BLOCK = 16  # rows that lie side by side in a packed matrix
-KERNELS = Path("pieces") / "kernels.so"  # in an artifact; has the routines if it has the kernels of `quant_linear`
 _GRAIN = 32767  # numbers; torch splits larger elementwise work among its threads, and the caller has threads of its own
 
 
 def _encoding(name: str, bits: int, group: int, dtype: str) -> Encoding:
-    """Integers of so many bits with one scale for each ``group`` of inner entries. dtype: of the packed integers."""
+    """Integers of ``bits`` bits with one scale for each ``group`` of inner entries. dtype: of the packed integers."""
 
     def values(rows: int, inner: int) -> tuple[int, ...]:
         """Blocks of rows, groups, lines of a group, rows of a block, bytes of a line and row."""
@@ -34,8 +34,6 @@ def _encoding(name: str, bits: int, group: int, dtype: str) -> Encoding:
         return (-(-rows // BLOCK), -(-inner // group), BLOCK)
 
     def decode(parts: Mapping[str, Tensor], rows: int, inner: int) -> Tensor:
-        from graphllm.ops.gemm.quant_linear.op import dequantize
-
         return dequantize(parts["values"], parts["scales"], rows, inner)
 
     def write(numbers: Tensor, parts: Mapping[str, Tensor], row: int, entry: int, library: Path | None) -> None:
@@ -73,8 +71,6 @@ def pack(
     values, scales: the whole packed matrix. row, entry: where the first number belongs in it; entry is a multiple of
     the group. Rows and entries that pad a group or a block are left as they are. library: see `Encoding`.
     """
-    import torch
-
     kind = "bf16" if numbers.dtype == torch.bfloat16 else "f32"
     function: Any = getattr(routines(library), f"graphllm_pack_{encoding.name}_{kind}", None)
     if function is None or values.device.type != "cpu":
@@ -89,8 +85,6 @@ def pack(
 
 def _pack(numbers: Tensor, encoding: Encoding, values: Tensor, scales: Tensor, row: int, entry: int) -> None:
     """`pack` without a compiled routine."""
-    import torch
-
     group = encoding.block[1]
     words = values.view(torch.int32).flatten(1, 2).squeeze(-1)  # [blocks, lines of all groups, 16]
     wide = max(group, _GRAIN // BLOCK // group * group)
@@ -121,8 +115,6 @@ def quantize(numbers: Tensor, encoding: Encoding) -> tuple[Tensor, Tensor]:
     -127. int4: the largest becomes -8, with a scale of the opposite sign, so that all sixteen integers are used. A
     group with a number that is not finite has such a scale.
     """
-    import torch
-
     group, eight_bits = encoding.block[1], encoding.name == "int8"
     R, inner = numbers.shape
     groups = -(-inner // group)

@@ -1,7 +1,7 @@
 """Four-bit floats (E2M1) with a small scale for each few of them.
 
 mxfp4: a power of two for 32 (OCP Microscaling Formats 1.0), as GPT-OSS stores its experts: ``_blocks`` and ``_scales``
-behind the name. mxfp4_packed: the same in compressed-tensors' names. nvfp4: an E4M3 scale for 16, divided by a scale of
+after the name. mxfp4_packed: the same in compressed-tensors' names. nvfp4: an E4M3 scale for 16, divided by a scale of
 the whole matrix as compressed-tensors stores it; nvfp4_modelopt: multiplied with it, as NVIDIA's Model Optimizer does.
 ``_static``: with the scale that activations were divided by, which does not change the weight.
 """

@@ -1,33 +1,32 @@
-"""Baked weights: an artifact's finished parameters in one file, which a start maps instead of making them again.
+"""Baked weights with torch: an artifact's finished parameters are written to one file, which a start maps or copies in
+place of making them again.
 
 ``weights.bin`` holds a page that says what it is, then every parameter from a page boundary on. ``baked.json`` says
-where they are and which checkpoint they were made of (`graphllm.program.baked_table`). Nothing here needs torch
-before `bake` or `open_weights`.
+where they are and which checkpoint they were made of (`graphllm.program.baked_table`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from graphllm.config.setting import size_text
-from graphllm.program.baked_table import AGAIN, DATA, FORMAT, PAGE, TABLE, BakedError, check, read_table, stamp
+from graphllm.program.artifact import KERNELS
+from graphllm.program.baked_table import DATA, FORMAT, PAGE, TABLE, BakedError, check, stamp
 from graphllm.weights.checkpoint.checkpoint import Checkpoint, fingerprint
-
-if TYPE_CHECKING:
-    import torch
-
-    from graphllm.weights.loading.host_array import HostArray
-    from graphllm.weights.loading.readers import Loading
+from graphllm.weights.loading.baked_on_host import mapped, sample
+from graphllm.weights.loading.loader import begin_tensors, load_weights
+from graphllm.weights.loading.readers import Loading
+from graphllm.weights.plan.plan import WeightPlan
 
 _HUGE = 2 << 20  # written at once, so that the operating system can keep and map it as one page
-_SAMPLE = 1024  # bytes of each tensor that tell checkpoints apart
 
 
 def bake(artifact: Path, checkpoint: Checkpoint) -> None:
@@ -35,10 +34,6 @@ def bake(artifact: Path, checkpoint: Checkpoint) -> None:
 
     Raises WeightError when the checkpoint does not fit the plan, BakedError when the disk is full.
     """
-    from graphllm.weights.formats.integers import KERNELS
-    from graphllm.weights.loading.loader import load_weights
-    from graphllm.weights.plan.plan import WeightPlan
-
     plan = WeightPlan.from_json((artifact / "weights.json").read_text())
     tensors = load_weights(plan, checkpoint, "cpu", kernels=artifact / KERNELS)
     places, size = _lay_out(tensors)
@@ -79,9 +74,7 @@ def _lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, dict[str, A
 
 
 def _write(file: Path, places: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, torch.Tensor], size: int) -> str:
-    """Write the parameters; SHA-256 of everything behind the first page."""
-    import torch
-
+    """Write the parameters; SHA-256 of everything after the first page."""
     digest, at = hashlib.sha256(), PAGE
     window = memoryview(bytearray(_HUGE))  # of the file, from a multiple of it on
     with file.open("wb") as out:
@@ -104,43 +97,9 @@ def _write(file: Path, places: Mapping[str, Mapping[str, Any]], tensors: Mapping
     return digest.hexdigest()
 
 
-def sample(checkpoint: Checkpoint) -> str:
-    """SHA-256 over a little from the middle of every tensor: what tells two checkpoints of one shape apart, without
-    reading gigabytes."""
-    found = hashlib.sha256()
-    files: dict[Path, int] = {}
-    try:
-        for name, info in sorted(checkpoint.tensors.items()):
-            if info.file not in files:
-                files[info.file] = os.open(info.file, os.O_RDONLY)
-            start = max(0, info.nbytes // 2 - _SAMPLE // 2)
-            read = os.pread(files[info.file], min(_SAMPLE, info.nbytes - start), info.offset + start)
-            found.update(name.encode() + b"\0" + read)
-    finally:
-        for fd in files.values():
-            os.close(fd)
-    return found.hexdigest()
-
-
-def check_source(artifact: Path, checkpoint: Checkpoint) -> None:
-    """Raise BakedError unless the weights were made of this checkpoint, as far as a sample of it shows."""
-    table = read_table(artifact)
-    if table["checkpoint"] != fingerprint(checkpoint):
-        raise BakedError(f"{artifact / DATA} was made of another model than {checkpoint.folder}; {AGAIN}")
-    if table["sample"] != sample(checkpoint):
-        raise BakedError(
-            f"{artifact / DATA} was made of other weights than those in {checkpoint.folder}, which have the same "
-            f"shapes; {AGAIN}"
-        )
-
-
 def begin_weights(artifact: Path, device: torch.device) -> Loading:
     """Copies of the parameters on a GPU, as `loader.begin_weights` gives them. Parameters that share memory do so here.
     Raises BakedError as `check` does."""
-    import torch
-
-    from graphllm.weights.loading.loader import begin_tensors
-
     places = check(artifact)["tensors"]
     made = {p["offset"]: torch.zeros(p["shape"], dtype=getattr(torch, p["dtype"]), device=device)
             for p in places.values()}  # fmt: skip
@@ -151,34 +110,14 @@ def begin_weights(artifact: Path, device: torch.device) -> Loading:
 def open_weights(artifact: Path) -> dict[str, torch.Tensor]:
     """The parameters by name on a CPU: the file itself, mapped for reading only and shared with other processes.
     Parameters that share memory do so here. Raises BakedError as `check` does."""
-    import torch
-
     table = check(artifact)
-    memory = _mapped(artifact)
+    memory = mapped(artifact)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor shall it be
         whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map open
     return dict(_views(whole, table["tensors"]))
 
 
-def open_on_host(artifact: Path) -> dict[str, HostArray]:
-    """The same on a CPU, without torch."""
-    import numpy as np  # here: to look at an artifact takes none of it
-
-    from graphllm.weights.loading.host_array import HostArray
-
-    places = check(artifact)["tensors"]
-    whole = np.frombuffer(_mapped(artifact), np.uint8)
-    return {name: HostArray.of(whole[p["offset"] :], p["shape"], p["dtype"]) for name, p in places.items()}
-
-
-def _mapped(artifact: Path) -> mmap.mmap:
-    with (artifact / DATA).open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-
-
 def _views(whole: torch.Tensor, places: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    import torch
-
     for name, p in places.items():
         yield name, whole[p["offset"] : p["offset"] + p["nbytes"]].view(getattr(torch, p["dtype"])).view(p["shape"])

@@ -1,4 +1,5 @@
-"""Reads weights into a GPU's memory while torch is imported, through the CUDA driver. Imports no torch before that.
+"""Reads weights into a GPU's memory while torch is imported, through the CUDA driver. No torch;
+`graphllm.weights.loading.readers.begun_early` makes tensors of the memory.
 
 Only for weights that a `BlockLayout` describes, and for a process that has not imported torch;
 `graphllm.weights.loading.loader` is for the others, and gives every error.
@@ -8,21 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphllm.config import ConfigError
 from graphllm.host.cuda_driver import CudaDriver, CudaError
 from graphllm.weights.checkpoint.files import opened, read_into
-from graphllm.weights.loading.layout import BlockLayout, FileCopy, TensorPlace
+from graphllm.weights.loading.layout import BlockLayout, FileCopy
 from graphllm.weights.loading.shared_work import SharedCounter, Todo, run
-
-if TYPE_CHECKING:
-    import torch
-
-    from graphllm.weights.loading.readers import Loading
 
 # While torch is imported each call of a reader waits for the interpreter, so there are more readers of larger chunks
 # than where it is there.
@@ -41,20 +36,13 @@ class EarlyWeights:
         self._begun = self._pool.submit(self._begin, find)
         self._reading = self._pool.submit(self._read_all)
 
-    def loading(self) -> Loading | None:
-        """The parameters, as `loader.begin_weights` gives them; None where they cannot be read this way."""
-        if (begun := self._begun.result()) is None:
-            return None
-        import torch
-
-        from graphllm.weights.loading.readers import Loading
-
-        layout, block = begun
-        whole = torch.as_tensor(block, device="cuda")
-        return Loading({name: _view(whole, place) for name, place in layout.places.items()}, self.finish)
+    def begun(self) -> tuple[BlockLayout, Block] | None:
+        """The layout and the memory, which is being filled; None where weights cannot be read this way."""
+        return self._begun.result()
 
     def finish(self, report: Callable[[int, int], None]) -> None:
-        """Wait until all are read. report: told the bytes read so far and in all; what it raises ends the reading.
+        """Wait until all are read. report: is called with the bytes read so far and in all; what it
+        raises ends the reading.
         Raises what reading raised."""
         wait([self._begun])
         self._counter.report = report
@@ -142,11 +130,11 @@ class _Slot:
         self._undo.close()
 
     def memory(self, nbytes: int) -> memoryview:
-        """The first so many bytes."""
+        """The first ``nbytes`` bytes."""
         return memoryview((ctypes.c_ubyte * nbytes).from_address(self._pinned.value or 0)).cast("B")
 
     def copy_to(self, address: int, nbytes: int) -> None:
-        """Copy the first so many bytes to the GPU, where they are when this returns."""
+        """Copy the first ``nbytes`` bytes to the GPU, where they are when this returns."""
         place, count = ctypes.c_uint64(address), ctypes.c_size_t(nbytes)
         self._call("cuMemcpyHtoDAsync_v2", place, self._pinned, count, self._stream)
         self._call("cuStreamSynchronize", self._stream)
@@ -157,12 +145,3 @@ def _chunks(layout: BlockLayout) -> Iterator[FileCopy]:
     for move in layout.moves:
         for start in range(0, move.nbytes, _CHUNK):
             yield FileCopy(move.file, move.offset + start, min(_CHUNK, move.nbytes - start), move.at + start)
-
-
-def _view(block: torch.Tensor, place: TensorPlace) -> torch.Tensor:
-    """A parameter in the bytes of the block."""
-    import torch
-
-    dtype = getattr(torch, place.dtype)
-    nbytes = math.prod(place.shape) * dtype.itemsize
-    return block[place.at : place.at + nbytes].view(dtype).view(place.shape)

@@ -1,4 +1,5 @@
-"""HostArray: numbers in a CPU's memory by their dtype's name. Without torch, whose import takes seconds and 200 MB."""
+"""HostArray: numbers in a CPU's memory by their dtype's name. Without torch: importing that takes seconds and 200
+MB."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ class HostArray:
         return HostArray(self.numbers.view(_BITS.get(dtype, dtype)), dtype)
 
     def strided(self, shape: Sequence[int], stride: Sequence[int], offset: int) -> HostArray:
-        """A view of other geometry, which begins so many numbers behind the first. All of it must be there."""
+        """A view of another shape and stride. offset: numbers before its first one. All of it must be there."""
         if 0 in shape:
             return HostArray(np.empty(tuple(shape), self.numbers.dtype), self.dtype)
         size = self.element_size()

@@ -76,7 +76,7 @@ def begin_weights(
 ) -> Loading:
     """The parameters by name, on ``device``, as ``rank`` of a parallel group holds them. Tied ones are the same tensor.
     On a GPU they are still being read, in the place of zeros, if that takes no more of its memory: kernels may run
-    with them meanwhile, whose results mean nothing.
+    with them, but their results mean nothing until then.
 
     names: those that are loaded, with what they are tied to; None for all. kernels: the artifact's library, which makes
     encoding fast; see `Encoding`. Raises WeightError before anything big is allocated, naming everything about the
@@ -88,7 +88,7 @@ def begin_weights(
     ):  # by its number: which one is the current one is a matter of each thread, and threads read
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     check_checkpoint(plan, checkpoint)
-    plan = WeightPlan(tuple(replace(e, expr=simplify(at_rank(e.expr, rank))) for e in chosen(plan, names)))
+    plan = WeightPlan(tuple(replace(e, expr=simplify(at_rank(e.expr, rank))) for e in plan.chosen(names)))
     tensors = allocate(plan, device)
     with contextlib.ExitStack() as stack:
         fds = stack.enter_context(opened(sorted({info.file for info in checkpoint.tensors.values()})))
@@ -120,14 +120,6 @@ def _begin(
     return loading
 
 
-def chosen(plan: WeightPlan, names: Collection[str] | None) -> WeightPlan:
-    """The entries with these names and those that they are tied to; None for all."""
-    if names is None:
-        return plan
-    roots = {entry.tie for entry in plan if entry.name in names and entry.tie}
-    return WeightPlan(tuple(entry for entry in plan if entry.name in names or entry.name in roots))
-
-
 def begin_tensors(
     file: Path, tensors: dict[str, Tensor], places: Mapping[str, int], progress: Progress | None = None
 ) -> Loading:
@@ -157,7 +149,7 @@ def allocate(plan: WeightPlan, device: torch.device) -> dict[str, Tensor]:
 
 
 def _in_one_block(entries: Sequence[Entry]) -> dict[str, Tensor]:
-    """Zeros for them, one behind the other, so that few pages hold them."""
+    """Zeros for them, one after the other, so that few pages hold them."""
     starts = [0, *itertools.accumulate(-(-e.nbytes // _ALIGN) * _ALIGN for e in entries)]
     block = torch.from_numpy(zeros(max(1, starts[-1])))
     return {

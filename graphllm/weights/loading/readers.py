@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from graphllm.weights.checkpoint.files import read_into
+from graphllm.weights.loading.early_reading import Block, EarlyWeights
+from graphllm.weights.loading.layout import BlockLayout, TensorPlace
 from graphllm.weights.loading.shared_work import SharedCounter, Todo, run
 
 Progress = Callable[[int, int], None]
@@ -74,7 +76,7 @@ class ReadJob(Protocol):
     def nbytes(self) -> int: ...
     @property
     def staging(self) -> int:
-        """Bytes of staging memory that it needs, beside a GPU's."""
+        """Bytes of staging memory that it needs on the host."""
 
     def run(self, stage: Tensor, device: torch.device) -> None:
         """Read and put where it belongs. stage: bytes, pinned for a GPU, in use until the stream has come this far."""
@@ -137,7 +139,7 @@ def read_all(jobs: Sequence[ReadJob], device: torch.device, progress: Progress |
 
 
 class Loading:
-    """Parameters by name, whose memory a thread fills. A context manager, whose end ends that thread."""
+    """Parameters by name; a thread fills their memory. A context manager: its end ends that thread."""
 
     def __init__(
         self,
@@ -168,6 +170,19 @@ class Loading:
     def __exit__(self, *error: object) -> None:
         self._stopped.set()
         wait([self._reading])
+
+
+def begun_early(early: EarlyWeights, layout: BlockLayout, block: Block) -> Loading:
+    """The parameters that ``early`` is reading into a block of a GPU's memory."""
+    whole = torch.as_tensor(block, device="cuda")
+    return Loading({name: _view(whole, place) for name, place in layout.places.items()}, early.finish)
+
+
+def _view(block: Tensor, place: TensorPlace) -> Tensor:
+    """A parameter in the bytes of the block."""
+    dtype: torch.dtype = getattr(torch, place.dtype)
+    nbytes = math.prod(place.shape) * dtype.itemsize
+    return block[place.at : place.at + nbytes].view(dtype).view(place.shape)
 
 
 def _read_on_cpu(jobs: Sequence[ReadJob], device: torch.device, counter: SharedCounter) -> None:

@@ -44,7 +44,7 @@ class SharedCounter:
 
 
 def run(work: Callable[[], None], threads: int, todo: Todo[T]) -> None:
-    """Do the work in so many threads. When one fails, the others stop and its error is raised."""
+    """Do the work in several threads. When one fails, the others stop and its error is raised."""
 
     def guarded() -> None:
         try:

@@ -15,8 +15,11 @@ class WeightPart(NamedTuple):
 
 
 class Division(NamedTuple):
-    """dim: the dimension of the weight. pieces: of it, one behind the other; what the last rank has behind the last
-    piece's end is filled up with zeros."""
+    """How ranks divide a weight.
+
+    dim: the dimension that is divided.
+    pieces: of that dimension, one after the other; the last rank's share is filled up with zeros after the last piece.
+    """
 
     dim: int
     pieces: tuple[WeightPart, ...]

@@ -1,8 +1,7 @@
 """Where the experts of a layer lie: in slots, as many on each rank, which hold copies of the busy ones. No torch.
 
-A placement says which expert each slot holds, those of rank 0 first. Graphs find an expert's slots by two tables made
-of it, so another placement is other numbers in their memory and nothing is compiled anew.
-"""
+A placement says which expert each slot holds, the slots of rank 0 first. Graphs find an expert's slots by two tables
+made of it, so another placement is other numbers in their memory and nothing is compiled anew."""
 
 from __future__ import annotations
 

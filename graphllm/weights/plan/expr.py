@@ -90,7 +90,7 @@ class Tie(Expr):
 @dataclass(frozen=True)
 class Slice(Expr):
     """Entries start to stop (exclusive) of dimension ``dim``; for rank r of a parallel group both move on by
-    r // share * per_rank: so many ranks in a row have the same."""
+    r // share * per_rank: ``share`` ranks in a row have the same."""
 
     part: Expr
     dim: int
@@ -116,7 +116,7 @@ class Slice(Expr):
 
 @dataclass(frozen=True)
 class Concat(Expr):
-    """Parts one behind the other along dimension ``dim``."""
+    """Parts one after the other along dimension ``dim``."""
 
     parts: tuple[Expr, ...]
     dim: int = 0
@@ -177,7 +177,7 @@ class Permute(Expr):
 
 @dataclass(frozen=True)
 class Repeat(Expr):
-    """The part so many times, one behind the other along dimension ``dim``."""
+    """The part ``times`` times, one after the other along dimension ``dim``."""
 
     part: Expr
     dim: int
@@ -192,7 +192,7 @@ class Repeat(Expr):
 
 @dataclass(frozen=True)
 class Pad(Expr):
-    """The part with so many entries of ``value`` before and after it along dimension ``dim``."""
+    """The part with entries of ``value`` before and after it along dimension ``dim``."""
 
     part: Expr
     dim: int

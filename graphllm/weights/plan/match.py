@@ -1,4 +1,4 @@
-"""Does a checkpoint fit a weight plan? Names, shapes and dtypes, from the files' headers alone, in milliseconds.
+"""Does a checkpoint fit a weight plan? Names, shapes and dtypes, from nothing but the files' headers, in milliseconds.
 
 `check_checkpoint` is called before anything is compiled, and again by the loader. No torch.
 """
@@ -17,8 +17,9 @@ from graphllm.weights.plan.expr import ANY, Encode, Expr, Read, parts_of, walk
 from graphllm.weights.plan.plan import WeightPlan
 from graphllm.weights.plan.simplify import Region, at_rank, region_of, simplify
 
-# Left in checkpoints by older transformers versions; constants that are computed, not parameters. In those of draft
-# models, which tokens they draft, as "d2t" says as well. And layers that draft, which nothing reads without drafts.
+# Left in checkpoints by older transformers versions; constants that are computed, not parameters. In checkpoints of
+# draft models, which tokens they draft, as "d2t" says as well. And layers that draft, which nothing reads without
+# drafts.
 _BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.(bias|masked_bias)|position_ids)$"
     r"|(^|:)t2d$|^model\.mtp_layers\."

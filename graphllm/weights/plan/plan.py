@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -73,7 +73,7 @@ class Entry:
 
     @property
     def tie(self) -> str | None:
-        """The entry whose memory this one shares, if it has none of its own."""
+        """The entry that this one shares memory with, if it has no memory of its own."""
         return self.expr.to if isinstance(self.expr, Tie) else None
 
     @property
@@ -127,6 +127,13 @@ class WeightPlan:
                 entries.append(dataclasses.replace(e, expr=Tie(heir.name)))
         return WeightPlan(tuple(entries))
 
+    def chosen(self, names: Collection[str] | None) -> WeightPlan:
+        """The entries with these names, and the entries that they are tied to; None for all."""
+        if names is None:
+            return self
+        roots = {entry.tie for entry in self if entry.name in names and entry.tie}
+        return WeightPlan(tuple(entry for entry in self if entry.name in names or entry.name in roots))
+
     @property
     def total_bytes(self) -> int:
         """Exactly what the loaded parameters occupy."""
@@ -155,7 +162,7 @@ class WeightPlan:
 def make_plan(model: Model, config: Any, dtype: str) -> WeightPlan:
     """The plan of a model's parameters with ``dtype`` for those that do not fix their own.
 
-    Names: "embed.<n>", "layers.<i>.<n>", "head.<n>", "project.<n>", behind the prefix of a further graph. Raises
+    Names: "embed.<n>", "layers.<i>.<n>", "head.<n>", "project.<n>", after the prefix of a further graph. Raises
     ValueError, naming the parameter, for a `Weight` that contradicts itself: that is a mistake in the model file.
     """
     entries: list[Entry] = []
@@ -197,7 +204,7 @@ def _entry(name: str, w: Weight, model_dtype: str, layer: int | None) -> Entry:
 
 
 def _of_sources(name: str, w: Weight, layer: int | None) -> Expr:
-    """The checkpoint tensors, one behind the other."""
+    """The checkpoint tensors, one after the other."""
     if len(w.sources) == 1:  # segments then only tell sharding where the parts are
         pieces, lead = w.shape[:1] or (1,), 1
     elif len(w.segments) == len(w.sources):
@@ -230,8 +237,8 @@ def _of_sources(name: str, w: Weight, layer: int | None) -> Expr:
 
 
 def _merged(parts: list[Expr], shape: tuple[int, ...], lead: int) -> Expr:
-    """Parts whose rows run over the leading dimensions of a shape. Where each entry of dimension 0, an expert, has as
-    many parts as any other, they are stacked: slices then come down to the reads."""
+    """Parts with rows that run over the leading dimensions of a shape. Where each entry of dimension 0, an expert, has
+    as many parts as any other, they are stacked: slices then come down to the reads."""
     if lead == 1:
         return Concat(tuple(parts))
     each = len(parts) // shape[0]

@@ -2,7 +2,7 @@
 
 `as_quantized` rewrites the weight plan by it: where the checkpoint has the parts of an encoded matrix in place of the
 matrix, the plan decodes them. A method is one function, from the config to the encoding of a tensor's module; which
-modules are left alone, the tensors themselves show. No torch.
+modules are not encoded, the tensors themselves show. No torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Scheme = Callable[[str], str | None]  # the encoding of a module's weight, by th
 Stored = Mapping[str, TensorInfo]
 _CONFIG = "config.json: quantization_config"
 _SUFFIX = ".weight"
-_OPTIONAL = ("static", "zeros", "index")  # endings of encodings whose last part may be there
+_OPTIONAL = ("static", "zeros", "index")  # endings of encodings with a last part that may be there
 # Names of vLLM's for kernels of a method.
 _SAME = {"awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt", "inc": "auto-round"}
 
@@ -150,8 +150,8 @@ def _rewritten(expr: Expr, scheme: Scheme, stored: Stored | None) -> Expr:
 
 
 def _variant(name: str, source: str, stored: Stored | None) -> str:
-    """The encoding as the checkpoint has it: with the scale of the activations, or zero points, if they are beside this
-    matrix, and with scales of the dtype that they are stored in."""
+    """The encoding as the checkpoint has it: with the scale of the activations, or zero points, if they are stored with
+    this matrix, and with scales of the dtype that they are stored in."""
     if stored is None:
         return name
 
@@ -179,7 +179,7 @@ def _decoded(read: Read, source: str, name: str, stored: Stored | None) -> Expr 
     if stored is None:
         if any(ANY in p.shape(*read.stored[-2:]) for p in parts):
             return None
-        own_name = parts[0].stored.startswith("{source}")  # beside it, as encodings of stacks have
+        own_name = parts[0].stored.startswith("{source}")  # next to it, as encodings of stacks have
         if not (source.endswith(_SUFFIX) and len(read.stored) == 2) and not (own_name and len(read.stored) == 3):
             return None
     elif first not in stored or stored[first].dtype != DTYPES[parts[0].dtype].tag:
@@ -193,7 +193,7 @@ def _decoded(read: Read, source: str, name: str, stored: Stored | None) -> Expr 
 
 
 def _rows(name: str, inner: int, shape: Sequence[int]) -> int:
-    """Rows of a matrix whose first part has that shape."""
+    """Rows of a matrix, by the shape of its first part."""
     part = encoding_of(name).parts[0]
     for unit in (1, 8, 32):
         one, two = part.shape(unit, inner), part.shape(2 * unit, inner)
@@ -214,7 +214,7 @@ def _part(part: Part, source: str, wanted: tuple[int, ...], stored: Stored | Non
 
 
 def _stack(read: Read, source: str, name: str, stored: Stored | None) -> Expr | None:
-    """Stacked matrices [N, inner, rows] whose encoded rows are stored as [N, rows, ..], as GPT-OSS does."""
+    """Stacked matrices [N, inner, rows]; their encoded rows are stored as [N, rows, ..], as in GPT-OSS."""
     count, inner, rows = read.stored
     matrix = (count * rows, inner)
     parts = encoding_of(name).parts
@@ -250,7 +250,8 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
 
 
 def _dynamic(config: Mapping[str, Any]) -> Callable[[str], Mapping[str, Any] | None]:
-    """GPTQModel's settings of single modules: regular expressions after "+:", or "-:" for those left alone."""
+    """GPTQModel's settings of single modules: regular expressions after "+:", or "-:" for modules that are not
+    encoded."""
     rules = section(config, "dynamic", _CONFIG) if config.get("dynamic") else {}
 
     def of(module: str) -> Mapping[str, Any] | None:

@@ -32,7 +32,7 @@ def shard_plan(plan: WeightPlan, degree: int, experts_apart: bool = False, redun
 
 
 def share_experts(plan: WeightPlan, cores: int) -> WeightPlan:
-    """The plan of one of so many engine cores, rank by their number: some of the experts, and all else. Raises
+    """The plan of one of several engine cores; ``rank`` is its number: some of the experts, and all else. Raises
     ConfigError."""
     if all(entry.expert_axis is None for entry in plan):
         raise ConfigError("enable_expert_parallel: the model has no experts; leave it out")
@@ -47,8 +47,8 @@ def share_experts(plan: WeightPlan, cores: int) -> WeightPlan:
 def on_first_rank(entry: Entry, degree: int) -> Entry:
     """The same parameter on rank 0, zeros on the others: for what is added to a sum over the ranks."""
     rows = entry.shape[0]
-    alone = Slice(Pad(entry.expr, 0, 0, (degree - 1) * rows), 0, 0, rows, rows)
-    return dataclasses.replace(entry, expr=alone)
+    own = Slice(Pad(entry.expr, 0, 0, (degree - 1) * rows), 0, 0, rows, rows)
+    return dataclasses.replace(entry, expr=own)
 
 
 def _by_expert(entry: Entry) -> Entry:
@@ -58,13 +58,13 @@ def _by_expert(entry: Entry) -> Entry:
 def _with_copies(entry: Entry, degree: int, redundant: int) -> Entry:
     """The experts of a layer, and some again, as `first_placement` says."""
     axis = entry.expert_axis
-    if not redundant or axis is None or not entry.name.startswith("layers."):  # those of drafts stay where they are
+    if not redundant or axis is None or not entry.name.startswith("layers."):  # experts of drafts stay where they are
         return entry
     experts = entry.shape[axis]
     if (experts + redundant) % degree:
         raise ConfigError(
             f"num_redundant_experts is {redundant}: with the {experts} experts of a layer that is no multiple of "
-            f"tensor_parallel_size, {degree}; use {-experts % degree} or so many times {degree} more"
+            f"tensor_parallel_size, {degree}; use {-experts % degree} or a multiple of {degree} more"
         )
     placement = first_placement(experts, redundant)
     if isinstance(entry.expr, Stack):
@@ -72,7 +72,7 @@ def _with_copies(entry: Entry, degree: int, redundant: int) -> Entry:
     elif any(isinstance(e, Decode) for e in walk(entry.expr)):
         raise ConfigError(
             f"num_redundant_experts is {redundant}: the checkpoint stores {entry.name} of all experts as one encoded "
-            "tensor, of which there are no copies; use 0"
+            "tensor, which can have no copies; use 0"
         )
     else:
         expr = Concat(tuple(Slice(entry.expr, axis, expert, expert + 1) for expert in placement), axis)
@@ -84,8 +84,8 @@ def _divided(entry: Entry, plan: WeightPlan, degree: int) -> Entry:
     if entry.tie:
         owner = plan[entry.tie]
         if entry.shard != ("vocab" if owner.shard == "vocab" else None):
-            told = 'shard must be "vocab", too' if owner.shard == "vocab" else "which says how it is divided"
-            raise ValueError(f"{entry.name}: tied to {entry.tie}, {told}, and shard is {entry.shard!r}")
+            how = 'shard must be "vocab", too' if owner.shard == "vocab" else "which says how it is divided"
+            raise ValueError(f"{entry.name}: tied to {entry.tie}, {how}, and shard is {entry.shard!r}")
         divided = _divided(owner, plan, degree)
         return dataclasses.replace(entry, shape=divided.shape, shard=owner.shard, division=divided.division)
     if entry.shard is None:
@@ -116,7 +116,7 @@ def _share(entry: Entry, length: int, heads: int, degree: int) -> WeightPart:
 
 
 def _of_segments(expr: Expr, dim: int, shares: list[WeightPart]) -> Expr:
-    """A rank's share of each segment, one behind the other."""
+    """A rank's share of each segment, one after the other."""
     segments = [share.length for share in shares]
     parts: list[Expr] = []
     at = 0
@@ -128,10 +128,10 @@ def _of_segments(expr: Expr, dim: int, shares: list[WeightPart]) -> Expr:
         return divided
     # Where the segments are a dimension of the stored tensor, one slice of all of them reads less.
     _, each, same = shares[0]
-    before, behind = expr.shape[:dim], expr.shape[dim + 1 :]
-    apart = Reshape(expr, (*before, len(segments), segments[0], *behind))
+    before, after = expr.shape[:dim], expr.shape[dim + 1 :]
+    apart = Reshape(expr, (*before, len(segments), segments[0], *after))
     cut = Slice(apart, dim + 1, 0, each, each, same)
-    return simplify(Reshape(simplify(cut), (*before, len(segments) * each, *behind)))
+    return simplify(Reshape(simplify(cut), (*before, len(segments) * each, *after)))
 
 
 def _is_read_whole(expr: Expr) -> bool:
@@ -149,7 +149,7 @@ def _check_blocks(entry: Entry, expr: Expr, degree: int) -> None:
             remedy = "a divisor" if entry.expert_axis is None else "a divisor, or enable_expert_parallel"
             raise ConfigError(
                 f"tensor_parallel_size is {degree}: {entry.name} is stored as {e.part.encoding} in blocks of {block} "
-                f"entries, of which {extent} / {degree} is no multiple; use {remedy}"
+                f"entries, and {extent} / {degree} is no multiple of them; use {remedy}"
             )
 
 

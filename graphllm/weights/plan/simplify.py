@@ -227,7 +227,7 @@ def _slice(expr: Slice) -> Expr:
     if isinstance(part, Decode):
         return _slice_of_decode(expr, part)
     if isinstance(part, Rounded) and dim == 0 and encoding_of(part.encoding).block[0] == 1:
-        return Rounded(part.encoding, of(part.matrix, dim))  # whose scales may be of whole rows
+        return Rounded(part.encoding, of(part.matrix, dim))  # its scales may be of whole rows
     if isinstance(part, Reshape):
         return _slice_of_reshape(expr, part)
     if expr.per_rank:

@@ -205,8 +205,11 @@ class TestPreparing:
     [
         ({"nnodes": 2, "tensor_parallel_size": 3}, "nnodes is 2: .*, 3, is not a multiple of it"),
         ({"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 1}, "node_rank is 1: the engine is on node 0"),
-        ({"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 2}, "node_rank is 2: those of nnodes 2 are below"),
-        ({"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, "data_parallel_size is 2: an engine whose"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 2}, "node_rank is 2: with nnodes 2 it must be less"),
+        (
+            {"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2},
+            "data_parallel_size is 2: an engine with ranks",
+        ),
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "distributed_executor_backend is uni"),
         ({"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "192.0.2.77"}, "cannot listen on 192.0.2.77:29501"),
     ],

@@ -13,7 +13,7 @@ import pytest
 
 from graphllm import LLM
 from graphllm.config import ConfigError
-from graphllm.loading.core.ray_nodes import node_count
+from graphllm.loading.core.place import node_count
 from graphllm.runtime.ranks.rank_failure import RankError
 from tests.engine.ranks.test_nodes import GREEDY, LONG, check_text, step_for_ever
 from tests.engine.ranks.test_ranks import EAGER, PROMPTS

@@ -18,6 +18,7 @@ from graphllm.config.requests.sampling_params import (
     StructuredOutputsParams,
 )
 from graphllm.engine.requests.request import EngineRequest
+from graphllm.loading.checkpoint.model_files import ModelFiles
 
 # As vLLM 0.33 documents them; stop, stop_token_ids and bad_words are None there, which says the same.
 DEFAULTS = {
@@ -193,14 +194,15 @@ def test_generation_config(tmp_path: Path) -> None:
         ConfigError, match=r"generation_config.json: repetition_penalty is 0: give a number above 0, or"
     ):
         SamplingParams.from_generation_config({"repetition_penalty": 0})
-    assert SamplingParams.from_checkpoint(tmp_path) == SamplingParams()
+    assert SamplingParams.from_generation_config({}) == SamplingParams()
+    assert ModelFiles.read(tmp_path).generation == {}
     file = tmp_path / "generation_config.json"
     file.write_text(json.dumps(config))
-    assert SamplingParams.from_checkpoint(tmp_path) == expected
+    assert SamplingParams.from_generation_config(ModelFiles.read(tmp_path).generation) == expected
     for damage in ("{", "[1]"):
         file.write_text(damage)
         with pytest.raises(ConfigError, match=r"generation_config.json: damaged"):
-            SamplingParams.from_checkpoint(tmp_path)
+            _ = ModelFiles.read(tmp_path).generation
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import transformers
 
 from graphllm import LLM
 from graphllm.config import ConfigError
-from graphllm.loading.checkpoint.sentence_transformers import read_pooling
+from graphllm.loading.checkpoint.sentence_transformers import SentenceFiles
 
 V = 120
 SIZES: dict[str, Any] = {
@@ -131,7 +131,7 @@ def test_files_of_sentence_transformers(tmp_path: Path) -> None:
             "similarity_fn_name": "dot",
         },
     )  # fmt: skip
-    found = read_pooling(tmp_path, {"matryoshka_dimensions": [256, 64]})
+    found = SentenceFiles.read(tmp_path).pooling({"matryoshka_dimensions": [256, 64]})
     assert (found.pooling_type, found.normalize, found.include_prompt, found.max_seq_length) == (
         "CLS",
         True,
@@ -140,12 +140,12 @@ def test_files_of_sentence_transformers(tmp_path: Path) -> None:
     )
     assert (found.prompts["passage"], found.default_prompt_name) == ("passage: ", "query")
     assert (found.dimensions, found.similarity, found.dense) == ((64, 256), "dot", ())
-    assert read_pooling(tmp_path, {}, "MEAN").pooling_type == "MEAN"
-    assert read_pooling(tmp_path / "none", {}).pooling_type is None
+    assert SentenceFiles.read(tmp_path).pooling({}, "MEAN").pooling_type == "MEAN"
+    assert SentenceFiles.read(tmp_path / "none").pooling({}).pooling_type is None
     _write(tmp_path, [START, ("1_Dense", "pylate.models.Dense.Dense")],
            **{"1_Dense__config": {"in_features": 8, "out_features": 4, "bias": False,
                                   "activation_function": "torch.nn.modules.linear.Identity"}})  # fmt: skip
-    late = read_pooling(tmp_path, {})
+    late = SentenceFiles.read(tmp_path).pooling({})
     assert (late.pooling_type, late.normalize, late.dense[0].outputs, late.dense[0].activation) == (
         "ALL", False, 4, "identity",
     )  # fmt: skip
@@ -168,7 +168,7 @@ def test_refused_files(
 ) -> None:
     _write(tmp_path, modules, **files)
     with pytest.raises(ConfigError, match=told):
-        read_pooling(tmp_path, {})
+        SentenceFiles.read(tmp_path).pooling({})
 
 
 @pytest.mark.slow

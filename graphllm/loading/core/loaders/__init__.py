@@ -1,0 +1,1 @@
+"""How a core is loaded: on the host without torch, on one device, or on several ranks. One file each."""
