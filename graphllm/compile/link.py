@@ -49,8 +49,8 @@ class Linked(NamedTuple):
 
     pieces: the distinct ones by id.
     programs: of each graph, by name.
-    optional: of each graph, the inputs without which its programs exist a second time, with `NEUTRAL` appended to their
-    names.
+    optional: of each graph, the inputs without which its programs exist a second time, with `NEUTRAL` appended to
+        their names.
     """
 
     pieces: dict[str, Piece]
