@@ -56,8 +56,8 @@ class Constraints:
         self, state: RequestState, masks: np.ndarray, drafts: Sequence[int], tree: TokenTree | None = None
     ) -> None:
         """Write the masks [n, words] of a request's next tokens. Row 0 masks the next token. Row i masks the token
-        after draft i (in a tree: after the drafts on the path to node i). Where a draft may not come next, tokens after it
-        do not count, and nothing is written. Raises ConstraintError where no token may come next."""
+        after draft i (in a tree: after the drafts on the path to node i). Where a draft may not come next, tokens
+        after it do not count, and nothing is written. Raises ConstraintError where no token may come next."""
         from graphllm.engine.structured.source import GrammarError
 
         id, output = state.request.id, list(state.output)
