@@ -217,7 +217,7 @@ class Executor:
         """Go on with a step of the program "full": edit the logits, sample, report logprobs.
 
         mask [M, ceil(V / 32)] int32: rows for ``mask_row``. scores: whether any row wants logprobs. whole: rows that
-        want those of the whole vocabulary. hook: edits the float32 logits [R, V] in place, last before sampling.
+        want logprobs of the whole vocabulary. hook: edits the float32 logits [R, V] in place, last before sampling.
         """
         graph, symbols, bound = self._main, handle.size.symbols, handle.program
         if mask is not None:
@@ -283,7 +283,7 @@ class Executor:
 
     def close(self) -> None:
         """Wait for everything, stop, and give memory back, whoever still holds this executor: captured graphs, without
-        which a group of ranks cannot be left, weights and states, whose place another engine of this process needs."""
+        which a group of ranks cannot be left, weights and states: another engine of this process needs the room."""
         drop_profile(self.worker)
         self.stream.close()
         for graph in self._graphs.values():

@@ -10,7 +10,7 @@ from graphllm.runtime.step_handle import StepHandle
 
 
 class HostResults:
-    """graph: the results of which graph are copied. in_flight: steps that may have results at once."""
+    """graph: copies its results. in_flight: steps that may have results at once."""
 
     def __init__(self, memory: Memory, graph: GraphPrograms, in_flight: int) -> None:
         self._memory, self._graph = memory, graph

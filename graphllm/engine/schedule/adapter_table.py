@@ -20,8 +20,11 @@ NO_TABLES = "this artifact has no tables for adapters; compile with --enable-lor
 
 
 class AdapterTable(Resource):
-    """count: entries beside the neutral one, which is 0. in_memory: digests of the adapters whose tables can be written
-    now; the owner keeps it up to date."""
+    """Which adapter has which entry.
+
+    count: entries without the neutral one, 0.
+    in_memory: digests of the adapters with tables in the host's memory; the owner keeps it up to date.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count

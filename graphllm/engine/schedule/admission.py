@@ -125,7 +125,7 @@ class Admission:
     def _enter(
         self, state: RequestState, leader: RequestState | None, budget: int, rows: int, copies: list[tuple[int, int]]
     ) -> int:
-        """Give a request a slot, what it can share, and room for its first chunk, whose tokens are returned; 0, and
+        """Give a request a slot, what it can share, and room for its first chunk. Returns the chunk's tokens; 0, and
         no slot, when the blocks for all of it are not free, a resource has no place for it or no row is left."""
         cache, t, request, length = self._cache, self._table, state.request, state.num_tokens
         if leader is not None and cache.can_fork(leader.slot, length):

@@ -23,8 +23,8 @@ class Resource:
         return True
 
     def hold(self, state: RequestState, num_cached: int) -> bool:
-        """Take what depends on how many of its tokens are in the cache. False: it goes on waiting, and so do all
-        behind it."""
+        """Take what depends on how many of its tokens are in the cache. False: it goes on waiting, and so do all later
+        requests."""
         return True
 
     def place(self, state: RequestState, table: RequestTable) -> None:

@@ -25,8 +25,11 @@ class StageShare:
 
 
 class PipelineShare(StageShare):
-    """depth: steps that run at once, none of which needs the tokens of another one. min_batch_per_stage: sequences that
-    stay in one step, as it takes nearly as long with a part of them."""
+    """Divides the running sequences among the steps of a pipeline.
+
+    depth: steps that run at once; no step needs the tokens of another.
+    min_batch_per_stage: fewer sequences than this are not split; a smaller step is hardly faster.
+    """
 
     def __init__(self, depth: int, min_batch_per_stage: int) -> None:
         self._depth, self._least = depth, min_batch_per_stage
@@ -39,9 +42,9 @@ class PipelineShare(StageShare):
         return max(-(-running // self._depth), self._least)
 
     def _apart(self, t: RequestTable, computing: bool) -> np.ndarray:
-        """Which slots may be in the next step: one whose token is in flight is left out until as many steps have begun
-        as there are stages, so that none waits for another one's tokens. Few sequences stay together, each step after
-        the one before, unless there are prompts to compute in between; the host is a step ahead of them."""
+        """Slots that may join the next step. A slot with a token in flight waits until as many steps have begun as
+        there are stages, so that no step waits for another step's tokens. Few sequences stay together, one step after
+        the other, unless there are prompts to compute in between; the host is a step ahead of them."""
         known = t.num_in_flight == 0
         if len(t.running) > self._least or computing:
             return known | (self._planned + 1 - t.sampled_at >= self._depth)

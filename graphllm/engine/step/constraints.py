@@ -55,17 +55,16 @@ class Constraints:
     def write(
         self, state: RequestState, masks: np.ndarray, drafts: Sequence[int], tree: TokenTree | None = None
     ) -> None:
-        """Write the masks [n, words] of a request's next tokens: the first one behind what is known, each other one
-        behind one draft more, or in a tree behind those on the path to its node. Where a draft may not come next, what
-        is sampled behind it does not count, and nothing is written. Raises ConstraintError where no token may come
-        next."""
+        """Write the masks [n, words] of a request's next tokens. Row 0 masks the next token. Row i masks the token
+        after draft i (in a tree: after the drafts on the path to node i). Where a draft may not come next, tokens
+        after it do not count, and nothing is written. Raises ConstraintError where no token may come next."""
         from graphllm.engine.structured.source import GrammarError
 
         id, output = state.request.id, list(state.output)
         matcher, words = self._matchers.get(id), self._words.get(id)
         tree = tree or chain(max(len(masks) - 1, 1))
         parents, children = tree.parents, tree.children
-        path: list[tuple[int, bool]] = []  # the drafts behind the known output, and whether the matcher has taken each
+        path: list[tuple[int, bool]] = []  # the drafts after the known output, and whether the matcher has taken each
         todo = [0] if len(masks) else []
         while todo:
             node = todo.pop()
@@ -82,13 +81,13 @@ class Constraints:
                     path.append((node, taken))
                     output.append(draft)
                     if matcher is not None and matcher.finished:
-                        continue  # nothing counts behind the end
+                        continue  # nothing counts after the end
                 if matcher is not None and _holds(state, output):
                     matcher.allow(masks[node])
             except GrammarError as problem:
                 if not node:
                     raise ConstraintError(f"structured_outputs: {problem}") from problem
-                # It failed behind a draft, which may be wrong: it is as if there were none, and other branches go on.
+                # It failed after a draft, which may be wrong: the draft is ignored, and other branches go on.
                 if len(path) > kept:
                     path.pop()
                     output.pop()
@@ -103,7 +102,7 @@ class Constraints:
         _go_back(matcher, path, 0, output)
 
     def _replay(self, state: RequestState, drafts: Sequence[int]) -> Matcher:
-        """A new matcher, to where the output stands, and behind it the drafts."""
+        """A new matcher that has taken the output, and then the drafts."""
         matcher = self._grammars[state.request.id].matcher()
         for i, token in enumerate(state.output):
             if _holds(state, state.output[:i]):
@@ -139,7 +138,7 @@ def _nothing_left(params: SamplingParams) -> str:
 
 
 def _go_back(matcher: Matcher | None, path: list[tuple[int, bool]], kept: int, output: list[int]) -> None:
-    """Drop the drafts behind the first ``kept`` ones."""
+    """Drop the drafts after the first ``kept`` ones."""
     if len(path) == kept:
         return
     if matcher is not None:
@@ -148,5 +147,5 @@ def _go_back(matcher: Matcher | None, path: list[tuple[int, bool]], kept: int, o
 
 
 def _holds(state: RequestState, output: Sequence[int]) -> bool:
-    """Whether a request's grammar holds for what comes behind that output; there is none before its thinking ended."""
+    """Whether a request's grammar holds after that output; it does not before its thinking has ended."""
     return state.request.thinking is None or not state.request.thinking.goes_on(output)

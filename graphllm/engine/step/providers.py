@@ -41,7 +41,7 @@ runs on every step: it should be quick for a step with one token a sequence."""
 
 
 def find_providers(inputs: Iterable[InputSpec]) -> list[tuple[InputSpec, Provider]]:
-    """Those of the inputs that have one. Raises ConfigError for a name that no package offers."""
+    """The inputs that have a provider. Raises ConfigError for a name that no package offers."""
     found = []
     for spec in inputs:
         if spec.provider and spec.provider not in _ELSEWHERE:

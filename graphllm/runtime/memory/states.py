@@ -56,7 +56,7 @@ class States:
         self._snapshots = [memory.zeros((num_snapshots, *t.shape[2:]), str(t.dtype)[6:]) for t in self._recurrent]
 
     def named(self, names: Iterable[str]) -> dict[str, Array]:
-        """Those of these states that there are, by name."""
+        """The named states that exist, by name."""
         return {n: self.tensors[f"state.{n}"] for n in names if f"state.{n}" in self.tensors}
 
     @property
