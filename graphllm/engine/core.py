@@ -34,9 +34,9 @@ from graphllm.engine.parts.snapshots import Snapshots
 from graphllm.engine.parts.vectors import Vectors
 from graphllm.engine.requests.request import CacheEntry, CoreStats, EngineCoreOutput, EngineRequest
 from graphllm.engine.schedule.scheduler_class import scheduler_class
-from graphllm.engine.schedule.scheduler_output import DraftResults, SchedulerLimits, SchedulerOutput
+from graphllm.engine.schedule.scheduler_output import DraftResults, SchedulerOutput
 from graphllm.engine.step.batch import Batch, SamplingTable
-from graphllm.engine.step.core_info import core_info
+from graphllm.engine.step.core_info import core_info, scheduler_limits
 from graphllm.engine.step.device_states import export_prefix, import_prefix
 from graphllm.engine.step.news import News
 from graphllm.engine.step.providers import find_providers, provide
@@ -78,19 +78,7 @@ class EngineCore:
         cold: Iterable[Bucket] = (),
     ) -> None:
         self.executor, self._cold = executor, list(cold)
-        limits = SchedulerLimits(
-            max_num_seqs=executor.max_num_seqs,
-            max_num_batched_tokens=executor.max_num_batched_tokens,
-            max_num_rows=executor.max_rows,
-            max_len=max_len,
-            block_size=executor.layout.block_size,
-            max_num_queued_reqs=options.max_num_queued_reqs,
-            policy=options.scheduling_policy,
-            long_prefill_token_threshold=options.long_prefill_token_threshold,
-            snapshot_interval=options.snapshot_interval,
-            pipeline_depth=pipeline_depth,
-            min_batch_per_stage=min_batch_per_stage,
-        )
+        limits = scheduler_limits(executor, options, max_len, pipeline_depth, min_batch_per_stage)
         caching = options.enable_prefix_caching and executor.shareable
         self.scheduler = scheduler_class(options)(limits, executor.layout, caching, options.cache_secret)
         self._table = SamplingTable(executor.max_num_seqs, executor.vocab, ranked_logprobs(executor.max_logprobs))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from graphllm.config.requests.sampling_params import SamplingParams
-from graphllm.engine.cache.cache_manager import Exported
+from graphllm.engine.cache.cache_exchange import CacheExchange, Exported
 from graphllm.engine.cache.item_cache import ItemCache
 from graphllm.engine.requests.request import Adapter, EngineRequest, Item
 from graphllm.engine.requests.request_table import RequestState
@@ -258,7 +258,7 @@ class Simulation:
     def export(self, wire: EngineRequest) -> list[Content]:
         """What the cache has of a request's prompt."""
         found = []
-        for entry in self.scheduler.cache.export(wire):
+        for entry in CacheExchange(self.scheduler.cache).export(wire):
             if entry.group < 0:
                 found.append(Content(entry, self._snapshots[entry.number]))
                 continue
@@ -270,7 +270,7 @@ class Simulation:
         """Bring exported contents in; how many there was no need or room for."""
         cache, made = self.scheduler.cache, []
         for (group, digest, _), content in contents:
-            number = cache.adopt(group, digest)
+            number = CacheExchange(cache).adopt(group, digest)
             if number < 0:
                 continue
             made.append((group, number))
@@ -279,7 +279,7 @@ class Simulation:
             else:
                 self._cache |= {(number, offset): value for offset, value in enumerate(content)}
         for group, number in reversed(made):
-            cache.settle(group, number)
+            CacheExchange(cache).settle(group, number)
         self.check()
         return len(contents) - len(made)
 

@@ -17,7 +17,6 @@ from graphllm.engine.cache.block_pool import BlockPool
 from graphllm.engine.cache.digests import PrefixHasher
 from graphllm.engine.cache.retention import NEVER, FullBlocks, Snapshots, WindowBlocks
 from graphllm.engine.cache.slot_states import RecurrentStates, SlotStates
-from graphllm.engine.requests.request import EngineRequest
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.program.schema import CacheLayout
 
@@ -38,14 +37,6 @@ class Hit(NamedTuple):
     blocks: list[list[int]]
     snapshot: int = -1
     shared: bool = False
-
-
-class Exported(NamedTuple):
-    """A block, or with group -1 a snapshot, and the digest that it is found by."""
-
-    group: int
-    digest: bytes
-    number: int
 
 
 class CacheManager:
@@ -87,15 +78,12 @@ class CacheManager:
         self._single = self.groups[0] if len(self.groups) == 1 and not self._windows else None
         self.tables = tuple(g.table for g in self.groups)
         self._lookahead, self._ahead = layout.lookahead, int(layout.next_seen)
-        self._hasher = PrefixHasher(block_size, secret, layout.groups, self._ahead)
+        self.hasher = PrefixHasher(block_size, secret, layout.groups, self._ahead)
         self.states = SlotStates()
         if layout.recurrent:
-            self.states = RecurrentStates(layout.num_snapshots, self.boundary, snapshot_interval, caching, self._hasher)
+            self.states = RecurrentStates(layout.num_snapshots, self.boundary, snapshot_interval, caching, self.hasher)
         self._retentions: list[FullBlocks | WindowBlocks | Snapshots] = [*self.groups, *self.states.pools]
         self.caching = caching and bool(self._retentions) and self.states.cacheable
-        # By the group of an export: the pool, its key there, and what its block 0 stands for.
-        self._pools = {g.number: (self.pool, g.number, 0) for g in self.groups}
-        self._pools.update((-1, (snapshots.pool, 0, 1)) for snapshots in self.states.pools)
         # All by slot. reach: tokens that have blocks, -1 where the slot must first get a block of its own. _release_at:
         # position after which a window frees a block. _stored: tokens in findable blocks. _store_at: tokens at which
         # the next blocks become findable.
@@ -123,10 +111,11 @@ class CacheManager:
         if not self.caching or state.scoring or state.request.params.skip_reading_prefix_cache:
             return none
         end = (state.num_tokens - 1) // self.boundary * self.boundary
-        self._hasher.digest(state, end)
-        return self._find(state.digests, end) or none
+        self.hasher.digest(state, end)
+        return self.find(state.digests, end) or none
 
-    def _find(self, digests: list[bytes], end: int) -> Hit | None:
+    def find(self, digests: list[bytes], end: int) -> Hit | None:
+        """The longest prefix that is cached, of at most ``end`` tokens. digests: of its blocks."""
         size = self.block_size
         found = [r.find(digests[r.unit // size - 1 : end // size : r.unit // size]) for r in self._retentions]
         while end:
@@ -258,7 +247,7 @@ class CacheManager:
         known = min(num_computed_tokens, state.num_tokens - self._ahead)
         stored, end = int(self._stored[slot]), known // size * size
         if end > stored:
-            self._hasher.digest(state, end)
+            self.hasher.digest(state, end)
             for group in self.groups:
                 each = group.unit // size
                 group.store(slot, stored, end, state.digests[each - 1 :: each])
@@ -269,39 +258,6 @@ class CacheManager:
         size, stored = self.block_size, int(self._stored[slot])
         more = 1 if stored + size <= self._num_prompt_tokens[slot] else _STORED_AT_ONCE
         self._store_at[slot] = stored + more * size
-
-    # Export and import
-
-    def export(self, request: EngineRequest) -> list[Exported]:
-        """What the cache has of the prompt of a request (its last token is never there), by digests that other
-        processes with the same secret find it by."""
-        state = RequestState(request, (0, 0))
-        end = (state.num_tokens - 1) // self.boundary * self.boundary
-        self._hasher.digest(state, end)
-        hit = self._find(state.digests, end) if self.caching else None
-        if hit is None:
-            return []
-        found = []
-        for group, blocks in zip(self.groups, hit.blocks, strict=True):
-            each = group.unit // self.block_size
-            found += [Exported(group.number, state.digests[(i + 1) * each - 1], b) for i, b in enumerate(blocks) if b]
-        last = state.digests[hit.num_tokens // self.block_size - 1]
-        return [*found, *(Exported(-1, last, hit.snapshot) for _ in self.states.pools)]
-
-    def adopt(self, group: int, digest: bytes) -> int:
-        """A block of a group, or with group -1 a snapshot, that is found by that digest from now on and that the caller
-        writes; -1 if there is one already or there is no room. It is held until `settle`."""
-        pool, key, first = self._pools.get(group, (self.pool, -1, 0))
-        if not self.caching or key < 0 or pool.find(key, digest) or not pool.free_blocks:
-            return -1
-        number = pool.allocate()
-        pool.store(number, key, digest)
-        return number - first
-
-    def settle(self, group: int, number: int) -> None:
-        """Let go of what was adopted. Settle the end of a prefix first: it is then the first to be reused."""
-        pool, _, first = self._pools[group]
-        pool.release([number + first])
 
     def reset(self) -> bool:
         """Forget all contents; False, and nothing done, while sequences hold some."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from graphllm.config import ConfigError
+from graphllm.engine.cache.cache_exchange import CacheExchange
 from graphllm.engine.cache.cache_manager import CacheManager
 from graphllm.engine.requests.request import CacheEntry, EngineRequest
 from graphllm.runtime.commands.command import Answered, Command, Query, joined
@@ -65,7 +66,7 @@ def adapter_tables(states: DeviceStates, name: str, values: Mapping[str, np.ndar
 
 def export_prefix(states: DeviceStates, cache: CacheManager, request: EngineRequest) -> list[CacheEntry]:
     """What the cache has of a request's prompt, which another core with the same secret and artifact may import."""
-    found = cache.export(request)
+    found = CacheExchange(cache).export(request)
     blocks = [e.number for e in found if e.group >= 0]
     snapshots = [e.number for e in found if e.group < 0]
     data = joined(states.ask(ReadBlocks(blocks))) if blocks else []
@@ -82,7 +83,8 @@ def import_prefix(states: DeviceStates, cache: CacheManager, entries: Sequence[C
         raise ConfigError(
             f"import_cache: there is no cache group {wrong[0]} here; import only what the same artifact exported"
         )
-    taken = [(e, number) for e in entries if (number := cache.adopt(e.group, e.digest)) >= 0]
+    exchange = CacheExchange(cache)
+    taken = [(e, number) for e in entries if (number := exchange.adopt(e.group, e.digest)) >= 0]
     blocks = {number: e.data for e, number in taken if e.group >= 0}
     snapshots = {number: e.data for e, number in taken if e.group < 0}
     if blocks:
@@ -90,5 +92,5 @@ def import_prefix(states: DeviceStates, cache: CacheManager, entries: Sequence[C
     if snapshots:
         states.do(WriteSnapshots(list(snapshots), list(snapshots.values()), states.snapshot_bytes))
     for entry, number in reversed(taken):
-        cache.settle(entry.group, number)
+        exchange.settle(entry.group, number)
     return len(taken)
