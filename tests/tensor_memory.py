@@ -9,7 +9,8 @@ import torch
 
 def storages() -> list[torch.UntypedStorage]:
     """The memory of all tensors, each once."""
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    tensors = [tensor for tensor in found if tensor.layout == torch.strided]  # others have none of their own
     return list({id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}.values())
 
 

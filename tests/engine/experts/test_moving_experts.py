@@ -211,7 +211,7 @@ def test_rounded_weights_move_with_their_scales(tmp_path: Path, quantization: st
         (
             {**OPTIONS, "tensor_parallel_size": 4, "num_redundant_experts": 3},
             "num_redundant_experts is 3: with the 8 experts of a layer that is no multiple of tensor_parallel_size, 4; "
-            "use 0 or so many times 4 more",
+            "use 0 or a multiple of 4 more",
         ),
         ({"eplb_config": {"windows": 2}}, "eplb_config.windows is 2: there are num_redundant_experts, window_size"),
         ({"eplb_config": {"policy": "flat"}}, "eplb_config.policy is 'flat': use default"),
