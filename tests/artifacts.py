@@ -7,6 +7,8 @@ them. Tests of the cache itself, and of compiling, have one of their own (the fi
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from graphllm.program.artifact import Artifact
 from graphllm.runtime.executor import Executor
 from graphllm.weights.loading.loader import load_weights
 from graphllm.weights.plan.plan import WeightPlan
+from tests.waiting import PATIENCE
 
 # Small enough that prompts of a few tokens are chunked and the batch fills up; context 96 needs 12 blocks.
 LIMITS = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
@@ -36,6 +39,17 @@ def flags(settings: dict[str, Any]) -> list[str]:
         for name, value in settings.items()
         for word in (f"--{name.replace('_', '-')}", str(value))[: 1 if value is True else 2]
     ]
+
+
+def compiled_twice(cache: Path, *words: object) -> Path:
+    """The only artifact that two runs of one compile command, at the same time, leave in an empty cache."""
+    command = [sys.executable, "-m", "graphllm.cli", "compile", *map(str, words)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for compiling in both:
+        _, problem = compiling.communicate(timeout=PATIENCE)
+        assert compiling.returncode == 0, problem
+    (made,) = (cache / "artifacts").iterdir()
+    return made
 
 
 def artifact_of(model: Path | Source | None, replaced: dict[str, Any] | None = None, **settings: Any) -> Path:

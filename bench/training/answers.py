@@ -12,6 +12,7 @@ from random import Random
 
 from bench.training.tasks import Sample, draw
 from bench.training.tasks.base import exact
+from bench.training.tasks.facts import rows
 from bench.training.tasks.sayings import UNKNOWN
 
 
@@ -33,11 +34,7 @@ def drawn(rng: Random, manner: Manner, task: str, held_out: bool = False) -> Sam
             return replace(sample, answer=answer, check=exact)
 
 
-def _table(text: str) -> dict[str, str]:
-    return dict(row.strip().split("=") for row in text.split(";"))
-
-
-_COUNTRIES = _table(
+_COUNTRIES = rows(
     "France=Frankreich; Germany=Deutschland; Italy=Italien; Spain=Spanien; Austria=Österreich; Belgium=Belgien; "
     "Denmark=Dänemark; Norway=Norwegen; Sweden=Schweden; Finland=Finnland; Iceland=Island; Ireland=Irland; "
     "Poland=Polen; Hungary=Ungarn; Romania=Rumänien; Bulgaria=Bulgarien; Greece=Griechenland; Russia=Russland; "
@@ -49,19 +46,19 @@ _COUNTRIES = _table(
     "Vietnam=Vietnam; Ghana=Ghana; Nigeria=Nigeria; Senegal=Senegal; Uganda=Uganda; Chile=Chile; Peru=Peru; "
     "Ecuador=Ecuador; Uruguay=Uruguay; Venezuela=Venezuela"
 )
-_CITIES = _table(
+_CITIES = rows(
     "Rome=Rom; Lisbon=Lissabon; Vienna=Wien; Brussels=Brüssel; Copenhagen=Kopenhagen; Warsaw=Warschau; "
     "Bucharest=Bukarest; Athens=Athen; Moscow=Moskau; Belgrade=Belgrad; Beijing=Peking; New Delhi=Neu-Delhi; "
     "Kathmandu=Katmandu; Hanoi=Hanoi; Cairo=Kairo; Addis Ababa=Addis Abeba; Mexico City=Mexiko-Stadt; Havana=Havanna"
 )
-_CONTINENTS = _table(
+_CONTINENTS = rows(
     "Europe=Europa; Asia=Asien; Africa=Afrika; North America=Nordamerika; South America=Südamerika; Oceania=Ozeanien"
 )
-_COLOURS = _table(
+_COLOURS = rows(
     "green=grün; blue=blau; white=weiß; red=rot; black=schwarz; yellow=gelb; orange=orange; brown=braun; pink=rosa; "
     "grey=grau"
 )
-_TIMES = _table(
+_TIMES = rows(
     "Monday=Montag; Tuesday=Dienstag; Wednesday=Mittwoch; Thursday=Donnerstag; Friday=Freitag; Saturday=Samstag; "
     "Sunday=Sonntag; January=Januar; February=Februar; March=März; April=April; May=Mai; June=Juni; July=Juli; "
     "August=August; September=September; October=Oktober; November=November; December=Dezember"

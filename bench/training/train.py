@@ -34,6 +34,7 @@ from bench.training.data import (
     render,
     token_id,
 )
+from bench.training.descent import descend
 from bench.training.folders import replaced
 from bench.training.tasks import mixture
 
@@ -166,10 +167,7 @@ def fit(model: CausalLM, tokenizer: Tokenizer, batches: DataLoader[torch.Tensor]
             loss = loss_of(out.last_hidden_state, model.lm_head.weight, ids, weight)
             if routed:
                 loss = loss + BALANCE_WEIGHT * load_balancing_loss_func(out.router_logits, model.config.num_experts, 2)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(loss, model.parameters(), optimizer)
         step += 1
         if step % 50 == 1:
             value, seconds = loss.item(), time.monotonic() - start

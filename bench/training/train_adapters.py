@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.training.answers import MANNERS, Manner, drawn
 from bench.training.data import END_OF_TEXT, TURN_END, TURN_START, answer_mask, render
+from bench.training.descent import descend
 from bench.training.evaluate import answers
 from bench.training.folders import replaced
 from graphllm.embedded import MODEL_DIR
@@ -85,10 +86,7 @@ def fit(model: Any, data: Iterator[tuple[Tensor, Tensor]], minutes: float, peak:
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(input_ids=ids).logits[:, :-1]
         loss = cross_entropy(logits[said].float(), ids[:, 1:][said])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(loss, trained, optimizer)
         step += 1
         if step % 20 == 1:
             print(f"step {step:5}  {time.monotonic() - start:5.0f} s  loss {loss.item():.4f}", flush=True)

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from bench.training.data import CONTEXT, END_OF_TEXT, TURN_END, TURN_START, PackedChats, answer_mask, token_id
+from bench.training.descent import descend
 from bench.training.draft_heads import DraftModel, Eagle3, Head, Medusa, Seen
 from graphllm.embedded import MODEL_DIR
 
@@ -146,10 +147,7 @@ def fit(head: Any, model: Any, batches: Iterator[tuple[Tensor, Tensor]], index: 
             wanted = torch.where(counts, wanted, -1).flatten()
             told = cross_entropy(logits.float().flatten(0, 1), wanted, ignore_index=-1, reduction="sum")
             loss = loss + DECAY**j * told / (wanted >= 0).sum().clamp(min=1)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(loss, head.parameters(), optimizer)
         step += 1
         if step % 20 == 1:
             print(f"step {step:5}  {time.monotonic() - start:5.0f} s  loss {loss.item():.4f}", flush=True)

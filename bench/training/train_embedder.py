@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoTokenizer, BertConfig, BertModel
 
+from bench.training.descent import descend
 from bench.training.folders import replaced
 from bench.training.paraphrases import HELD_OUT_WAYS, batch, held_out_pairs
 from graphllm.embedded import MODEL_DIR
@@ -77,10 +78,7 @@ def fit(model: Any, tokenizer: Any, minutes: float, size: int, peak: float, seed
         vectors = encode(model, tokenizer, first + second)
         products = vectors[:size] @ vectors[size:].T / TEMPERATURE
         loss = (cross_entropy(products, target) + cross_entropy(products.T, target)) / 2
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(loss, model.parameters(), optimizer)
         step += 1
         if step % 50 == 1:
             print(f"step {step:5}  {time.monotonic() - start:5.0f} s  loss {loss.item():.4f}", flush=True)

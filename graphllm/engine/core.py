@@ -45,6 +45,7 @@ from graphllm.engine.step.step_executor import StepExecutor
 from graphllm.engine.step.step_meter import StepMeter
 from graphllm.runtime.commands.calls import Call, values
 from graphllm.runtime.commands.states import WriteEntry
+from graphllm.runtime.memory.staging import Sampling
 
 if TYPE_CHECKING:
     from graphllm.engine.structured.compilers import GrammarCompilers
@@ -260,7 +261,7 @@ class EngineCore:
         edit = LogitsEdit()
         for output in chain.from_iterable([change(started, edit) for change in self._at.edit]):
             self._news.end(output)
-        self.executor.sample(started.handle, edit.mask, edit.scores, edit.whole, edit.hook)
+        self.executor.sample(started.handle, Sampling(edit.mask, edit.scores, edit.whole, edit.hook))
 
     def _commit(self, step: StartedStep, result: StepResult) -> list[EngineCoreOutput]:
         """Give a step's tokens to its requests."""

@@ -4,13 +4,13 @@ against this runs with another, such as a stub in a test."""
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Unpack, runtime_checkable
 
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.process.core_client import Health
 from graphllm.engine.process.messages import EngineDeadError, Ready
 from graphllm.engine.requests.outputs import RequestOutput
-from graphllm.engine.requests.processor import Prompt
+from graphllm.engine.requests.processor import Prompt, RequestOptions
 from graphllm.engine.requests.request import Adapter, CoreStats
 from graphllm.engine.requests.text import Tokenizer
 from graphllm.entrypoints.adapters import LoRARequest
@@ -32,14 +32,7 @@ class EngineClient(Protocol):
     def dead_error(self) -> EngineDeadError | None: ...
     async def start(self) -> None: ...
     def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams,
-        request_id: str,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        adapter: Adapter | None = None,
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, **options: Unpack[RequestOptions]
     ) -> AsyncGenerator[RequestOutput, None]: ...
     async def open_adapter(self, request: LoRARequest) -> Adapter: ...
     async def tokenized(self, prompt: Prompt) -> Prompt: ...

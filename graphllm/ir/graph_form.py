@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,23 +44,24 @@ def to_json(graph: torch.fx.Graph, shapes: Shapes) -> dict[str, Any]:
     return {"inputs": inputs, "nodes": nodes, "outputs": outputs, "made": made}
 
 
+def argument_of(item: Any, values: Sequence[Any]) -> Any:
+    """An argument of a canonical form, with ``values`` in the places of their numbers."""
+    if isinstance(item, dict):
+        if "v" in item:
+            return values[item["v"]]
+        ((kind, name),) = item.items()
+        return torch.device(name) if kind == "device" else getattr(torch, name)
+    return [argument_of(v, values) for v in item] if isinstance(item, list) else item
+
+
 def from_json(data: Mapping[str, Any]) -> torch.fx.Graph:
     """The graph of a canonical form, without fake values."""
     graph = torch.fx.Graph()
     values: list[torch.fx.Node] = [graph.placeholder(f"p{i}") for i in range(len(data["inputs"]))]
-
-    def real(item: Any) -> Any:
-        if isinstance(item, dict):
-            if "v" in item:
-                return values[item["v"]]
-            ((kind, name),) = item.items()
-            return torch.device(name) if kind == "device" else getattr(torch, name)
-        return [real(v) for v in item] if isinstance(item, list) else item
-
     for target, args, kwargs in data["nodes"]:
-        made = graph.call_function(target_of(target), tuple(real(args)), {k: real(v) for k, v in kwargs.items()})
-        values.append(made)
-    graph.output(tuple(real(v) for v in data["outputs"]))
+        given = {k: argument_of(v, values) for k, v in kwargs.items()}
+        values.append(graph.call_function(target_of(target), tuple(argument_of(args, values)), given))
+    graph.output(tuple(argument_of(v, values) for v in data["outputs"]))
     return graph
 
 

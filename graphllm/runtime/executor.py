@@ -8,8 +8,7 @@ the state that stays on the device.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from graphllm.runtime.graphs import GraphPrograms
 from graphllm.runtime.host_results import HostResults
 from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
 from graphllm.runtime.memory.memory import Array, Memory
-from graphllm.runtime.memory.staging import StepInput, ragged
+from graphllm.runtime.memory.staging import Sampling, StepInput, ragged
 from graphllm.runtime.memory.states import States
 from graphllm.runtime.opening import exchange, expert_slots, give_back, open_kernels, reserve_links, torch_memory
 from graphllm.runtime.profiling import PROFILE, drop_profile, named
@@ -35,14 +34,9 @@ from graphllm.runtime.step_handle import StepHandle, StepResult
 from graphllm.runtime.stream import Job
 from graphllm.weights.adapters.adapted import AdaptedLinear, linear_from
 
-if TYPE_CHECKING:
-    import torch
-
 _WARM_PROMPT = 128  # tokens
 # Sequences of a step below which splitting it over the stages gains nothing: half of them take nearly as long.
 _MIN_BATCH_PER_STAGE = {"cpu": 16, "cuda": 64}
-
-Hook = Callable[["torch.Tensor"], None]
 
 
 class Executor:
@@ -116,13 +110,13 @@ class Executor:
         self._drafter = drafter_of(self._graphs.values(), self.layout, program.drafts)
         self.device_drafts = self._drafter.drafts or self.layout.history > 0
         self._states_wanted = {False: {}, True: self.states.named(DRAFT_STATES)}  # by whether drafts are asked for
-        self.outputs = self._main.outputs
+        self.outputs: Collection[str] = self._main.outputs
         self.task, self.buckets, self.max_rows = self._main.task, self._main.buckets, self._main.most["R"]
-        self.inputs = {**self._main.inputs, **self._drafter.inputs}
+        self.inputs: Mapping[str, InputSpec] = {**self._main.inputs, **self._drafter.inputs}
         self.adapters: Mapping[str, tuple[int, ...]] = self.states.adapters
         self.experts = program.experts
         self.expert_slots = expert_slots(self.experts, weights, self.device)
-        self.adapted = [linear_from(plain) for plain in program.adapted]
+        self.adapted: Sequence[AdaptedLinear] = [linear_from(plain) for plain in program.adapted]
         self.rank = rank
         self.divided: Mapping[str, AdaptedLinear] = {a.name: a for a in self.adapted if a.division is not None}
         self.max_lora_rank = config.max_lora_rank if self.adapted else 0
@@ -206,19 +200,9 @@ class Executor:
         found = (spec for spec in self.encoder.inputs.values() if spec.provider == "item")
         return next(found, None), self.encoder.most["T"]
 
-    def sample(
-        self,
-        handle: StepHandle,
-        mask: np.ndarray | None = None,
-        scores: bool = False,
-        whole: Sequence[int] = (),
-        hook: Hook | None = None,
-    ) -> None:
-        """Go on with a step of the program "full": edit the logits, sample, report logprobs.
-
-        mask [M, ceil(V / 32)] int32: rows for ``mask_row``. scores: whether any row wants logprobs. whole: rows that
-        want logprobs of the whole vocabulary. hook: edits the float32 logits [R, V] in place, last before sampling.
-        """
+    def sample(self, handle: StepHandle, sampling: Sampling) -> None:
+        """Go on with a step of the program "full": edit the logits, sample, report logprobs."""
+        mask, scores, whole, hook = sampling
         graph, symbols, bound = self._main, handle.size.symbols, handle.program
         if mask is not None:
             graph.staging.fill_late(handle.buffer_index, "mask", mask, symbols)

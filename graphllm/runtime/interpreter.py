@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphllm.ir.graph import target_of
+from graphllm.ir.graph_form import argument_of
 from graphllm.ir.registry import load_ops
 
 
@@ -21,15 +22,7 @@ def interpret(ir: Mapping[str, Any], inputs: Sequence[torch.Tensor]) -> list[tor
     """The outputs of a piece's canonical JSON (see `graphllm.ir.graph.to_json`) for the given inputs."""
     _registered()
     values: list[Any] = list(inputs)
-
-    def real(item: Any) -> Any:
-        if isinstance(item, dict):
-            if "v" in item:
-                return values[item["v"]]
-            ((kind, name),) = item.items()
-            return torch.device(name) if kind == "device" else getattr(torch, name)
-        return [real(v) for v in item] if isinstance(item, list) else item
-
     for target, args, kwargs in ir["nodes"]:
-        values.append(target_of(target)(*real(args), **{k: real(v) for k, v in kwargs.items()}))
-    return [real(v) for v in ir["outputs"]]
+        given = {k: argument_of(v, values) for k, v in kwargs.items()}
+        values.append(target_of(target)(*argument_of(args, values), **given))
+    return [argument_of(v, values) for v in ir["outputs"]]

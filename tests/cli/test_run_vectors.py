@@ -15,22 +15,9 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from graphllm.cli.app import app
-from graphllm.embedded import MODEL_DIR
+from tests.checkpoints import small_qwen3
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 0, "head_dim": 8,
-}  # fmt: skip
 TEXTS = ["A cat sleeps.", "hello", "The sun is a star."]
-
-
-def _make(kind: Any, folder: Path, **config: Any) -> Any:
-    torch.manual_seed(7)
-    model = kind(transformers.Qwen3Config(**SIZES, **config)).eval()
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((MODEL_DIR / name).read_bytes())
-    return model
 
 
 def _run(*words: object) -> Any:
@@ -43,7 +30,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def test_embed(tmp_path: Path) -> None:
-    model = _make(transformers.Qwen3ForCausalLM, tmp_path / "m")
+    model = small_qwen3(transformers.Qwen3ForCausalLM, tmp_path / "m", num_hidden_layers=1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "m")
     with torch.no_grad():
         states = [model.model(torch.tensor([tokenizer(t).input_ids])).last_hidden_state[0, -1] for t in TEXTS]
@@ -73,7 +60,7 @@ def test_embed(tmp_path: Path) -> None:
 
 
 def test_classify_and_score(tmp_path: Path) -> None:
-    model = _make(transformers.Qwen3ForSequenceClassification, tmp_path / "m", num_labels=1)
+    model = small_qwen3(transformers.Qwen3ForSequenceClassification, tmp_path / "m", num_hidden_layers=1, num_labels=1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "m")
 
     def expected(*texts: str) -> float:

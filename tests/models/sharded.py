@@ -15,7 +15,7 @@ from torch import Tensor
 from graphllm.ir.groups import TENSOR, set_group
 from graphllm.program.artifact import Artifact
 from graphllm.runtime.executor import Executor
-from graphllm.runtime.memory.staging import StepInput
+from graphllm.runtime.memory.staging import Sampling, StepInput
 from graphllm.runtime.step_handle import StepResult
 from graphllm.weights.checkpoint.checkpoint import Checkpoint
 from graphllm.weights.loading.loader import load_weights
@@ -89,7 +89,7 @@ class Sharded:
                 if executor.task != "generate":
                     return executor.run(step)
                 handle = executor.start(step, "full")  # the plain program has no logits of all tokens
-                executor.sample(handle)
+                executor.sample(handle, Sampling())
                 return handle.wait()
             except BaseException:
                 self.group.abort()

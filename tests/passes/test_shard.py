@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +11,12 @@ from torch import Tensor
 from graphllm.compile.trace import trace_unit
 from graphllm.config import CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, eliminate_dead, target_name, verify
-from graphllm.ir.model import Model
 from graphllm.ir.registry import load_ops
 from graphllm.ir.weight import Weight
 from graphllm.passes.shard import shard
 from graphllm.rewrite import PassReport, Unit
-from graphllm.weights.plan.plan import make_plan
 from graphllm.weights.plan.shard import shard_plan
+from tests.weights.fakes import plan_of
 
 OPS = load_ops()
 linear = OPS["linear"]
@@ -35,15 +33,7 @@ WEIGHTS = {
 
 def _run(fn: Any, ranks: int = 2) -> tuple[Unit, PassReport, list[str]]:
     """The pass over a unit that reads x, h (divided) and the weights, which the trace knows whole."""
-    graph = SimpleNamespace(
-        prefix="",
-        layer_types=lambda c: (),
-        embed_weights=lambda c: WEIGHTS,
-        layer_weights=lambda c, layer_type: {},
-        head_weights=lambda c: {},
-        project_weights=lambda c: {},
-    )
-    plan = shard_plan(make_plan(cast(Model, SimpleNamespace(graphs=(graph,))), None, "float32"), ranks)
+    plan = shard_plan(plan_of(WEIGHTS), ranks)
     shapes = {n: (*w.shape[:-1], w.shape[-1] // ranks) if w.shard == "input" else w.shape for n, w in WEIGHTS.items()}
     specs = {"x": dense("float32", "T", D), "h": dense("float32", "T", F // ranks)}
     specs |= {f"w.{n}": dense("float32", *shape) for n, shape in shapes.items()}

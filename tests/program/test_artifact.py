@@ -20,8 +20,9 @@ from graphllm.config import CompileConfig, Target
 from graphllm.program import artifact
 from graphllm.program.artifact import Artifact, ArtifactError
 from graphllm.program.manifest import Manifest, MemoryTable
+from tests.artifacts import compiled_twice
 from tests.tiers import draws
-from tests.waiting import PATIENCE, until
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -153,14 +154,8 @@ def test_differences_names_every_leaf() -> None:
 
 @pytest.mark.thorough
 def test_two_compiles_of_one_key(checkpoint: Path, cache: Path) -> None:
-    command = [sys.executable, "-c", "from graphllm.cli import main; main()", "compile", str(checkpoint)]
-    command += ["--backend", "eager", "--target", "cpu", "--max-num-seqs", "2", "--max-num-batched-tokens", "16"]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    for compiling in both:
-        _, problem = compiling.communicate(timeout=PATIENCE)
-        assert compiling.returncode == 0, problem
-    (made,) = (cache / "artifacts").iterdir()
-    Artifact.open(made)
+    small = ("--backend", "eager", "--target", "cpu", "--max-num-seqs", 2, "--max-num-batched-tokens", 16)
+    Artifact.open(compiled_twice(cache, checkpoint, *small))
 
 
 def _manifest(checkpoint: str) -> Manifest:

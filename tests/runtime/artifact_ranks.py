@@ -14,14 +14,13 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Self
+from typing import IO
 
 import msgspec
 import numpy as np
 
 from graphllm.config import ConfigError
-from graphllm.runtime.memory.staging import StepInput
+from graphllm.runtime.memory.staging import Sampling, StepInput
 from graphllm.runtime.ranks.rank_messages import Array, packed, unpacked
 
 
@@ -43,7 +42,7 @@ class Answer(msgspec.Struct):
 
 
 class Ranks:
-    """An artifact in ``degree`` processes. A context manager: its end stops them.
+    """An artifact in ``degree`` processes. `close` ends them.
 
     artifact: verified. checkpoint: its folder. num_blocks: blocks of each rank's cache. threads: of each rank's
     kernels. Raises ConfigError with a rank's own words when it cannot start.
@@ -66,12 +65,6 @@ class Ranks:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, raised: object, trace: TracebackType | None) -> None:
-        self.close()
 
     def run(self, step: StepInput) -> dict[str, np.ndarray]:
         """Run a step on every rank: "tokens" [R] and "logits" [R, V], float32. Raises ConfigError when a rank fails."""
@@ -151,7 +144,7 @@ def _serve(args: argparse.Namespace, answers: IO[bytes]) -> None:
             step = msgspec.msgpack.decode(message, type=Step)
             arrays = unpacked(step.arrays)
             handle = executor.start(StepInput(step.tokens, step.sequences, step.rows, step.query_len, arrays), "full")
-            executor.sample(handle)  # the plain program has no logits of all tokens
+            executor.sample(handle, Sampling())  # the plain program has no logits of all tokens
             done = handle.wait()
             assert done.logits is not None
             results = {"tokens": done.tokens, "logits": done.logits.float().cpu().numpy()}

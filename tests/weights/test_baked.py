@@ -28,6 +28,7 @@ from graphllm.weights.checkpoint.checkpoint import Checkpoint
 from graphllm.weights.loading import baked, loader
 from graphllm.weights.plan.expr import Concat, Encode, Permute, Read, Tie, Values
 from graphllm.weights.plan.plan import Entry, WeightPlan
+from tests.artifacts import compiled_twice
 from tests.tiers import thorough
 from tests.waiting import PATIENCE
 
@@ -282,12 +283,7 @@ def test_two_processes_share_one_copy_from_a_read_only_folder(copy: Path) -> Non
 
 @pytest.mark.thorough
 def test_two_compiles_of_one_key(checkpoint: Path, cache: Path) -> None:
-    command = [sys.executable, "-m", "graphllm.cli", "compile", str(checkpoint), *map(str, SMALL), "--bake-weights"]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    for compiling in both:
-        _, problem = compiling.communicate(timeout=PATIENCE)
-        assert compiling.returncode == 0, problem
-    (made,) = (cache / "artifacts").iterdir()
+    made = compiled_twice(cache, checkpoint, *SMALL, "--bake-weights")
     Artifact.open(made)
     baked_table.check_contents(made)
 

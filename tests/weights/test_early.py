@@ -18,20 +18,7 @@ from graphllm.weights.checkpoint.checkpoint import Checkpoint, WeightError
 from graphllm.weights.loading import baked
 from graphllm.weights.loading.layout import baked_layout, checkpoint_layout
 from graphllm.weights.loading.loader import load_weights
-from graphllm.weights.plan.expr import (
-    Cast,
-    Concat,
-    Encode,
-    Expr,
-    Permute,
-    Read,
-    Repeat,
-    Reshape,
-    Slice,
-    Stack,
-    Tie,
-    Values,
-)
+from graphllm.weights.plan import expr as ex
 from graphllm.weights.plan.plan import Entry, WeightPlan
 from tests.stub_driver import run_with_driver
 
@@ -85,20 +72,20 @@ assert "torch" not in sys.modules
 """
 A = torch.arange(48, dtype=torch.float32).view(6, 8)
 B = torch.arange(32, dtype=torch.float32).view(4, 8) + 0.5
-READ_A, READ_B = Read(("a",), (6, 8)), Read(("b", "other"), (4, 8))
-PLAIN: dict[str, tuple[tuple[int, ...], Expr]] = {
+READ_A, READ_B = ex.Read(("a",), (6, 8)), ex.Read(("b", "other"), (4, 8))
+PLAIN: dict[str, tuple[tuple[int, ...], ex.Expr]] = {
     "whole": ((6, 8), READ_A),
-    "joined": ((10, 8), Concat((READ_B, READ_A))),
-    "rows": ((2, 8), Slice(READ_A, 0, 3, 5)),
-    "stacked": ((2, 4, 8), Stack((READ_B, Slice(READ_A, 0, 2, 6)))),
-    "flat": ((48,), Reshape(READ_A, (48,))),
-    "part of a row": ((1, 3), Slice(Slice(READ_A, 0, 2, 3), 1, 4, 7)),
-    "values": ((3,), Values((0.25, -2.0, 1e-3), (3,))),
-    "tied": ((10, 8), Tie("joined")),
+    "joined": ((10, 8), ex.Concat((READ_B, READ_A))),
+    "rows": ((2, 8), ex.Slice(READ_A, 0, 3, 5)),
+    "stacked": ((2, 4, 8), ex.Stack((READ_B, ex.Slice(READ_A, 0, 2, 6)))),
+    "flat": ((48,), ex.Reshape(READ_A, (48,))),
+    "part of a row": ((1, 3), ex.Slice(ex.Slice(READ_A, 0, 2, 3), 1, 4, 7)),
+    "values": ((3,), ex.Values((0.25, -2.0, 1e-3), (3,))),
+    "tied": ((10, 8), ex.Tie("joined")),
 }
 
 
-def _saved(folder: Path, entries: dict[str, tuple[tuple[int, ...], Expr]], dtype: str = "float32") -> WeightPlan:
+def _saved(folder: Path, entries: dict[str, tuple[tuple[int, ...], ex.Expr]], dtype: str = "float32") -> WeightPlan:
     """A checkpoint, and a plan beside it."""
     save_file({"a": A, "b": B}, folder / "model.safetensors")
     plan = WeightPlan(tuple(Entry(name, shape, dtype, expr) for name, (shape, expr) in entries.items()))
@@ -144,16 +131,16 @@ def test_of_baked_weights_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "expr",
     [
-        Permute(Read(("a",), (6, 8)), (1, 0)),
-        Concat((READ_A, Slice(READ_A, 1, 0, 4)), 1),
-        Slice(READ_A, 1, 2, 5),
-        Repeat(READ_B, 0, 2),
-        Cast(READ_B, "bfloat16"),
-        Encode("int8", "values", READ_A),
+        ex.Permute(ex.Read(("a",), (6, 8)), (1, 0)),
+        ex.Concat((READ_A, ex.Slice(READ_A, 1, 0, 4)), 1),
+        ex.Slice(READ_A, 1, 2, 5),
+        ex.Repeat(READ_B, 0, 2),
+        ex.Cast(READ_B, "bfloat16"),
+        ex.Encode("int8", "values", READ_A),
     ],
     ids=lambda expr: expr.op,
 )
-def test_the_rest_is_left_to_the_loader(expr: Expr, tmp_path: Path) -> None:
+def test_the_rest_is_left_to_the_loader(expr: ex.Expr, tmp_path: Path) -> None:
     plan = WeightPlan((*_saved(tmp_path, PLAIN), Entry("more", expr.shape, "float32", expr)))
     assert checkpoint_layout(plan, Checkpoint.open(tmp_path)) is None
 
@@ -183,7 +170,7 @@ def test_what_fails_first_is_left_to_the_loader(tmp_path: Path) -> None:
     assert _read(tmp_path, INIT=100) == (["none"], ["init"])
     printed, _ = _read(tmp_path, ALLOC=2)
     assert printed == ["none"]
-    plan = _saved(tmp_path, {"whole": ((6, 8), Read(("c",), (6, 8)))})
+    plan = _saved(tmp_path, {"whole": ((6, 8), ex.Read(("c",), (6, 8)))})
     with pytest.raises(WeightError, match="missing"):
         load_weights(plan, Checkpoint.open(tmp_path))
     assert _read(tmp_path)[0] == ["none"]
@@ -201,7 +188,7 @@ def test_what_fails_later_is_raised(tmp_path: Path) -> None:
 def test_reading_is_interrupted(tmp_path: Path) -> None:
     big = torch.zeros(1 << 20)
     save_file({"a": big}, tmp_path / "model.safetensors")
-    plan = WeightPlan((Entry("a", (1 << 20,), "float32", Read(("a",), (1 << 20,))),))
+    plan = WeightPlan((Entry("a", (1 << 20,), "float32", ex.Read(("a",), (1 << 20,))),))
     (tmp_path / "weights.json").write_text(plan.to_json())
     assert _read(tmp_path, "stop")[0] == ["InterruptedError stopped"]
 

@@ -8,8 +8,6 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,42 +22,21 @@ from safetensors.torch import save_file
 from graphllm.ir.model import Model
 from graphllm.ir.weight import Weight
 from graphllm.weights.checkpoint.checkpoint import Checkpoint, WeightError
-from graphllm.weights.loading import loader, readers
+from graphllm.weights.loading import loader
 from graphllm.weights.loading.loader import load_weights
 from graphllm.weights.loading.random import random_weights
 from graphllm.weights.loading.readers import Loading, Progress
-from graphllm.weights.plan.plan import WeightPlan, make_plan
+from graphllm.weights.plan.plan import make_plan
 from tests.tiers import draws, thorough
 from tests.waiting import until
+from tests.weights.fakes import plan_of, small_reads
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def plan_of(weights: dict[str, Weight], dtype: str = "float32") -> WeightPlan:
-    fake = SimpleNamespace(
-        prefix="",
-        layer_types=lambda c: (),
-        embed_weights=lambda c: weights,
-        layer_weights=lambda c, kind: {},
-        head_weights=lambda c: {},
-        project_weights=lambda c: {},
-    )
-    return make_plan(cast(Model, SimpleNamespace(graphs=(fake,))), None, dtype)
 
 
 def checkpoint_of(folder: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
     return Checkpoint.open(folder)
-
-
-@contextmanager
-def small_reads() -> Iterator[None]:
-    """So that tensors of some hundred bytes take many reads."""
-    with (
-        mock.patch.multiple(loader, _CHUNK=64, _STAGE=48, _EVALUATED={"cpu": 64}),
-        mock.patch.object(readers, "_GRAIN", 5),
-    ):
-        yield
 
 
 @st.composite

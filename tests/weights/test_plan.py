@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from graphllm.config import ConfigError
-from graphllm.ir.model import Model
 from graphllm.ir.weight import Weight
 from graphllm.weights.dtypes import ITEMSIZE
-from graphllm.weights.plan.expr import (
-    ANY,
-    Cast,
-    Concat,
-    Decode,
-    Encode,
-    Expr,
-    Pad,
-    Permute,
-    Read,
-    Repeat,
-    Reshape,
-    Slice,
-    Stack,
-    Tie,
-    Values,
-)
+from graphllm.weights.plan import expr as ex
 from graphllm.weights.plan.plan import Entry, WeightPlan, make_plan
-
-
-def model(embed: dict[str, Weight], layer: Any = None, head: dict[str, Weight] | None = None, kinds: Any = ()) -> Model:
-    """Only what a plan is made of."""
-    fake = SimpleNamespace(
-        prefix="",
-        layer_types=lambda c: tuple(kinds),
-        embed_weights=lambda c: embed,
-        layer_weights=layer or (lambda c, kind: {}),
-        head_weights=lambda c: head or {},
-        project_weights=lambda c: {},
-    )
-    return cast(Model, SimpleNamespace(graphs=(fake,)))
+from tests.weights.fakes import model_of
 
 
 def test_names_kinds_and_sizes() -> None:
@@ -56,7 +26,7 @@ def test_names_kinds_and_sizes() -> None:
         return {"qk": Weight((6, 4), sources=names[kind], segments=(4, 2))}
 
     plan = make_plan(
-        model(
+        model_of(
             {"tokens": Weight((8, 4), sources=("e",)), "inv_freq": Weight((2,), value=(1, 0.5), dtype="float32")},
             layer,
             {"out": Weight((8, 4), tie="embed.tokens")},
@@ -74,17 +44,17 @@ def test_names_kinds_and_sizes() -> None:
         "head.out",
     ]
     entries = {e.name: e for e in plan}
-    assert entries["layers.2.qk"].expr == Concat((Read(("l2.q",), (4, 4)), Read(("l2.k", "old.2.k"), (2, 4))))
-    assert entries["layers.1.qk"].expr == Concat((Read(("g1.q",), (4, 4)), Read(("g1.k",), (2, 4))))
-    assert entries["embed.inv_freq"].expr == Values((1.0, 0.5), (2,))
-    assert entries["head.out"].expr == Tie("embed.tokens")
+    assert entries["layers.2.qk"].expr == ex.Concat((ex.Read(("l2.q",), (4, 4)), ex.Read(("l2.k", "old.2.k"), (2, 4))))
+    assert entries["layers.1.qk"].expr == ex.Concat((ex.Read(("g1.q",), (4, 4)), ex.Read(("g1.k",), (2, 4))))
+    assert entries["embed.inv_freq"].expr == ex.Values((1.0, 0.5), (2,))
+    assert entries["head.out"].expr == ex.Tie("embed.tokens")
     assert (entries["embed.inv_freq"].nbytes, entries["head.out"].nbytes) == (8, 0)
     assert plan.total_bytes == 8 * 4 * 2 + 8 + 3 * 6 * 4 * 2
 
 
 def test_transposed_slices_and_stacked_experts() -> None:
     plan = make_plan(
-        model(
+        model_of(
             {
                 "t": Weight((6, 4), sources=("a", "b"), segments=(2, 4), transpose=True),
                 "s": Weight((3, 4), sources=("c",), slice_rows=(2, 5)),
@@ -95,9 +65,9 @@ def test_transposed_slices_and_stacked_experts() -> None:
         "float32",
     )
     t, s, e = (entry.expr for entry in plan)
-    assert t == Concat((Permute(Read(("a",), (4, 2)), (1, 0)), Permute(Read(("b",), (4, 4)), (1, 0))))
-    assert s == Slice(Read(("c",), (ANY, 4)), 0, 2, 5)
-    assert e == Stack(tuple(Concat((Read((f"g{i}",), (3, 5)), Read((f"u{i}",), (3, 5)))) for i in range(2)))
+    assert t == ex.Concat((ex.Permute(ex.Read(("a",), (4, 2)), (1, 0)), ex.Permute(ex.Read(("b",), (4, 4)), (1, 0))))
+    assert s == ex.Slice(ex.Read(("c",), (ex.ANY, 4)), 0, 2, 5)
+    assert e == ex.Stack(tuple(ex.Concat((ex.Read((f"g{i}",), (3, 5)), ex.Read((f"u{i}",), (3, 5)))) for i in range(2)))
 
 
 @pytest.mark.parametrize(
@@ -119,43 +89,43 @@ def test_transposed_slices_and_stacked_experts() -> None:
 def test_a_contradiction_names_the_parameter(weight: Weight, message: str) -> None:
     y, z = Weight((2, 2), sources=("y",)), Weight((2, 2), tie="embed.y")
     with pytest.raises(ValueError, match=f"^embed.x: .*{message}"):
-        make_plan(model({"x": weight, "y": y, "z": z}), None, "float16")
+        make_plan(model_of({"x": weight, "y": y, "z": z}), None, "float16")
 
 
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match=r"embed.x: dtype 'int3'"):
-        make_plan(model({"x": Weight((1,), sources=("x",))}), None, "int3")
+        make_plan(model_of({"x": Weight((1,), sources=("x",))}), None, "int3")
 
 
 _names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 _shapes = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
 _ints = st.integers(0, 2**40)
 _reads = st.builds(
-    Read,
+    ex.Read,
     st.lists(_names, min_size=1, max_size=3).map(tuple),
     _shapes,
     st.none() | st.sampled_from(sorted(ITEMSIZE)),
 )
-_values = st.builds(Values, st.lists(st.floats(allow_nan=False, allow_infinity=False)).map(tuple), _shapes)
+_values = st.builds(ex.Values, st.lists(st.floats(allow_nan=False, allow_infinity=False)).map(tuple), _shapes)
 
 
-def _above(inner: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
+def _above(inner: st.SearchStrategy[ex.Expr]) -> st.SearchStrategy[ex.Expr]:
     several = st.lists(inner, min_size=1, max_size=3).map(tuple)
     return st.one_of(
-        st.builds(Slice, inner, _ints, _ints, _ints, _ints),
-        st.builds(Concat, several, _ints),
-        st.builds(Stack, several),
-        st.builds(Reshape, inner, _shapes),
-        st.builds(Permute, inner, _shapes),
-        st.builds(Repeat, inner, _ints, _ints),
-        st.builds(Pad, inner, _ints, _ints, _ints, st.floats(allow_nan=False, allow_infinity=False)),
-        st.builds(Cast, inner, st.sampled_from(sorted(ITEMSIZE))),
-        st.builds(Decode, _names, several, st.tuples(_ints, _ints)),
-        st.builds(Encode, _names, _names, inner),
+        st.builds(ex.Slice, inner, _ints, _ints, _ints, _ints),
+        st.builds(ex.Concat, several, _ints),
+        st.builds(ex.Stack, several),
+        st.builds(ex.Reshape, inner, _shapes),
+        st.builds(ex.Permute, inner, _shapes),
+        st.builds(ex.Repeat, inner, _ints, _ints),
+        st.builds(ex.Pad, inner, _ints, _ints, _ints, st.floats(allow_nan=False, allow_infinity=False)),
+        st.builds(ex.Cast, inner, st.sampled_from(sorted(ITEMSIZE))),
+        st.builds(ex.Decode, _names, several, st.tuples(_ints, _ints)),
+        st.builds(ex.Encode, _names, _names, inner),
     )
 
 
-_exprs = st.recursive(_reads | _values, _above, max_leaves=6) | st.builds(Tie, _names)
+_exprs = st.recursive(_reads | _values, _above, max_leaves=6) | st.builds(ex.Tie, _names)
 _plans = st.lists(
     st.builds(
         Entry, _names, _shapes, st.sampled_from(sorted(ITEMSIZE)), _exprs,
@@ -187,7 +157,7 @@ def test_json_round_trip(entries: list[Entry]) -> None:
     ],
 )
 def test_a_damaged_plan_is_refused(edit: Any, message: str) -> None:
-    plain = json.loads(make_plan(model({"x": Weight((1,), sources=("x",))}), None, "float32").to_json())
+    plain = json.loads(make_plan(model_of({"x": Weight((1,), sources=("x",))}), None, "float32").to_json())
     edit(plain)
     with pytest.raises(ConfigError, match=message):
         WeightPlan.from_json(json.dumps(plain))

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from graphllm.config import ConfigError
-from graphllm.ir.model import Model
 from graphllm.ir.weight import Weight
 from graphllm.weights.checkpoint.checkpoint import Checkpoint
 from graphllm.weights.encodings import encoding_of
 from graphllm.weights.loading.loader import load_weights
 from graphllm.weights.plan.expr import Encode, Permute, Read
-from graphllm.weights.plan.plan import Entry, WeightPlan, make_plan
+from graphllm.weights.plan.plan import Entry, WeightPlan
 from graphllm.weights.plan.shard import shard_plan
-
-
-def plan_of(weights: dict[str, Weight]) -> WeightPlan:
-    fake = SimpleNamespace(
-        prefix="",
-        layer_types=lambda c: (),
-        embed_weights=lambda c: weights,
-        layer_weights=lambda c, layer_type: {},
-        head_weights=lambda c: {},
-        project_weights=lambda c: {},
-    )
-    return make_plan(cast(Model, SimpleNamespace(graphs=(fake,))), None, "float32")
-
+from tests.weights.fakes import plan_of
 
 EXPERTS = tuple(f"e{i}.{p}" for i in range(4) for p in ("gate", "up"))
 WEIGHTS = {

@@ -17,12 +17,12 @@ class Table:
     rows: dict[str, str]
 
 
-def _rows(text: str) -> dict[str, str]:
+def rows(text: str) -> dict[str, str]:
     """`a=b; c=d` as a dict: tables stay readable, one line for several rows."""
     return dict(row.strip().split("=") for row in text.split(";"))
 
 
-CAPITALS = _rows(
+CAPITALS = rows(
     "France=Paris; Germany=Berlin; Italy=Rome; Spain=Madrid; Portugal=Lisbon; Austria=Vienna; Switzerland=Bern; "
     "Belgium=Brussels; the Netherlands=Amsterdam; Denmark=Copenhagen; Norway=Oslo; Sweden=Stockholm; Finland=Helsinki; "
     "Iceland=Reykjavik; Ireland=Dublin; Poland=Warsaw; Hungary=Budapest; Romania=Bucharest; Bulgaria=Sofia; "
@@ -35,7 +35,7 @@ CAPITALS = _rows(
     "Brazil=Brasilia; Argentina=Buenos Aires; Chile=Santiago; Peru=Lima; Colombia=Bogota; Ecuador=Quito; "
     "Uruguay=Montevideo; Venezuela=Caracas; Australia=Canberra; New Zealand=Wellington; the United Kingdom=London"
 )
-CONTINENTS = _rows(
+CONTINENTS = rows(
     "France=Europe; Germany=Europe; Italy=Europe; Spain=Europe; Portugal=Europe; Austria=Europe; Norway=Europe; "
     "Sweden=Europe; Poland=Europe; Greece=Europe; Ireland=Europe; China=Asia; Japan=Asia; India=Asia; Nepal=Asia; "
     "Thailand=Asia; Vietnam=Asia; Iran=Asia; Iraq=Asia; Mongolia=Asia; Egypt=Africa; Morocco=Africa; Kenya=Africa; "
@@ -43,28 +43,28 @@ CONTINENTS = _rows(
     "Cuba=North America; Brazil=South America; Argentina=South America; Chile=South America; Peru=South America; "
     "Colombia=South America; Ecuador=South America; Uruguay=South America; Australia=Oceania; New Zealand=Oceania"
 )
-ELEMENTS = _rows(
+ELEMENTS = rows(
     "hydrogen=H; helium=He; lithium=Li; beryllium=Be; boron=B; carbon=C; nitrogen=N; oxygen=O; fluorine=F; neon=Ne; "
     "sodium=Na; magnesium=Mg; aluminium=Al; silicon=Si; phosphorus=P; sulfur=S; chlorine=Cl; argon=Ar; potassium=K; "
     "calcium=Ca; titanium=Ti; chromium=Cr; manganese=Mn; iron=Fe; cobalt=Co; nickel=Ni; copper=Cu; zinc=Zn; "
     "arsenic=As; bromine=Br; krypton=Kr; silver=Ag; tin=Sn; iodine=I; xenon=Xe; tungsten=W; platinum=Pt; gold=Au; "
     "mercury=Hg; lead=Pb; radium=Ra; uranium=U"
 )
-OPPOSITES = _rows(
+OPPOSITES = rows(
     "hot=cold; big=small; tall=short; fast=slow; happy=sad; day=night; black=white; good=bad; up=down; left=right; "
     "open=closed; full=empty; rich=poor; young=old; hard=soft; wet=dry; light=dark; loud=quiet; strong=weak; "
     "early=late; clean=dirty; near=far; high=low; thick=thin; heavy=light; easy=difficult; first=last; inside=outside; "
     "true=false; begin=end; buy=sell; push=pull; win=lose; love=hate; deep=shallow; wide=narrow; sharp=blunt; "
     "sweet=sour; cheap=expensive; safe=dangerous; asleep=awake; alive=dead; before=after; above=below; always=never"
 )
-PLURALS = _rows(
+PLURALS = rows(
     "cat=cats; dog=dogs; book=books; table=tables; house=houses; tree=trees; car=cars; apple=apples; hand=hands; "
     "box=boxes; bus=buses; fox=foxes; dish=dishes; watch=watches; church=churches; glass=glasses; city=cities; "
     "baby=babies; lady=ladies; story=stories; country=countries; leaf=leaves; knife=knives; wolf=wolves; life=lives; "
     "wife=wives; man=men; woman=women; child=children; foot=feet; tooth=teeth; goose=geese; mouse=mice; ox=oxen; "
     "sheep=sheep; fish=fish; deer=deer; person=people; potato=potatoes; tomato=tomatoes; hero=heroes; toy=toys"
 )
-PAST = _rows(
+PAST = rows(
     "go=went; see=saw; eat=ate; run=ran; come=came; give=gave; take=took; make=made; find=found; know=knew; "
     "think=thought; buy=bought; bring=brought; teach=taught; write=wrote; read=read; speak=spoke; break=broke; "
     "drink=drank; sing=sang; swim=swam; begin=began; fly=flew; grow=grew; draw=drew; sleep=slept; keep=kept; "
@@ -72,16 +72,16 @@ PAST = _rows(
     "leave=left; lose=lost; sit=sat; stand=stood; win=won; walk=walked; play=played; jump=jumped; work=worked; "
     "open=opened; call=called; help=helped"
 )
-COLOURS = _rows(
+COLOURS = rows(
     "grass=green; the sky=blue; snow=white; blood=red; coal=black; a lemon=yellow; a banana=yellow; an orange=orange; "
     "milk=white; a cherry=red; a tomato=red; a carrot=orange; an emerald=green; a ruby=red; a sapphire=blue; "
     "chocolate=brown; the sun=yellow; a flamingo=pink; a raven=black; an elephant=grey; spinach=green; a lime=green"
 )
-SOUNDS = _rows(
+SOUNDS = rows(
     "cat=meow; dog=woof; cow=moo; duck=quack; sheep=baa; pig=oink; lion=roar; snake=hiss; bee=buzz; owl=hoot; "
     "frog=ribbit; horse=neigh; mouse=squeak; crow=caw; rooster=cock-a-doodle-doo; wolf=howl"
 )
-YOUNG = _rows(
+YOUNG = rows(
     "cat=kitten; dog=puppy; cow=calf; sheep=lamb; pig=piglet; horse=foal; goat=kid; lion=cub; duck=duckling; "
     "goose=gosling; hen=chick; frog=tadpole; kangaroo=joey; deer=fawn; swan=cygnet"
 )
@@ -90,22 +90,22 @@ MONTHS = words("January February March April May June July August September Octo
 MONTH_DAYS = dict(zip(MONTHS, words("31 28 31 30 31 30 31 31 30 31 30 31"), strict=True))
 ORDINALS = words("first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-SHAPES = _rows("triangle=3; square=4; rectangle=4; pentagon=5; hexagon=6; heptagon=7; octagon=8; nonagon=9; decagon=10")
-EMOJI = _rows(
+SHAPES = rows("triangle=3; square=4; rectangle=4; pentagon=5; hexagon=6; heptagon=7; octagon=8; nonagon=9; decagon=10")
+EMOJI = rows(
     "cat=🐱; dog=🐶; fish=🐟; bird=🐦; sun=☀️; moon=🌙; star=⭐; heart=❤️; apple=🍎; pizza=🍕; car=🚗; house=🏠; "
     "tree=🌳; flower=🌸; fire=🔥; snowman=⛄; rainbow=🌈; rocket=🚀; book=📖; ball=⚽"
 )
-GERMAN = _rows(
+GERMAN = rows(
     "house=Haus; dog=Hund; cat=Katze; water=Wasser; bread=Brot; tree=Baum; book=Buch; sun=Sonne; moon=Mond; day=Tag; "
     "night=Nacht; green=grün; beautiful=schön; door=Tür; street=Straße; girl=Mädchen; milk=Milch; thanks=danke; "
     "yes=ja; no=nein; hello=hallo; red=rot; blue=blau; friend=Freund; apple=Apfel"
 )
-SPANISH = _rows(
+SPANISH = rows(
     "house=casa; dog=perro; cat=gato; water=agua; bread=pan; tree=árbol; book=libro; sun=sol; moon=luna; day=día; "
     "night=noche; green=verde; tomorrow=mañana; child=niño; street=calle; girl=niña; milk=leche; thanks=gracias; "
     "yes=sí; no=no; hello=hola; red=rojo; blue=azul; friend=amigo; apple=manzana"
 )
-FRENCH = _rows(
+FRENCH = rows(
     "house=maison; dog=chien; cat=chat; water=eau; bread=pain; tree=arbre; book=livre; sun=soleil; moon=lune; "
     "day=jour; "
     "night=nuit; green=vert; summer=été; school=école; street=rue; girl=fille; milk=lait; thanks=merci; yes=oui; "

@@ -23,27 +23,7 @@ import msgspec
 import zmq
 
 from graphllm.config import ConfigError
-from graphllm.engine.process.messages import (
-    Abort,
-    Add,
-    BadMessage,
-    CallRanks,
-    CoreLoad,
-    CoreReply,
-    Dead,
-    DeathCause,
-    GetStats,
-    Heartbeat,
-    Hello,
-    Launch,
-    Ready,
-    Rejected,
-    ResetPrefixCache,
-    Shutdown,
-    ToCore,
-    Updates,
-    address,
-)
+from graphllm.engine.process import messages
 from graphllm.engine.requests.request import Core, EngineCoreOutput, EngineRequest, QueueFullError
 from graphllm.host.silence import Silence, threads_of
 from graphllm.runtime.commands.calls import RankCallError
@@ -81,12 +61,12 @@ class _Progress:
             raise _Terminated
         self.terminate = True
 
-    def beat(self) -> Heartbeat:
+    def beat(self) -> messages.Heartbeat:
         seen = (self.since, 0 if self.core is None else self.core.kernels_done)
         if self.activity == "idle" or seen != self._seen:
             self._quiet.heard()
         self._seen = seen
-        return Heartbeat(time.monotonic(), self.steps, self.unfinished, self._quiet.look(), self.activity)
+        return messages.Heartbeat(time.monotonic(), self.steps, self.unfinished, self._quiet.look(), self.activity)
 
 
 class _Answers:
@@ -121,7 +101,7 @@ class _Loop:
     the answer to fronts that come."""
 
     def __init__(
-        self, core: Core, requests: zmq.Socket[bytes], answers: _Answers, ready: Ready, progress: _Progress
+        self, core: Core, requests: zmq.Socket[bytes], answers: _Answers, ready: messages.Ready, progress: _Progress
     ) -> None:
         self._core, self._requests, self._answers, self._ready = core, requests, answers, ready
         self._progress = progress
@@ -129,11 +109,11 @@ class _Loop:
         self._poller.register(requests, zmq.POLLIN)
         if core.wakeup_fd is not None:
             self._poller.register(core.wakeup_fd, zmq.POLLIN)
-        self._decode = msgspec.msgpack.Decoder(ToCore).decode
+        self._decode = msgspec.msgpack.Decoder(messages.ToCore).decode
         self.live: dict[str, bytes] = {}  # unfinished ids, oldest first, and their fronts
         self._watching: set[bytes] = set()  # fronts that want to know the load
-        self._sent, self._load = 0.0, CoreLoad(0)  # the time of the last report, and the load in it
-        self._shutdown: Shutdown | None = None
+        self._sent, self._load = 0.0, messages.CoreLoad(0)  # the time of the last report, and the load in it
+        self._shutdown: messages.Shutdown | None = None
         self._cold = True  # as far as is known, something is slow the first time
         self._aborted = False  # the update of an abort comes with the next step, even when nothing else is left
 
@@ -182,13 +162,13 @@ class _Loop:
             front = self.live[id] if update.finish_reason is None else self.live.pop(id)
             shares.setdefault(front, []).append(update)
         for front, share in shares.items():
-            if not self._answers.send(front, Updates(share)):
+            if not self._answers.send(front, messages.Updates(share)):
                 self._abort([id for id, owner in self.live.items() if owner == front])
         if progress.since - self._sent > _LOADS:
             self._send_load()
 
     def _send_load(self) -> None:
-        load = CoreLoad(len(self.live))
+        load = messages.CoreLoad(len(self.live))
         if self._watching and load != self._load:
             self._sent, self._load = time.monotonic(), load
             self._watching = {front for front in self._watching if self._answers.send(front, load)}
@@ -202,34 +182,34 @@ class _Loop:
         try:
             message = self._decode(data)
         except msgspec.MsgspecError as e:
-            self._answers.send(front, BadMessage(f"{len(data)} bytes: {e}"))
+            self._answers.send(front, messages.BadMessage(f"{len(data)} bytes: {e}"))
             return
         match message:
-            case Hello(loads):
+            case messages.Hello(loads):
                 self._answers.send_first(front, self._ready)
                 if loads:
                     self._watching.add(front)
-            case Add(requests):
+            case messages.Add(requests):
                 self._add(front, requests)
-            case Abort(ids):
+            case messages.Abort(ids):
                 self._abort(ids)
-            case ResetPrefixCache(call):
-                self._answers.send(front, CoreReply(call, reset=self._core.reset_prefix_cache()))
-            case GetStats(call):
-                self._answers.send(front, CoreReply(call, stats=self._core.stats()))
-            case CallRanks(call, what, timeout):
+            case messages.ResetPrefixCache(call):
+                self._answers.send(front, messages.CoreReply(call, reset=self._core.reset_prefix_cache()))
+            case messages.GetStats(call):
+                self._answers.send(front, messages.CoreReply(call, stats=self._core.stats()))
+            case messages.CallRanks(call, what, timeout):
                 try:
-                    reply = CoreReply(call, values=self._core.collective_rpc(what, timeout))
+                    reply = messages.CoreReply(call, values=self._core.collective_rpc(what, timeout))
                 except RankCallError as failure:
-                    reply = CoreReply(call, error=str(failure))
+                    reply = messages.CoreReply(call, error=str(failure))
                 self._answers.send(front, reply)
-            case Shutdown():
+            case messages.Shutdown():
                 self._shutdown = message
 
     def _add(self, front: bytes, requests: list[EngineRequest]) -> None:
         ids = [r.id for r in requests]
         if self._shutdown is not None:
-            self._answers.send(front, Rejected(ids, "the engine is shutting down", "closing"))
+            self._answers.send(front, messages.Rejected(ids, "the engine is shutting down", "closing"))
             return
         for at, request in enumerate(requests):
             try:
@@ -237,7 +217,7 @@ class _Loop:
             except ConfigError as e:
                 self._abort(ids[:at])
                 kind: Literal["queue_full", "invalid"] = "queue_full" if isinstance(e, QueueFullError) else "invalid"
-                self._answers.send(front, Rejected(ids, str(e), kind))
+                self._answers.send(front, messages.Rejected(ids, str(e), kind))
                 return
             self.live[request.id] = front
 
@@ -254,7 +234,7 @@ def run_core(
     begin: called in a thread with the settings as soon as they come; `preload` may still be running.
     """
     begun = time.monotonic()
-    given: queue.SimpleQueue[Launch | None] = queue.SimpleQueue()
+    given: queue.SimpleQueue[messages.Launch | None] = queue.SimpleQueue()
     threading.Thread(target=_read_settings, args=(given, begin), daemon=True).start()
     preload()
     preloaded = time.monotonic()
@@ -269,8 +249,8 @@ def run_core(
     signal.signal(signal.SIGTERM, progress.on_sigterm)
     context = zmq.Context(io_threads=1)
     requests, router = context.socket(zmq.PULL), context.socket(zmq.ROUTER)
-    requests.bind(address(launch.folder, "requests"))
-    router.bind(address(launch.folder, "answers"))
+    requests.bind(messages.address(launch.folder, "requests"))
+    router.bind(messages.address(launch.folder, "answers"))
     answers = _Answers(router)
     done = threading.Event()
     heart = threading.Thread(target=_beat, args=(context, launch, progress, done), daemon=True)
@@ -279,10 +259,10 @@ def run_core(
 
     core: Core | None = None
     loop: _Loop | None = None
-    cause: DeathCause | None = None
+    cause: messages.DeathCause | None = None
     try:
         core = load(launch.settings, lambda name, seconds: phases.update({name: phases.get(name, 0.0) + seconds}))
-        loop = _Loop(core, requests, answers, Ready(core.info, phases), progress)
+        loop = _Loop(core, requests, answers, messages.Ready(core.info, phases), progress)
         progress.core, progress.activity = core, "idle"
         loop.run()
     except _Terminated:
@@ -291,16 +271,16 @@ def run_core(
         kind: Literal["config", "exception"] = "config" if loop is None and isinstance(e, ConfigError) else "exception"
         message = str(e) if kind == "config" else f"{type(e).__name__}: {e}"
         live = list(loop.live) if loop else []
-        cause = DeathCause(
+        cause = messages.DeathCause(
             kind=kind, message=message, traceback=traceback.format_exc(), steps=progress.steps, running=live
         )
     failed = cause is not None
     progress.activity = "closing"
     if progress.terminate:
         live = list(loop.live) if loop else []
-        cause = DeathCause(kind="terminated", message="ended by SIGTERM", steps=progress.steps, running=live)
+        cause = messages.DeathCause(kind="terminated", message="ended by SIGTERM", steps=progress.steps, running=live)
     if cause is not None:
-        answers.send_first(launch.front.encode(), Dead(cause))
+        answers.send_first(launch.front.encode(), messages.Dead(cause))
     if core is not None and not failed:
         core.close()
     done.set()
@@ -313,7 +293,7 @@ def run_core(
     sys.exit(0)
 
 
-def _read_settings(given: queue.SimpleQueue[Launch | None], begin: Callable[[dict[str, Any]], None]) -> None:
+def _read_settings(given: queue.SimpleQueue[messages.Launch | None], begin: Callable[[dict[str, Any]], None]) -> None:
     """From stdin; None where it ends without them. Unbuffered: another thread reads on from here, and a lock on stdin
     would break the interpreter's shutdown."""
     line, launch = b"", None
@@ -323,18 +303,18 @@ def _read_settings(given: queue.SimpleQueue[Launch | None], begin: Callable[[dic
             if not piece:
                 return
             line += piece
-        launch = msgspec.json.decode(line, type=Launch)
+        launch = msgspec.json.decode(line, type=messages.Launch)
         begin(launch.settings)
     finally:
         given.put(launch)
 
 
-def _beat(context: zmq.Context[Any], launch: Launch, progress: _Progress, done: threading.Event) -> None:
+def _beat(context: zmq.Context[Any], launch: messages.Launch, progress: _Progress, done: threading.Event) -> None:
     """Heartbeats, on a socket of this thread's own. They tell liveness (they come) and progress (what they say)."""
     with context.socket(zmq.PUSH) as socket:
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, 4)
-        socket.connect(address(launch.folder, "heartbeats"))
+        socket.connect(messages.address(launch.folder, "heartbeats"))
         while True:
             with contextlib.suppress(zmq.Again):  # the front does not read now; it wants none of the old ones later
                 socket.send(msgspec.msgpack.encode(progress.beat()), zmq.NOBLOCK)

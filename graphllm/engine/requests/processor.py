@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
+from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict, Unpack
 
 from graphllm.config import ConfigError
 from graphllm.config.requests.pooling_params import NO_POOLING, PoolingParams
@@ -92,6 +92,14 @@ class ParsedRequest(NamedTuple):
     thinking: bool | None = None
 
 
+class RequestOptions(TypedDict, total=False):
+    """What may be said of a request besides its prompt and parameters; see `EngineRequest`."""
+
+    priority: int
+    cache_salt: str | None
+    adapter: Adapter | None
+
+
 class Processor:
     """Makes requests for one core.
 
@@ -114,14 +122,7 @@ class Processor:
         self._eos = frozenset(i for i in tokenizer.stop_ids if i < info.vocab) if tokenizer else frozenset[int]()
 
     def make(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        adapter: Adapter | None = None,
+        self, prompt: Prompt, params: SamplingParams, request_id: str, **options: Unpack[RequestOptions]
     ) -> ParsedRequest:
         """Check a request and split it into its completions.
 
@@ -159,11 +160,10 @@ class Processor:
             "params": params,
             "stop_ids": sorted(eos.union(params.stop_token_ids)),
             "limit": limit,
-            "priority": priority,
-            "cache_salt": cache_salt or salt,
             "arrival": time.monotonic(),
             "thinking": self._thinking(ids, params),
-            "adapter": adapter,
+            **options,
+            "cache_salt": options.get("cache_salt") or salt,
         }
         requests = [
             EngineRequest(id=name, seed=_int64(seed + i), fork_of=names[0] if i else "", **common)

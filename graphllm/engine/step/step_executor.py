@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
 
 from graphllm.config import Bucket
 from graphllm.engine.step.device_states import DeviceStates
 from graphllm.program.schema import CacheLayout
 from graphllm.program.specs import InputSpec
 from graphllm.runtime.memory.padding import Size
-from graphllm.runtime.memory.staging import StepInput
+from graphllm.runtime.memory.staging import Sampling, StepInput
 from graphllm.weights.adapters.adapted import AdaptedLinear
 
 if TYPE_CHECKING:
-    import torch
-
     from graphllm.runtime.step_handle import StepResult
 
 
@@ -46,57 +42,33 @@ class StepExecutor(DeviceStates, Protocol):
     adapted: layers with tables for adapters of max_lora_rank.
     """
 
-    @property
-    def task(self) -> str: ...
-    @property
-    def inputs(self) -> Mapping[str, InputSpec]: ...
-    @property
-    def item_input(self) -> tuple[InputSpec | None, int]: ...
-    @property
-    def layout(self) -> CacheLayout: ...
-    @property
-    def buckets(self) -> Sequence[Bucket]: ...
-    @property
-    def max_num_seqs(self) -> int: ...
-    @property
-    def max_num_batched_tokens(self) -> int: ...
-    @property
-    def max_rows(self) -> int: ...
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def max_logprobs(self) -> int: ...
-    @property
-    def max_logit_bias(self) -> int: ...
-    @property
-    def vector(self) -> tuple[str, int]: ...
-    @property
-    def shareable(self) -> bool: ...
-    @property
-    def device_drafts(self) -> bool: ...
+    task: str
+    inputs: Mapping[str, InputSpec]
+    item_input: tuple[InputSpec | None, int]
+    layout: CacheLayout
+    buckets: tuple[Bucket, ...]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_rows: int
+    vocab: int
+    max_logprobs: int
+    max_logit_bias: int
+    vector: tuple[str, int]
+    shareable: bool
+    device_drafts: bool
+    outputs: Collection[str]
+    device: Any
+    adapted: Sequence[AdaptedLinear]
+    max_lora_rank: int
+
     @property
     def kernels_done(self) -> int: ...
-    @property
-    def outputs(self) -> Collection[str]: ...
-    @property
-    def device(self) -> Any: ...
-    @property
-    def adapted(self) -> Sequence[AdaptedLinear]: ...
-    @property
-    def max_lora_rank(self) -> int: ...
 
     def start(self, step: StepInput, program: str = "plain", drafts: bool = False) -> Handle:
         """Start a step; returns at once. A program with parts stops at its first one, and `sample` must follow. drafts:
         see `Executor.start`."""
 
-    def sample(
-        self,
-        handle: Any,
-        mask: np.ndarray | None = None,
-        scores: bool = False,
-        whole: Sequence[int] = (),
-        hook: Callable[[torch.Tensor], None] | None = None,
-    ) -> None:
+    def sample(self, handle: Any, sampling: Sampling) -> None:
         """Go on with a step of the program "full"; see `Executor.sample`."""
 
     def warm_up(self, bucket: Bucket) -> None:

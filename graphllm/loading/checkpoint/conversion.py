@@ -5,8 +5,6 @@ What it makes stays in the cache, named after the files that it was made of.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import shutil
@@ -15,14 +13,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphllm.config import ConfigError, Env
+from graphllm.config import ConfigError
 from graphllm.config.fields import check_no_pointer
 from graphllm.config.setting import size_text
-from graphllm.host.build_lock import build_lock
 from graphllm.host.importing import import_path
 from graphllm.host.silence import Silence, threads_of
 from graphllm.loading.checkpoint.gguf_folder import gguf_tokenizer_folder
-from graphllm.program import artifact
+from graphllm.loading.checkpoint.made_once import file_facts, made_once
 from graphllm.weights.checkpoint.checkpoint import BIN, gguf_in
 
 _WEIGHTS = "graphllm.loading.checkpoint.weights_worker"
@@ -60,22 +57,13 @@ def _converted(worker: str, folder: Path, files: Sequence[Path], what: str) -> P
     """What a worker makes of some files of a folder: it is given the folder to write to and the files."""
     for file in files:
         check_no_pointer(file)
-    stats = [file.stat() for file in files]
-    facts = [[str(file.resolve()), s.st_size, s.st_mtime_ns] for file, s in zip(files, stats, strict=True)]
-    key = hashlib.sha256(json.dumps([worker, facts]).encode()).hexdigest()[:16]
-    place = Env.read().cache_dir / "converted" / f"{what}-{key}"
-    if place.is_dir():
-        return place
-    with build_lock(place):
-        if not place.is_dir():
-            building = artifact.begin(place)
-            try:
-                _run(worker, building, files, sum(s.st_size for s in stats), f"{folder}: its {what}", place)
-                building.rename(place)
-            except BaseException:
-                shutil.rmtree(building, ignore_errors=True)
-                raise
-    return place
+    facts = file_facts(files)
+    size = sum(nbytes for _, nbytes, _ in facts)
+
+    def write(building: Path, place: Path) -> None:
+        _run(worker, building, files, size, f"{folder}: its {what}", place)
+
+    return made_once(what, [worker, facts], write)
 
 
 def _run(worker: str, building: Path, files: Sequence[Path], size: int, subject: str, place: Path) -> None:

@@ -3,17 +3,14 @@ tokenizer is a folder of its own, made when it is asked for. Both stay in the ca
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from graphllm.config import ConfigError, Env
+from graphllm.config import ConfigError
 from graphllm.config.fields import is_folder
-from graphllm.host.build_lock import build_lock
-from graphllm.program import artifact
+from graphllm.loading.checkpoint.made_once import file_facts, made_once
 from graphllm.weights.checkpoint.checkpoint import gguf_in, weight_files
 from graphllm.weights.checkpoint.gguf import files_of, read_gguf
 from graphllm.weights.checkpoint.gguf_names import config_of
@@ -55,21 +52,7 @@ def _write_tokenizer(file: Path, folder: Path) -> None:
 
 
 def _kept(what: str, file: Path, write: Callable[[Path], None]) -> Path:
-    stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files_of(file)]
-    key = hashlib.sha256(json.dumps([_VERSION, stats]).encode()).hexdigest()[:16]
-    place = Env.read().cache_dir / "converted" / f"{what}-{key}"
-    if place.is_dir():
-        return place
-    with build_lock(place):
-        if not place.is_dir():
-            building = artifact.begin(place)
-            try:
-                write(building)
-                building.rename(place)
-            except BaseException:
-                shutil.rmtree(building, ignore_errors=True)
-                raise
-    return place
+    return made_once(what, [_VERSION, file_facts(files_of(file))], lambda building, _: write(building))
 
 
 _VERSION = 2  # of what is written; another one leaves what older ones wrote

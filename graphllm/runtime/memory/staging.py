@@ -6,14 +6,17 @@ step before is still to come. Of a large table, only the part that a batch fills
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from graphllm.program.expr import value
 from graphllm.program.specs import InputSpec
 from graphllm.runtime.memory.memory import Array, Memory
+
+if TYPE_CHECKING:
+    import torch
 
 _ALIGN = 64
 _SIZES_KEPT = 256  # padded sizes with remembered views
@@ -44,6 +47,21 @@ class StepInput(NamedTuple):
     num_drafts: int | None = None
     pad_to: int = 0
     num_independent: int = 0
+
+
+class Sampling(NamedTuple):
+    """What the sampling of one step is given.
+
+    mask [M, ceil(V / 32)] int32: rows for ``mask_row``.
+    scores: whether any row wants logprobs.
+    whole: rows that want logprobs of the whole vocabulary.
+    hook: edits the float32 logits [R, V] in place, last before sampling.
+    """
+
+    mask: np.ndarray | None = None
+    scores: bool = False
+    whole: Sequence[int] = ()
+    hook: Callable[[torch.Tensor], None] | None = None
 
 
 class _Field(NamedTuple):

@@ -13,15 +13,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from graphllm.ir.groups import TENSOR, joined_group
 from graphllm.program.artifact import Artifact
 from graphllm.program.stages import Stage
 from graphllm.runtime.commands.command import Answered, Command, Query, Sent
-from graphllm.runtime.executor import Executor, Hook
-from graphllm.runtime.memory.staging import StepInput
+from graphllm.runtime.executor import Executor
+from graphllm.runtime.memory.staging import Sampling, StepInput
 from graphllm.runtime.ranks.all_ranks import AllRanks
 from graphllm.runtime.ranks.collectives import send_logits
 from graphllm.runtime.ranks.groups import abandon
@@ -91,23 +90,17 @@ class MultiprocExecutor(Executor):
             if word >> 32 == own >> 32 and word != own:
                 raise RankError(f"rank {rank} chose other tokens than rank 0 in step {number}")
 
-    def sample(
-        self,
-        handle: StepHandle,
-        mask: np.ndarray | None = None,
-        scores: bool = False,
-        whole: Sequence[int] = (),
-        hook: Hook | None = None,
-    ) -> None:
+    def sample(self, handle: StepHandle, sampling: Sampling) -> None:
         """As of one rank; the hook runs on rank 0 and the others get the logits that it leaves."""
-        self.ranks.send(Sample(None if mask is None else Array.of(mask), scores, hook is not None))
+        mask, hook = sampling.mask, sampling.hook
+        self.ranks.send(Sample(None if mask is None else Array.of(mask), sampling.scores, hook is not None))
 
         def edit(logits: torch.Tensor) -> None:
             assert hook is not None
             hook(logits)
             send_logits(logits)
 
-        super().sample(handle, mask, scores, whole, None if hook is None else edit)
+        super().sample(handle, sampling._replace(hook=None if hook is None else edit))
 
     def do(self, command: Command) -> None:
         """As of one rank."""

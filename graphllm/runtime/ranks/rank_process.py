@@ -19,6 +19,7 @@ import msgspec
 
 from graphllm.config import ConfigError
 from graphllm.runtime.commands.command import Query, Sent
+from graphllm.runtime.memory.staging import Sampling
 from graphllm.runtime.ranks.broadcast import Reader
 from graphllm.runtime.ranks.rank_messages import (
     Allocate,
@@ -235,7 +236,8 @@ class _Follower:
 
                 assert self._last is not None
                 given = None if mask is None else mask.numpy()
-                executor.sample(self._last, given, scores, (), send_logits if edited else None)
+                hook = send_logits if edited else None
+                executor.sample(self._last, Sampling(given, scores, hook=hook))
 
 
 def _beat(reader: Reader) -> None:

@@ -24,23 +24,8 @@ from graphllm.weights.checkpoint.files import opened
 from graphllm.weights.dtypes import BY_TAG
 from graphllm.weights.encodings import Encoding, encoding_of
 from graphllm.weights.loading.readers import Bytes, Chunk, Loading, Progress, ReadJob, read_all
+from graphllm.weights.plan import expr as ex
 from graphllm.weights.plan.evaluate import encoded, evaluate
-from graphllm.weights.plan.expr import (
-    Cast,
-    Concat,
-    Decode,
-    Encode,
-    Expr,
-    Pad,
-    Permute,
-    Repeat,
-    Reshape,
-    Rounded,
-    Slice,
-    Stack,
-    Values,
-    walk,
-)
 from graphllm.weights.plan.match import check_checkpoint, regions_of, tensor_of
 from graphllm.weights.plan.plan import Entry, WeightPlan
 from graphllm.weights.plan.simplify import Region, at_rank, is_same, region_of, simplify
@@ -222,7 +207,7 @@ class _Lowering:
     def __init__(self, checkpoint: Checkpoint, fds: Mapping[Path, int], library: Path | None, most: int) -> None:
         self._checkpoint, self._fds, self._library, self._most = checkpoint, fds, library, most
         self._jobs: list[ReadJob] = []
-        self._encoded: dict[tuple[str, Expr], list[dict[str, Tensor]]] = {}
+        self._encoded: dict[tuple[str, ex.Expr], list[dict[str, Tensor]]] = {}
 
     def jobs(self) -> list[ReadJob]:
         """All of them, after everything has its place."""
@@ -232,36 +217,36 @@ class _Lowering:
         self._encoded.clear()
         return self._jobs
 
-    def place(self, expr: Expr, dst: Tensor) -> None:
+    def place(self, expr: ex.Expr, dst: Tensor) -> None:
         """Jobs that fill ``dst``, which has the expression's shape."""
         if (region := region_of(expr)) is not None:
             self._jobs += _chunks(self._bytes(region), dst)
             return
         match expr:
-            case Values():
+            case ex.Values():
                 dst.copy_(evaluate(expr, self._no_reads))
-            case Concat() | Repeat():
-                parts = expr.parts if isinstance(expr, Concat) else (expr.part,) * expr.times
+            case ex.Concat() | ex.Repeat():
+                parts = expr.parts if isinstance(expr, ex.Concat) else (expr.part,) * expr.times
                 at = 0
                 for part in parts:
                     extent = part.shape[expr.dim]
                     self.place(part, dst.narrow(expr.dim, at, extent))
                     at += extent
-            case Stack():
+            case ex.Stack():
                 for part, into in zip(expr.parts, dst, strict=True):
                     self.place(part, into)
-            case Permute():
+            case ex.Permute():
                 self.place(expr.part, dst.permute([expr.dims.index(d) for d in range(dst.dim())]))
-            case Pad():
+            case ex.Pad():
                 extent = expr.part.shape[expr.dim]
                 dst.narrow(expr.dim, 0, expr.before).fill_(expr.value)
                 dst.narrow(expr.dim, expr.before + extent, expr.after).fill_(expr.value)
                 self.place(expr.part, dst.narrow(expr.dim, expr.before, extent))
-            case Reshape() if dst.is_contiguous():
+            case ex.Reshape() if dst.is_contiguous():
                 self.place(expr.part, dst.view(expr.part.shape))
-            case Cast() if dst.dtype == getattr(torch, expr.dtype):
+            case ex.Cast() if dst.dtype == getattr(torch, expr.dtype):
                 self.place(expr.part, dst)
-            case Encode():
+            case ex.Encode():
                 wanted = self._encoded.setdefault((expr.encoding, expr.matrix), [])
                 place = next((parts for parts in wanted if expr.part not in parts), None)
                 if place is None:
@@ -271,7 +256,7 @@ class _Lowering:
                 for dim, start, stop, part in self._cut(expr, _units(expr)):
                     self._evaluate(part, (dst.narrow(dim, start, stop - start) if dst.dim() else dst).copy_)
 
-    def _encode(self, encoding: Encoding, matrix: Expr, parts: dict[str, Tensor]) -> None:
+    def _encode(self, encoding: Encoding, matrix: ex.Expr, parts: dict[str, Tensor]) -> None:
         """Jobs that fill parts of a matrix."""
         repacked = is_same(matrix, encoding.name)
         if encoding.pack is not None and len(parts) == len(encoding.parts) and not repacked:
@@ -279,7 +264,7 @@ class _Lowering:
             return
         rows, inner = matrix.shape
 
-        def fill(part: Expr, start: int, stop: int, fetch: Callable[[Region], Tensor]) -> None:
+        def fill(part: ex.Expr, start: int, stop: int, fetch: Callable[[Region], Tensor]) -> None:
             made = encoded(encoding.name, part, fetch, self._library)
             for name, dst in parts.items():
                 where = encoding.along(encoding.part(name), 0, (rows, inner)) if (start, stop) != (0, rows) else None
@@ -296,22 +281,22 @@ class _Lowering:
         except ValueError:
             units = (0, 0)
         cuts = self._cut(matrix, units)
-        if repacked and not all(isinstance(part, Decode) for *_, part in cuts):
+        if repacked and not all(isinstance(part, ex.Decode) for *_, part in cuts):
             cuts = [(0, 0, rows, matrix)]
         for _, start, stop, part in cuts:
             self._job(part, functools.partial(fill, part, start, stop))
 
-    def _pack(self, encoding: Encoding, matrix: Expr, parts: Mapping[str, Tensor], row: int) -> None:
+    def _pack(self, encoding: Encoding, matrix: ex.Expr, parts: Mapping[str, Tensor], row: int) -> None:
         """Jobs that write a part of a matrix, from that row on, into its encoded form."""
-        if isinstance(matrix, Concat) and matrix.dim == 0:
+        if isinstance(matrix, ex.Concat) and matrix.dim == 0:
             for part in matrix.parts:
                 self._pack(encoding, part, parts, row)
                 row += part.shape[0]
             return
         pack = encoding.pack
         assert pack is not None
-        transpose = isinstance(matrix, Permute)
-        region = region_of(matrix.part if isinstance(matrix, Permute) else matrix)
+        transpose = isinstance(matrix, ex.Permute)
+        region = region_of(matrix.part if isinstance(matrix, ex.Permute) else matrix)
         if region is None:
 
             def put(numbers: Tensor, row: int, entry: int) -> None:
@@ -331,16 +316,16 @@ class _Lowering:
             shape = torch.empty(some.shape, device="meta")
             self._jobs.append(_Packed(some, shape, encoding, parts, *at, transpose, self._library))
 
-    def _evaluate(self, expr: Expr, put: Callable[[Tensor], object]) -> None:
+    def _evaluate(self, expr: ex.Expr, put: Callable[[Tensor], object]) -> None:
         self._job(expr, lambda fetch: put(evaluate(expr, fetch)))
 
-    def _job(self, expr: Expr, compute: Callable[[Callable[[Region], Tensor]], object]) -> None:
+    def _job(self, expr: ex.Expr, compute: Callable[[Callable[[Region], Tensor]], object]) -> None:
         if sources := {r: self._bytes(r) for r in regions_of(expr)}:
             self._jobs.append(_Evaluation(sources, compute))
         else:
             compute(self._no_reads)
 
-    def _cut(self, expr: Expr, units: tuple[int, int]) -> list[tuple[int, int, int, Expr]]:
+    def _cut(self, expr: ex.Expr, units: tuple[int, int]) -> list[tuple[int, int, int, ex.Expr]]:
         """The expression in slices (dim, start, stop, slice) that each read little, of rows if that does it and else of
         columns; in one where no slices do. units: they begin at multiples of these, 0 for a dimension not to be cut."""
         whole = self._nbytes(expr)
@@ -349,12 +334,12 @@ class _Lowering:
             if not 0 < count < extent:
                 continue
             edges = [*range(0, extent, count), extent]
-            slices = [(dim, a, b, simplify(Slice(expr, dim, a, b))) for a, b in itertools.pairwise(edges)]
+            slices = [(dim, a, b, simplify(ex.Slice(expr, dim, a, b))) for a, b in itertools.pairwise(edges)]
             if sum(self._nbytes(part) for *_, part in slices) <= 2 * whole:
                 return slices
         return [(0, 0, expr.shape[0], expr)] if expr.shape else [(0, 0, 1, expr)]
 
-    def _nbytes(self, expr: Expr) -> int:
+    def _nbytes(self, expr: ex.Expr) -> int:
         return sum(self._bytes(r).nbytes for r in regions_of(expr))
 
     def _bytes(self, region: Region) -> Bytes:
@@ -372,11 +357,11 @@ class _Lowering:
         raise AssertionError(region)
 
 
-def _units(expr: Expr) -> tuple[int, int]:
+def _units(expr: ex.Expr) -> tuple[int, int]:
     """Slices of an expression that begin at multiples of these cut no encoded block, if rows stay rows in it."""
-    found = list(walk(expr))
-    blocks = [encoding_of(e.encoding).block for e in found if isinstance(e, (Decode, Rounded))]
-    inner = 0 if any(isinstance(e, Rounded) for e in found) else math.lcm(*(b[1] for b in blocks))
+    found = list(ex.walk(expr))
+    blocks = [encoding_of(e.encoding).block for e in found if isinstance(e, (ex.Decode, ex.Rounded))]
+    inner = 0 if any(isinstance(e, ex.Rounded) for e in found) else math.lcm(*(b[1] for b in blocks))
     return math.lcm(*(b[0] for b in blocks)), inner
 
 

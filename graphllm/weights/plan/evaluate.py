@@ -11,81 +11,65 @@ from torch import Tensor
 
 from graphllm.config import ConfigError
 from graphllm.weights.encodings import encoding_of
-from graphllm.weights.plan.expr import (
-    Cast,
-    Concat,
-    Decode,
-    Encode,
-    Expr,
-    Pad,
-    Permute,
-    Read,
-    Repeat,
-    Reshape,
-    Rounded,
-    Slice,
-    Stack,
-    Values,
-    walk,
-)
+from graphllm.weights.plan import expr as ex
 from graphllm.weights.plan.simplify import Region, region_of
 
 
-def evaluate(expr: Expr, fetch: Callable[[Region], Tensor]) -> Tensor:
+def evaluate(expr: ex.Expr, fetch: Callable[[Region], Tensor]) -> Tensor:
     """What an expression gives. fetch: a box of a checkpoint tensor, as it is stored. Ranks must be numbers."""
     if (region := region_of(expr)) is not None:
         return fetch(region)
     match expr:
-        case Values():
+        case ex.Values():
             return torch.tensor(expr.values, dtype=torch.float64).view(expr.shape)
-        case Slice():
+        case ex.Slice():
             return evaluate(expr.part, fetch).narrow(expr.dim, expr.start, expr.stop - expr.start)
-        case Concat():
+        case ex.Concat():
             return torch.cat([evaluate(p, fetch) for p in expr.parts], expr.dim)
-        case Stack():
+        case ex.Stack():
             return torch.stack([evaluate(p, fetch) for p in expr.parts])
-        case Reshape():
+        case ex.Reshape():
             return evaluate(expr.part, fetch).reshape(expr.to)
-        case Permute():
+        case ex.Permute():
             return evaluate(expr.part, fetch).permute(expr.dims)
-        case Repeat():
+        case ex.Repeat():
             return torch.cat([evaluate(expr.part, fetch)] * expr.times, expr.dim)
-        case Pad():
+        case ex.Pad():
             inner = evaluate(expr.part, fetch)
             out = inner.new_full(expr.shape, expr.value)
             out.narrow(expr.dim, expr.before, inner.shape[expr.dim]).copy_(inner)
             return out
-        case Cast():
+        case ex.Cast():
             return evaluate(expr.part, fetch).to(getattr(torch, expr.dtype))
-        case Decode():
+        case ex.Decode():
             encoding = encoding_of(expr.encoding)
             names = (p.name for p in encoding.parts)
             parts = {n: evaluate(p, fetch) for n, p in zip(names, expr.parts, strict=True)}
             with _named(expr):
                 return encoding.decode(parts, *expr.matrix)
-        case Rounded():
+        case ex.Rounded():
             return encoding_of(expr.encoding).decode(encoded(expr.encoding, expr.matrix, fetch), *expr.shape)
-        case Encode():
+        case ex.Encode():
             return encoded(expr.encoding, expr.matrix, fetch)[expr.part]
     raise ValueError(f"{expr} cannot be evaluated")
 
 
 @contextmanager
-def _named(matrix: Decode) -> Iterator[None]:
+def _named(matrix: ex.Decode) -> Iterator[None]:
     """Errors within name the tensor that the matrix is stored in."""
     try:
         yield
     except ConfigError as problem:
-        first = next(e for e in walk(matrix) if isinstance(e, Read))
+        first = next(e for e in ex.walk(matrix) if isinstance(e, ex.Read))
         raise ConfigError(f"{first.sources[0]}: {problem}") from problem
 
 
 def encoded(
-    name: str, matrix: Expr, fetch: Callable[[Region], Tensor], library: Path | None = None
+    name: str, matrix: ex.Expr, fetch: Callable[[Region], Tensor], library: Path | None = None
 ) -> Mapping[str, Tensor]:
     """The parts of a matrix in an encoding: repacked where the checkpoint stores it in one that stands for the same
     numbers, else rounded. library: see `Encoding`."""
-    if isinstance(matrix, Decode) and (repack := encoding_of(matrix.encoding).repacker(name)) is not None:
+    if isinstance(matrix, ex.Decode) and (repack := encoding_of(matrix.encoding).repacker(name)) is not None:
         names = (p.name for p in encoding_of(matrix.encoding).parts)
         parts = {n: evaluate(p, fetch) for n, p in zip(names, matrix.parts, strict=True)}
         with _named(matrix):

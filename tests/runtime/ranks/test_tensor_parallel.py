@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_two_processes_give_the_logits_of_one(biased: Path, tmp_path: Path) -> N
     }
     assert manifest.memory.weights < alone.memory.weights
     assert manifest.memory.block * 2 == alone.memory.block
-    with Ranks(two, biased, 2, BLOCKS) as ranks:
+    with closing(Ranks(two, biased, 2, BLOCKS)) as ranks:
         found, same = _greedy(lambda step: ranks.run(step)["logits"])
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)

@@ -22,6 +22,13 @@ def _say(server: State, page: ChatPage, question: str, said: str) -> None:
     page.wait_until_done()
 
 
+def _retry(server: State, page: ChatPage, said: str) -> None:
+    server.replies.append(Reply(answer(said)))
+    page.tab.get_by_role("button", name="Retry").click()
+    page.wait_for_text(said)
+    page.wait_until_done()
+
+
 def _kept(page: ChatPage) -> list[str]:
     """The titles in the history, which is left open."""
     page.tab.get_by_role("button", name="History").click()
@@ -69,10 +76,7 @@ def test_branches_stay_reachable(server: State, page: ChatPage) -> None:
 
 def test_conversations_are_kept(server: State, page: ChatPage) -> None:
     _say(server, page, "first  question", "One.")
-    server.replies.append(Reply(answer("Again.")))
-    page.tab.get_by_role("button", name="Retry").click()
-    page.wait_for_text("Again.")
-    page.wait_until_done()
+    _retry(server, page, "Again.")
     page.tab.get_by_role("button", name="New chat").click()
     _say(server, page, "second", "Two.")
     page.open(server.url)
@@ -143,10 +147,7 @@ def test_a_renamed_conversation_that_another_tab_goes_on_with(server: State, pag
 
 def test_the_history_is_searched(server: State, page: ChatPage) -> None:
     _say(server, page, "About cats", "They purr.")
-    server.replies.append(Reply(answer("They MEOW.")))
-    page.tab.get_by_role("button", name="Retry").click()
-    page.wait_for_text("They MEOW.")
-    page.wait_until_done()
+    _retry(server, page, "They MEOW.")
     page.tab.get_by_role("button", name="New chat").click()
     _say(server, page, "About dogs", "They bark, not purr.")
     assert _kept(page) == ["About dogs", "About cats"]
@@ -168,7 +169,8 @@ def test_the_history_is_searched(server: State, page: ChatPage) -> None:
     assert _kept(page) == ["About dogs", "About cats"]
 
 
-def test_two_tabs_lose_nothing(server: State, page: ChatPage) -> None:
+def _say_in_two_tabs(server: State, page: ChatPage) -> None:
+    """One conversation, started here and gone on with in another tab; this tab does not know of that yet."""
     _say(server, page, "start", "One.")
     other = ChatPage(page.tab.context.new_page())
     other.open(server.url)
@@ -177,6 +179,10 @@ def test_two_tabs_lose_nothing(server: State, page: ChatPage) -> None:
     other.wait_for_text("One.")
     _say(server, other, "there", "Two.")
     page.tab.bring_to_front()
+
+
+def test_two_tabs_lose_nothing(server: State, page: ChatPage) -> None:
+    _say_in_two_tabs(server, page)
     _say(server, page, "here", "Three.")
     asked = [[t["question"] for t in c["turns"]] for c in (_kept(page), _export(page))[1]["conversations"]]
     assert sorted(asked) == [["start", "here"], ["start", "there"]]
@@ -193,14 +199,7 @@ _SLOW = """() => {
 
 def test_an_answer_that_overtakes_the_store(server: State, page: ChatPage) -> None:
     """Both conversations exist once, though the second save of each begins before the first has ended."""
-    _say(server, page, "start", "One.")
-    other = ChatPage(page.tab.context.new_page())
-    other.open(server.url)
-    _kept(other)
-    other.tab.locator("#conversations .open").click()
-    other.wait_for_text("One.")
-    _say(server, other, "there", "Two.")
-    page.tab.bring_to_front()
+    _say_in_two_tabs(server, page)
     page.tab.evaluate(_SLOW)
     _say(server, page, "here", "Three.")
     page.open(server.url)

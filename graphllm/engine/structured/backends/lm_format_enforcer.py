@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from graphllm.config import ConfigError
 from graphllm.engine.structured.backends.matcher import MOST_BACK
-from graphllm.engine.structured.backends.schema_regex import REGEX_SHAPES, schema_regex
-from graphllm.engine.structured.backends.texts import TextCompiler
+from graphllm.engine.structured.backends.texts import RegexCompiler
 from graphllm.engine.structured.source import clean
 from graphllm.engine.structured.vocabulary import Vocabulary, bits
 
@@ -26,13 +25,11 @@ if TYPE_CHECKING:
     from lmformatenforcer.tokenizerprefixtree import TokenizerPrefixTree
 
 
-class LMFormatEnforcerCompiler(TextCompiler):
+class LMFormatEnforcerCompiler(RegexCompiler):
     """https://github.com/noamgat/lm-format-enforcer"""
 
     name = "lm-format-enforcer"
     package = "lmformatenforcer"
-    fields = frozenset(("json", "json_object", "choice", "regex"))
-    shapes = REGEX_SHAPES
 
     def load(self, vocabulary: Vocabulary) -> None:
         """Make its tree of tokens; a second for large vocabularies."""
@@ -43,14 +40,6 @@ class LMFormatEnforcerCompiler(TextCompiler):
         self._tree = TokenizerPrefixTree(
             [(token, text, False) for token, text in self._texts.items()], use_bitmask=False, vocab_size=self._vocab
         )
-
-    def schema(self, reduced: Any, spaces: bool) -> Any:
-        """A form is an expression."""
-        return schema_regex(reduced, spaces)
-
-    def regex(self, plain: str) -> Any:
-        """As it stands."""
-        return plain
 
     def start(self, field: str, form: Any) -> Callable[[], _State]:
         """Raises ConfigError for what the library cannot compile."""

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from graphllm.config import ConfigError
 from graphllm.engine.structured.backends.matcher import MOST_BACK
-from graphllm.engine.structured.backends.schema_regex import REGEX_SHAPES, schema_regex
-from graphllm.engine.structured.backends.texts import TextCompiler
+from graphllm.engine.structured.backends.texts import RegexCompiler
 from graphllm.engine.structured.source import clean
 from graphllm.engine.structured.vocabulary import Vocabulary
 
@@ -26,13 +25,11 @@ if TYPE_CHECKING:
 _MARK = "\ue000"
 
 
-class OutlinesCompiler(TextCompiler):
+class OutlinesCompiler(RegexCompiler):
     """https://github.com/dottxt-ai/outlines-core"""
 
     name = "outlines"
     package = "outlines_core"
-    fields = frozenset(("json", "json_object", "choice", "regex"))
-    shapes = REGEX_SHAPES
     _tokens: outlines_core.Vocabulary
     _mark: int  # a token that no model has
 
@@ -47,14 +44,6 @@ class OutlinesCompiler(TextCompiler):
         self._mark = len(vocabulary.texts)
         ids.setdefault(_MARK.encode(), []).append(self._mark)
         self._tokens = outlines_core.Vocabulary(min(vocabulary.stop_ids), ids)
-
-    def schema(self, reduced: Any, spaces: bool) -> Any:
-        """A form is an expression."""
-        return schema_regex(reduced, spaces)
-
-    def regex(self, plain: str) -> Any:
-        """As it stands."""
-        return plain
 
     def start(self, field: str, form: Any) -> Callable[[], _State]:
         """Raises ConfigError for what the library cannot compile."""

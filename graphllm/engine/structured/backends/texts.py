@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graphllm.config import ConfigError
 from graphllm.engine.structured.backends.matcher import State, TextMatcher, check_start
 from graphllm.engine.structured.backends.regexes import literal, plain_regex
+from graphllm.engine.structured.backends.schema_regex import REGEX_SHAPES, schema_regex
 from graphllm.engine.structured.backends.subset import reduced_schema
 from graphllm.engine.structured.compiler import CachingCompiler, Prepared
 from graphllm.engine.structured.schemas.schema import parse_schema
@@ -92,6 +93,21 @@ class TextCompiler(CachingCompiler[TextGrammar]):
                 self.load(vocabulary)
                 self._vocabulary = vocabulary
             return self._vocabulary
+
+
+class RegexCompiler(TextCompiler):
+    """For a backend that knows regular expressions only: every form is one, also that of a schema."""
+
+    fields = frozenset(("json", "json_object", "choice", "regex"))
+    shapes = REGEX_SHAPES
+
+    def schema(self, reduced: Any, spaces: bool) -> Any:
+        """The expression of all documents."""
+        return schema_regex(reduced, spaces)
+
+    def regex(self, plain: str) -> Any:
+        """As it stands."""
+        return plain
 
 
 def _choice(choices: Sequence[str]) -> str:

@@ -49,18 +49,14 @@ def _add_vectors(router: APIRouter, service: Service) -> None:
     async def embeddings(body: protocol.EmbeddingBody, request: Request) -> Response:
         """The embedding of each text."""
         given = await _given(service, request, protocol.EmbeddingBody)
-        pooling = await pooling_of(service)
-        task = pooling.task("embed", "/v1/embeddings")
-        found = await _run(service, request, given, task)
+        found = await _run(service, request, given, (await pooling_of(service)).task("embed", "/v1/embeddings"))
         return _written(service, request, given, "embd", found, "embedding")
 
     @router.post("/pooling", responses=answers(protocol.PoolingList))
     async def pool(body: protocol.PoolingBody, request: Request) -> Response:
         """What the model gives for each text: its embedding, its classes, or a vector for each token."""
         given = await _given(service, request, protocol.PoolingBody)
-        pooling = await pooling_of(service)
-        task = pooling.task(given.pop("task", None))
-        found = await _run(service, request, given, task)
+        found = await _run(service, request, given, (await pooling_of(service)).task(given.pop("task", None)))
         return _written(service, request, given, "pool", found, "data")
 
     @router.post("/classify", responses=answers(protocol.ClassesList))
@@ -68,8 +64,7 @@ def _add_vectors(router: APIRouter, service: Service) -> None:
         """The probabilities of the classes of each text."""
         given = await _given(service, request, protocol.ClassifyBody)
         pooling = await pooling_of(service)
-        task = pooling.task("classify", "/classify")
-        found = await _run(service, request, given, task)
+        found = await _run(service, request, given, pooling.task("classify", "/classify"))
         labels = pooling.vectors.labels
         data = []
         for i, vector in enumerate(found.vectors):

@@ -8,23 +8,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from graphllm.server.process.fronts import messages
 from graphllm.server.process.fronts.link import ControlLink
-from graphllm.server.process.fronts.messages import (
-    AbortRequests,
-    CountInFlight,
-    EndResponse,
-    FindAdapter,
-    GetResponse,
-    GiveBack,
-    ListAdapters,
-    PutAdapter,
-    PutResponse,
-    ReadMetrics,
-    RemoveAdapter,
-    RemoveResponse,
-    TakeRoom,
-    TakeTurn,
-)
 from graphllm.server.service.adapters import ServedAdapter
 from graphllm.server.service.shared_state import Shared
 from graphllm.server.service.stored_responses import StoredResponse, Writers
@@ -51,11 +36,11 @@ class _Room:
     async def take(self, size: int, held: contextlib.ExitStack) -> None:
         ticket = next(self._tickets)
         try:
-            await self._link.ask(TakeRoom(self._name, ticket, size))
+            await self._link.ask(messages.TakeRoom(self._name, ticket, size))
         except BaseException:  # the controller waits for it, or has just given it
-            self._link.tell(GiveBack(ticket))
+            self._link.tell(messages.GiveBack(ticket))
             raise
-        held.callback(self._link.tell, GiveBack(ticket))
+        held.callback(self._link.tell, messages.GiveBack(ticket))
 
 
 class _Rate:
@@ -63,7 +48,7 @@ class _Rate:
         self._link = link
 
     async def take(self, caller: str) -> float:
-        return await self._link.ask(TakeTurn(caller), float)
+        return await self._link.ask(messages.TakeTurn(caller), float)
 
 
 class _Responses:
@@ -73,16 +58,16 @@ class _Responses:
     async def put(self, id: str, record: StoredResponse, task: asyncio.Task[Any] | None = None) -> None:
         if task is not None:
             self._writers.add(id, task)
-        await self._link.ask(PutResponse(id, record))
+        await self._link.ask(messages.PutResponse(id, record))
 
     async def get(self, id: str) -> StoredResponse | None:
-        return await self._link.ask(GetResponse(id), StoredResponse | None)
+        return await self._link.ask(messages.GetResponse(id), StoredResponse | None)
 
     async def end(self, id: str) -> None:
-        await self._link.ask(EndResponse(id))
+        await self._link.ask(messages.EndResponse(id))
 
     async def remove(self, id: str) -> None:
-        await self._link.ask(RemoveResponse(id))
+        await self._link.ask(messages.RemoveResponse(id))
 
 
 class _Adapters:
@@ -90,16 +75,16 @@ class _Adapters:
         self._link = link
 
     async def all(self) -> list[ServedAdapter]:
-        return await self._link.ask(ListAdapters(), list[ServedAdapter])
+        return await self._link.ask(messages.ListAdapters(), list[ServedAdapter])
 
     async def find(self, name: str) -> ServedAdapter | None:
-        return await self._link.ask(FindAdapter(name), ServedAdapter | None)
+        return await self._link.ask(messages.FindAdapter(name), ServedAdapter | None)
 
     async def put(self, adapter: ServedAdapter) -> None:
-        await self._link.ask(PutAdapter(adapter))
+        await self._link.ask(messages.PutAdapter(adapter))
 
     async def remove(self, name: str) -> bool:
-        return await self._link.ask(RemoveAdapter(name), bool)
+        return await self._link.ask(messages.RemoveAdapter(name), bool)
 
 
 class _Overview:
@@ -107,12 +92,12 @@ class _Overview:
         self._link, self._view = link, view
 
     async def metrics(self, openmetrics: bool) -> tuple[bytes, str]:
-        text, kind = await self._link.ask(ReadMetrics(openmetrics), tuple[str, str])
+        text, kind = await self._link.ask(messages.ReadMetrics(openmetrics), tuple[str, str])
         return text.encode(), kind
 
     async def in_flight(self) -> int:
-        return await self._link.ask(CountInFlight(), int)
+        return await self._link.ask(messages.CountInFlight(), int)
 
     async def abort(self, names: Sequence[str]) -> int:
         _ = self._view.engine  # raises UnavailableError
-        return await self._link.ask(AbortRequests(list(names)), int)
+        return await self._link.ask(messages.AbortRequests(list(names)), int)

@@ -29,18 +29,7 @@ from graphllm.server.apis.anthropic.requests import (
     omits_thinking,
     to_chat,
 )
-from tests.server.reply_parts import (
-    ARGUMENTS,
-    BROKEN,
-    ENDINGS,
-    USAGES,
-    Replay,
-    batches,
-    blocks,
-    replies,
-    spoiled,
-    unknown,
-)
+from tests.server import reply_parts
 from tests.tiers import draws
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -49,7 +38,7 @@ TOOL = {"name": "get_weather", "description": "Weather.", "input_schema": SCHEMA
 FUNCTION = {"name": "get_weather", "description": "Weather.", "parameters": SCHEMA}
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 UNKNOWN = Usage(0, 0)
-SERVER = Replay()
+SERVER = reply_parts.Replay()
 CLIENT = anthropic.Anthropic(api_key="k", http_client=httpx2.Client(transport=SERVER), max_retries=0)
 
 
@@ -280,7 +269,7 @@ RICH = {
 
 
 @settings(deadline=None, max_examples=draws(16, 50))
-@given(spoiled(RICH))
+@given(reply_parts.spoiled(RICH))
 @example(RICH)
 def test_mistakes_have_an_answer(body: dict[str, Any]) -> None:
     with contextlib.suppress(ConfigError):
@@ -296,7 +285,7 @@ def _events(
     """The events of a reply, and its message."""
     writer = MessageWriter("msg_1", "m", omit)
     events = writer.start(first)
-    for batch in batches(parts, size):
+    for batch in reply_parts.batches(parts, size):
         events += writer.parts(batch)
     events += writer.end(ending)
     return json.loads(json.dumps(events, allow_nan=False)), writer.body()
@@ -316,12 +305,12 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 
 @settings(deadline=None, max_examples=draws(16, 50))
-@given(replies(), ENDINGS, USAGES, st.integers(1, 9))
+@given(reply_parts.replies(), reply_parts.ENDINGS, reply_parts.USAGES, st.integers(1, 9))
 def test_a_stream(parts: list[Part], ending: Ending, first: Usage, size: int) -> None:
     """Every event is one of the client's, and together they are the message; nothing of the reply is lost."""
     events, message = _events(parts, ending, first, size)
     for event in events:
-        assert not unknown(EVENTS.validate_python(event, strict=True))
+        assert not reply_parts.unknown(EVENTS.validate_python(event, strict=True))
     assert _plain(_streamed(events)) == _plain(message)
     seen = []
     for block in message["content"]:
@@ -329,7 +318,7 @@ def test_a_stream(parts: list[Part], ending: Ending, first: Usage, size: int) ->
             seen.append(("call", block["id"], block["name"], block["input"]))
         else:
             seen.append((block["type"].replace("thinking", "reasoning"), block[block["type"]]))
-    wanted = blocks(parts)
+    wanted = reply_parts.blocks(parts)
     assert seen == [(*b[:3], json.loads(b[3])) if b[0] == "call" else b for b in wanted]
     usage = message["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == ending.usage.prompt
@@ -347,7 +336,7 @@ def test_a_stream(parts: list[Part], ending: Ending, first: Usage, size: int) ->
 
 
 @settings(deadline=None, max_examples=draws(16, 50))
-@given(ARGUMENTS, st.integers(0, 60))
+@given(reply_parts.ARGUMENTS, st.integers(0, 60))
 def test_arguments_that_break_off(arguments: str, length: int) -> None:
     """At max_tokens: the message has what the client makes of the stream."""
     parts = [CallStart(0, "call_0", "f"), CallArguments(0, arguments[:length])]
@@ -356,11 +345,11 @@ def test_arguments_that_break_off(arguments: str, length: int) -> None:
 
 
 @settings(deadline=None, max_examples=draws(16, 50))
-@given(BROKEN)
+@given(reply_parts.BROKEN)
 def test_arguments_that_are_no_json(arguments: str) -> None:
     """There is a message in any case; it can be said again."""
     _, message = _events([CallStart(0, "call_0", "f"), CallArguments(0, arguments)], Ending("stop", Usage(1, 1)))
-    assert not unknown(Message.model_validate(message, strict=True))
+    assert not reply_parts.unknown(Message.model_validate(message, strict=True))
     _chat(messages=[*HELLO, {"role": "assistant", "content": message["content"]}, *HELLO])
 
 
@@ -384,13 +373,13 @@ def test_thinking_that_is_omitted() -> None:
 
 
 @settings(deadline=None, max_examples=draws(16, 50))
-@given(replies())
+@given(reply_parts.replies())
 def test_a_reply_that_is_said_again(parts: list[Part]) -> None:
     """A client sends back what it got; the calls keep their ids."""
     _, message = _events(parts, Ending("stop", Usage(1, 1)))
     content = Message.model_validate(message).to_dict()["content"]
     again = _chat(messages=[*HELLO, {"role": "assistant", "content": content}, *HELLO])["messages"][1]
-    seen = blocks(parts)
+    seen = reply_parts.blocks(parts)
     assert text_of(again) == "".join(b[1] for b in seen if b[0] == "text")
     assert again.get("reasoning_content", "") == "".join(b[1] for b in seen if b[0] == "reasoning")
     calls = [

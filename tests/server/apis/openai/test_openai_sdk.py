@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -21,12 +21,6 @@ from tests.server.sdk import MODEL, STORY, SUM, fresh, prompt_ids, scores, token
 from tests.waiting import PATIENCE, until
 
 LONG: Any = {"model": MODEL, "prompt": "Count:", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture
-def client(served: Served) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
-        yield client
 
 
 # --- models

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import openai
@@ -26,14 +26,6 @@ from tests.server.sdk import (
     prompt_ids,
     tokenizer,
 )
-from tests.waiting import PATIENCE
-
-
-@pytest.fixture
-def client(served: Served) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
-        yield client
-
 
 # --- tools
 

@@ -8,31 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
-from graphllm.embedded import MODEL_DIR
 from tests.artifacts import artifact_of, flags
+from tests.checkpoints import small_qwen3
 from tests.server.live import Served
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "head_dim": 8,
-    "pad_token_id": 0,
-}  # fmt: skip
 OPTIONS: dict[str, Any] = {
     "backend": "eager", "target": "cpu", "dtype": "float32", "max_model_len": 128, "max_num_seqs": 8,
 }  # fmt: skip
-
-
-def make(kind: Any, folder: Path, **config: Any) -> Any:
-    """A model in a folder."""
-    torch.manual_seed(7)
-    model = kind(transformers.Qwen3Config(**SIZES, **config)).eval()
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((MODEL_DIR / name).read_bytes())
-    return model
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +24,7 @@ def embedder_folder(shared: Any) -> Path:
     """A language model that serves as an embedder."""
 
     def write(folder: Path) -> None:
-        make(transformers.Qwen3ForCausalLM, folder)
+        small_qwen3(transformers.Qwen3ForCausalLM, folder)
         prompts = {"query": "Find what answers this: ", "document": ""}
         (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
 
@@ -50,7 +34,9 @@ def embedder_folder(shared: Any) -> Path:
 @pytest.fixture(scope="session")
 def reranker_folder(shared: Any) -> Path:
     """A cross-encoder of one class."""
-    return shared("reranker", lambda folder: make(transformers.Qwen3ForSequenceClassification, folder, num_labels=1))
+    return shared(
+        "reranker", lambda folder: small_qwen3(transformers.Qwen3ForSequenceClassification, folder, num_labels=1)
+    )
 
 
 def _serve(folder: Path, place: Path, *options: str, **settings: Any) -> Iterator[Served]:

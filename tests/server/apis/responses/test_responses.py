@@ -18,16 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from graphllm.chat.call import CHAT, parse_call
 from graphllm.chat.logprobs import TextLogprobs
-from graphllm.chat.replies import (
-    CallArguments,
-    CallStart,
-    Ending,
-    Part,
-    Reasoning,
-    ReplyFormat,
-    Text,
-    Usage,
-)
+from graphllm.chat.replies import CallArguments, CallStart, Ending, Part, Reasoning, ReplyFormat, Text, Usage
 from graphllm.config import ConfigError
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.requests.outputs import CompletionOutput, Logprob
@@ -35,7 +26,7 @@ from graphllm.server.apis.responses.events import ResponseWriter
 from graphllm.server.apis.responses.requests import ResponsesRequest, conversation, to_chat
 from graphllm.server.apis.responses.truncation import fitting
 from graphllm.server.service.stored_responses import ResponseStore, StoredResponse
-from tests.server.reply_parts import BROKEN, ENDINGS, Replay, batches, blocks, replies, spoiled, unknown
+from tests.server import reply_parts
 from tests.tiers import draws
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -44,7 +35,7 @@ TOOL = {"type": "function", "name": "get_weather", "description": "Weather.", "p
 FUNCTION = {"name": "get_weather", "description": "Weather.", "parameters": SCHEMA}
 FORMAT = {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-SERVER = Replay()
+SERVER = reply_parts.Replay()
 CLIENT = openai.OpenAI(api_key="k", http_client=httpx2.Client(transport=SERVER), max_retries=0)
 
 
@@ -287,7 +278,7 @@ RICH = {
 
 
 @settings(deadline=None, max_examples=draws(16, 50))
-@given(spoiled(RICH))
+@given(reply_parts.spoiled(RICH))
 @example(RICH)
 def test_mistakes_have_an_answer(body: dict[str, Any]) -> None:
     with contextlib.suppress(ConfigError):
@@ -307,7 +298,7 @@ def _events(
     """The events of a reply, and their writer."""
     writer = _writer(**request)
     events = writer.start()
-    for batch in batches(parts, size):
+    for batch in reply_parts.batches(parts, size):
         events += writer.parts(batch)
     events += writer.end(ending)
     return json.loads(json.dumps(events, allow_nan=False)), writer
@@ -345,7 +336,7 @@ def _items_of(body: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 @settings(deadline=None, max_examples=draws(16, 50))
-@given(replies(BROKEN), ENDINGS, st.integers(1, 9))
+@given(reply_parts.replies(reply_parts.BROKEN), reply_parts.ENDINGS, st.integers(1, 9))
 def test_a_stream(parts: list[Part], ending: Ending, size: int) -> None:
     """Every event is one of the client's, and together they are the response; nothing of the reply is lost."""
     events, writer = _events(parts, ending, size)
@@ -353,7 +344,9 @@ def test_a_stream(parts: list[Part], ending: Ending, size: int) -> None:
     for event in events:
         # Older clients have a name there.
         named = event["type"] == "response.function_call_arguments.done"
-        assert unknown(EVENTS.validate_python(event, strict=True)) == ({"name": event["name"]} if named else {})
+        assert reply_parts.unknown(EVENTS.validate_python(event, strict=True)) == (
+            {"name": event["name"]} if named else {}
+        )
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     heard, seen = _streamed(events)
     assert heard[0].type == "response.created"
@@ -364,9 +357,9 @@ def test_a_stream(parts: list[Part], ending: Ending, size: int) -> None:
         "usage": None,
         "incomplete_details": None,
     }
-    assert seen == _items_of(body) == blocks(parts)
+    assert seen == _items_of(body) == reply_parts.blocks(parts)
     last = Response.model_validate(body, strict=True)
-    assert not unknown(last)
+    assert not reply_parts.unknown(last)
     complete = ending.finish_reason == "stop"
     assert heard[-1].type == ("response.completed" if complete else "response.incomplete")
     assert (last.output_text, last.usage) == (heard[-1].response.output_text, heard[-1].response.usage)
@@ -384,7 +377,7 @@ def test_a_stream(parts: list[Part], ending: Ending, size: int) -> None:
 
 
 @settings(deadline=None, max_examples=draws(16, 50))
-@given(replies(BROKEN), st.integers(1, 9))
+@given(reply_parts.replies(reply_parts.BROKEN), st.integers(1, 9))
 def test_items_begin_and_end(parts: list[Part], size: int) -> None:
     """What is said of an item lies between its beginning and its end, and at its end it is what the response has."""
     events, writer = _events(parts, Ending("stop", Usage(1, 1)), size)
@@ -408,14 +401,14 @@ def test_items_begin_and_end(parts: list[Part], size: int) -> None:
 
 
 @settings(deadline=None, max_examples=draws(16, 50))
-@given(replies())
+@given(reply_parts.replies())
 def test_a_reply_that_is_gone_on_from(parts: list[Part]) -> None:
     """With previous_response_id, and by a client that sends back the output it got, the chat is the same."""
     _, writer = _events(parts, Ending("stop", Usage(1, 1)))
     output = [item.to_dict() for item in Response.model_validate(writer.body()).output]
     stored = _chat([*conversation({"input": "hello"}), *writer.conversation()], input="and?")
     assert stored == _chat(input=[*HELLO, *output, {"role": "user", "content": "and?"}])
-    seen = blocks(parts)
+    seen = reply_parts.blocks(parts)
     said = stored["messages"][1:-1]
     assert len(said) == bool(seen)
     for message in said:
@@ -447,7 +440,7 @@ def test_what_a_response_says_about_its_request() -> None:
     assert {name: told[name] for name in same} == {name: request[name] for name in same}
     assert (response.temperature, response.top_p, response.status) == (0.25, 1.0, "queued")
     plain = Response.model_validate(_writer().body(), strict=True)
-    assert not unknown(plain)
+    assert not reply_parts.unknown(plain)
     assert (plain.tool_choice, plain.tools, plain.metadata, plain.background) == ("auto", [], {}, False)
     assert plain.text is not None
     assert plain.text.format is not None

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import math
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import jsonschema
@@ -32,17 +31,11 @@ from tests.server.sdk import (
     scores,
     tokenizer,
 )
-from tests.waiting import PATIENCE, until
+from tests.waiting import until
 
 ASKED, SAID = "What is 12 + 7?", "12 + 7 = 19."
 TOOLS: Any = [{"type": "function", "strict": False, **function} for function in FUNCTIONS]
 LONG: Any = {"model": MODEL, "input": "Write a story.", "max_output_tokens": 900, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture
-def client(served: Served) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
-        yield client
 
 
 def _input_tokens(response: Any) -> int:
