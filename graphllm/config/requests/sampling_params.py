@@ -324,6 +324,14 @@ class SamplingParams:
         )
         return SamplingParams.from_generation_config(overrides, base, "override_generation_config")
 
+    @staticmethod
+    def of_model(
+        generation: Mapping[str, Any], overrides: Mapping[str, Any], base: SamplingParams | None = None
+    ) -> SamplingParams:
+        """The defaults of a model: a user's ``override_generation_config``, then its ``generation_config.json``, then
+        ``base``."""
+        return SamplingParams.from_overrides(overrides, SamplingParams.from_generation_config(generation, base))
+
 
 @documented
 @dataclass(frozen=True)

@@ -34,13 +34,15 @@ class Tokenizer:
         self,
         folder: Path,
         backend: tokenizers.Tokenizer,
-        files: TokenizerFiles,
-        ids: Mapping[str, Sequence[int]],
-        origin: tuple[Fields, Fields],
+        model: Fields | None,
+        generation: Fields | None,
     ) -> None:
         """Use `from_folder`."""
+        model = read_json(folder / "config.json") if model is None else model
+        generation = read_json(folder / "generation_config.json") if generation is None else generation
+        files, ids = TokenizerFiles.read(folder), special_ids(model or {}, generation or {})
         self._folder, self._backend, self.config = folder, backend, files.config
-        self._files = origin
+        self._files = model or {}, generation or {}
         self._special, self._templates = files.special, files.templates
         self._compiled: dict[str, ChatTemplate] = {}
         self._alone: dict[bool, dict[int, str]] = {True: {}, False: {}}  # texts of single tokens, special ones skipped
@@ -72,10 +74,7 @@ class Tokenizer:
             raise ConfigError(f"{file}: damaged, or made for newer tokenizers ({e})") from e
         backend.no_truncation()
         backend.no_padding()
-        model = read_json(folder / "config.json") if model is None else model
-        generation = read_json(folder / "generation_config.json") if generation is None else generation
-        files, ids = TokenizerFiles.read(folder), special_ids(model or {}, generation or {})
-        return Tokenizer(folder, backend, files, ids, (model or {}, generation or {}))
+        return Tokenizer(folder, backend, model, generation)
 
     @property
     def origin(self) -> tuple[str, Fields, Fields]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError, CoreConfig, EngineArgs
-from graphllm.config.fields import Fields
 from graphllm.config.parallel import ParallelConfig, check_parallel
 from graphllm.config.requests.pooling_params import Vectors, vectors_of
 from graphllm.config.requests.sampling_params import SamplingParams
@@ -71,14 +70,13 @@ def resolve_model(
         )
     source = find_source(args)
     generation = find_generation_config(args, source)
-    base = _defaults(args, generation, base)
+    folder = None if args.skip_tokenizer_init else find_tokenizer(args, source)
+    tokenizer = None if folder is None else Tokenizer.from_folder(folder, source.config, generation)
+    listed = {} if args.generation_config == "vllm" else generation
+    base = SamplingParams.of_model(listed, args.override_generation_config or {}, base)
     defaults = SamplingParams.from_fields(sampling or {}, base)
     sentences = source.files.sentences
     vectors = vectors_of(source.config, sentences.pooling(source.config, args.pooling_type))
-    tokenizer = folder = None
-    if not args.skip_tokenizer_init:
-        folder = find_tokenizer(args, source)
-        tokenizer = Tokenizer.from_folder(folder, source.config, generation)
     warn_unread(generation, sentences, tokenizer, tokenizer.config if tokenizer else {})
     artifact, threads = take_artifact(source, args, progress or log_progress())
     scheduler = args.scheduler_cls
@@ -103,13 +101,9 @@ def resolve_model(
 def checkpoint_defaults(args: EngineArgs, source: Source, base: SamplingParams | None = None) -> SamplingParams:
     """The sampling parameters that a generation_config.json and its overrides give, ``base`` for what they leave open.
     Raises ConfigError for a damaged file and for values that cannot be."""
-    return _defaults(args, find_generation_config(args, source), base)
-
-
-def _defaults(args: EngineArgs, generation: Fields, base: SamplingParams | None) -> SamplingParams:
-    if args.generation_config != "vllm":
-        base = SamplingParams.from_generation_config(generation, base)
-    return SamplingParams.from_overrides(args.override_generation_config or {}, base)
+    generation = find_generation_config(args, source)
+    listed = {} if args.generation_config == "vllm" else generation
+    return SamplingParams.of_model(listed, args.override_generation_config or {}, base)
 
 
 def grammar_maker(resolved: ResolvedModel) -> Callable[[CoreInfo], GrammarChecker] | None:

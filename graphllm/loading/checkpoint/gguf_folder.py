@@ -44,11 +44,10 @@ def gguf_folder(file: Path) -> Path:
 
 def gguf_tokenizer_folder(file: Path) -> Path:
     """The folder with its tokenizer.json. Raises ConfigError for a tokenizer that cannot be read."""
-    return _kept("gguf-tokenizer", file, lambda folder: _write_tokenizer(file, folder))
-
-
-def _write_tokenizer(file: Path, folder: Path) -> None:
-    importlib.import_module(_TOKENIZER).write_tokenizer(read_gguf(file).metadata, folder, file)
+    return _kept(
+        "gguf-tokenizer", file,
+        lambda folder: importlib.import_module(_TOKENIZER).write_tokenizer(read_gguf(file).metadata, folder, file),
+    )  # fmt: skip
 
 
 def _kept(what: str, file: Path, write: Callable[[Path], None]) -> Path:

@@ -113,9 +113,11 @@ def find_tokenizer(args: EngineArgs, source: Source) -> Path:
                 f"tokenizer_revision is {args.tokenizer_revision!r:.80}: it is of --tokenizer; give that, too, or use "
                 "--revision for all of the model"
             )
-        return tokenizer_folder(source.folder)
-    hub = Hub.of(args.download_dir, args.hf_token)
-    return tokenizer_folder(hub.locate("tokenizer", args.tokenizer, args.tokenizer_revision, TOKENIZER).folder)
+        folder = source.folder
+    else:
+        hub = Hub.of(args.download_dir, args.hf_token)
+        folder = hub.locate("tokenizer", args.tokenizer, args.tokenizer_revision, TOKENIZER).folder
+    return tokenizer_folder(folder)
 
 
 def find_generation_config(args: EngineArgs, source: Source) -> Fields:
