@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -13,7 +14,6 @@ from graphllm.config.setting import assemble
 from graphllm.config.token_tree import token_tree
 from graphllm.host.machine import detect_target, gpu_count, gpu_memory, usable_cores
 from graphllm.weights.checkpoint.checkpoint import DRAFT
-from graphllm.weights.plan.schemes import check_method, is_own_method
 
 _LARGE_GPU = 70e9  # bytes of memory from which 1,024 sequences are worth their tables and activations
 
@@ -64,9 +64,11 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
     chosen = {name: getattr(args, name) for name, d in definitions(CompileConfig).items()
             if d.setting.auto is None or getattr(args, name) != d.unsaid}  # fmt: skip
     method = args.quantization
-    if method is not None and (method not in get_args(Quantization) or is_own_method(model_config, method)):
-        check_method(model_config, method)
-        chosen["quantization"] = None
+    if method is not None:
+        schemes = importlib.import_module("graphllm.weights.plan.schemes")  # all formats of checkpoints
+        if method not in get_args(Quantization) or schemes.is_own_method(model_config, method):
+            schemes.check_method(model_config, method)
+            chosen["quantization"] = None
     if chosen["kv_cache_dtype"] == chosen.get("dtype", automatic["dtype"]):
         chosen["kv_cache_dtype"] = "auto"
     made = automatic | chosen | {"target": target, "num_speculative_tokens": drafts}

@@ -23,7 +23,7 @@ from graphllm.program.artifact import Artifact
 from graphllm.runtime.ranks.rank_processes import WaitingRanks
 
 if TYPE_CHECKING:
-    from graphllm.loading.core.early_start import EarlyStart
+    from graphllm.loading.core.core_start import EarlyStart
 
 
 _LOADERS = "graphllm.loading.core.loaders"

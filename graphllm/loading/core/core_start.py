@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from graphllm.config import CompileConfig, CoreConfig
-from graphllm.loading.core.early_start import EarlyStart
 from graphllm.loading.core.place import RankPlace
 from graphllm.loading.core.ranks import StartedRanks
 from graphllm.loading.core.stored_weights import StoredWeights
@@ -21,7 +20,22 @@ from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
 if TYPE_CHECKING:
     from graphllm.engine.core import EngineCore
     from graphllm.engine.requests.options import LogitsProcessor
+    from graphllm.runtime.cuda_functions import CudaFunctions
     from graphllm.runtime.executor import Executor
+    from graphllm.weights.loading.early_reading import EarlyWeights
+
+
+@dataclass(frozen=True)
+class EarlyStart:
+    """What has begun; None for what has not."""
+
+    functions: CudaFunctions | None = None
+    weights: EarlyWeights | None = None
+
+    def close(self) -> None:
+        """Read no more."""
+        if self.weights is not None:
+            self.weights.close()
 
 
 @dataclass

@@ -3,26 +3,12 @@ torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from graphllm.loading.core.core_start import EarlyStart
 from graphllm.loading.core.stored_weights import StoredWeights
 from graphllm.program import baked_table
 from graphllm.runtime.cuda_functions import CudaFunctions
 from graphllm.weights.loading.early_reading import EarlyWeights
 from graphllm.weights.loading.layout import BlockLayout, baked_layout, checkpoint_layout
-
-
-@dataclass(frozen=True)
-class EarlyStart:
-    """What has begun; None for what has not."""
-
-    functions: CudaFunctions | None = None
-    weights: EarlyWeights | None = None
-
-    def close(self) -> None:
-        """Read no more."""
-        if self.weights is not None:
-            self.weights.close()
 
 
 def begin_early(stored: StoredWeights) -> EarlyStart:

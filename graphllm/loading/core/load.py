@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from graphllm.config import ConfigError, CoreConfig
 from graphllm.host.garbage_collection import keep_all, no_collections
-from graphllm.loading.core.core_start import CoreStart, Loader
-from graphllm.loading.core.early_start import EarlyStart, begin_early
+from graphllm.loading.core.core_start import CoreStart, EarlyStart, Loader
 from graphllm.loading.core.place import rank_place, stage_memory
 from graphllm.loading.core.ranks import start_ranks
 from graphllm.loading.core.stored_weights import StoredWeights
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from graphllm.engine.core import EngineCore
     from graphllm.engine.requests.options import LogitsProcessor
 
+_EARLY = "graphllm.loading.core.early_start"  # reads files of weights, and drives a GPU
 _LOADERS = "graphllm.loading.core.loaders"  # one module each; its `open_loader` gives a `Loader`, or None
 
 
@@ -110,7 +110,7 @@ def _candidates(start: CoreStart) -> Iterator[Literal["host", "device", "ranks"]
 def _prepare_torch(start: CoreStart, begun: EarlyStart | None) -> None:
     """Begin what takes the time of importing torch, and import it."""
     if begun is None:  # where torch is there, nothing is gained, and its current device may not be the first
-        begun = EarlyStart() if "torch" in sys.modules else begin_early(start.stored)
+        begun = EarlyStart() if "torch" in sys.modules else importlib.import_module(_EARLY).begin_early(start.stored)
     start.early = begun
     start.undo.callback(begun.close)
     start.clock("artifact")
