@@ -163,7 +163,10 @@ def target_of(name: str) -> Callable[..., Any]:
     namespace, rest = name.split("::")
     if namespace == NAMESPACE:
         if rest not in all_ops():
-            raise ConfigError(f"the graph uses the op {rest!r}, which is not registered here; install its plugin")
+            raise ConfigError(
+                f"the graph uses the op {rest!r}, which is not registered here; install its plugin, or compile the "
+                "artifact again if an earlier version has made it"
+            )
         return all_ops()[rest].overload
     base, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
