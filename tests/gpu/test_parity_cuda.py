@@ -3,6 +3,7 @@ tests of models/test_parity.py run there."""
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -25,13 +26,12 @@ ARCHS = [a for a in parity.ARCHS if a.name in parity.EACH]
 def test_bfloat16(arch: object, tmp_path: Path) -> None:
     """Over several prompts, our bf16 logits are as close to float32 as transformers' bf16 ones, up to a factor of
     1.5."""
-    parity._build(arch, arch.config).save_pretrained(tmp_path)
-    model = parity._build(arch, arch.config | arch.oracle)
+    model = parity.saved_oracle(arch, tmp_path)
     runner = parity.driver.Driver(tmp_path, "inductor", "bfloat16", "cuda")
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(parity.V, (n,), generator=draw).tolist() for n in (64, 300, 33, 20, 50)]
     logits, _ = runner.generate(prompts, 1)
-    half = parity._build(arch, arch.config | arch.oracle).bfloat16().cuda().eval()
+    half = copy.deepcopy(model).bfloat16().cuda().eval()
     our_errors, their_errors = [], []
     for ours, prompt in zip(logits, prompts, strict=True):
         ids = torch.tensor([prompt])
@@ -48,12 +48,11 @@ def test_decode_in_bfloat16(name: str, tmp_path: Path) -> None:
     """Decode steps of fused and tuned kernels, alone and five together (of eight in the bucket), are as close to
     float32 as transformers' bf16, up to a factor of 1.5."""
     (arch,) = (a for a in ARCHS if a.name == name)
-    parity._build(arch, arch.config).save_pretrained(tmp_path)
-    model = parity._build(arch, arch.config | arch.oracle)
+    model = parity.saved_oracle(arch, tmp_path)
     runner = parity.driver.Driver(tmp_path, "inductor", "bfloat16", "cuda", tune=True)
     draw = torch.Generator().manual_seed(2)
     sequences = [torch.randint(parity.V, (n,), generator=draw).tolist() for n in (40, 90, 333, 17, 64)]
-    half = parity._build(arch, arch.config | arch.oracle).bfloat16().cuda().eval()
+    half = copy.deepcopy(model).bfloat16().cuda().eval()
     steps = 12
     for batch in (sequences, sequences[2:3]):
         our_errors, their_errors = 0.0, 0.0

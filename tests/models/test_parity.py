@@ -186,6 +186,14 @@ def _marks(backend: str, name: str) -> list[pytest.MarkDecorator]:
 RUNS = [("eager", arch) for arch in ARCHS] + [("inductor", arch) for arch in ARCHS]
 
 
+def saved_oracle(arch: Arch, folder: Path) -> torch.nn.Module:
+    """Save a checkpoint of a family; what it is compared with."""
+    _build(arch, arch.config).save_pretrained(folder)
+    if arch.auto:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    return _build(arch, arch.config | arch.oracle)
+
+
 @pytest.mark.parametrize(
     ("backend", "arch"),
     [
@@ -200,10 +208,7 @@ RUNS = [("eager", arch) for arch in ARCHS] + [("inductor", arch) for arch in ARC
 )
 @torch.no_grad()
 def test_parity(backend: str, arch: Arch, tmp_path: Path) -> None:
-    _build(arch, arch.config).save_pretrained(tmp_path)
-    model = _build(arch, arch.config | arch.oracle)
-    if arch.auto:
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    model = saved_oracle(arch, tmp_path)
     runner = driver.Driver(tmp_path, backend, target="cuda" if ON_GPU and backend == "inductor" else "cpu")
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(V, (n,), generator=draw).tolist() for n in LENGTHS]
