@@ -11,6 +11,7 @@ compile: seconds from nothing, once. A ratio is this tree's figure by the other'
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import statistics
@@ -39,9 +40,10 @@ HELP = {
     "other": "root of the other checkout",
     "options": "settings of EngineArgs, as JSON",
     "steps": "steps of a decode row",
-    "target": "cuda or cpu, for the record only",
+    "target": "cuda or cpu; on cuda each tree gets less than half of the GPU's memory",
 }
 UP = ("prefill", "mixed")  # rows where more is better
+_SHARE = 0.45  # of a GPU's memory: both trees are loaded at once
 
 
 class Tree:
@@ -53,7 +55,9 @@ class Tree:
         if also := os.environ.get("PYTHONPATH"):
             self.environment["PYTHONPATH"] += os.pathsep + also
         program = ROOT / "bench" / "paired_worker.py"
-        self.command = [sys.executable, str(program), str(folder), case.options, str(case.steps)]
+        shared = {"gpu_memory_utilization": _SHARE} if case.target == "cuda" else {}
+        options = json.dumps({**shared, **json.loads(case.options)})
+        self.command = [sys.executable, str(program), str(folder), options, str(case.steps)]
         begin = time.perf_counter()
         self.close(self.open())  # compiles
         self.first_s = time.perf_counter() - begin
