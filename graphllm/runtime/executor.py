@@ -109,7 +109,7 @@ class Executor:
         self._main = next(iter(self._graphs.values()))
         self._drafter = drafter_of(self._graphs.values(), self.layout, program.drafts)
         self.device_drafts = self._drafter.drafts or self.layout.history > 0
-        self._states_wanted = {False: {}, True: self.states.named(DRAFT_STATES)}  # by whether drafts are asked for
+        self._draft_states = self.states.named(DRAFT_STATES)
         self.outputs: Collection[str] = self._main.outputs
         self.task, self.buckets, self.max_rows = self._main.task, self._main.buckets, self._main.most["R"]
         self.inputs: Mapping[str, InputSpec] = {**self._main.inputs, **self._drafter.inputs}
@@ -144,7 +144,7 @@ class Executor:
         graph.staging.fill(index, step, symbols)
         bound = graph.bound(variant, size)
         handle = StepHandle(step, index, size, variant, bound, self.stream, self.launch)
-        handle.more = self._states_wanted[drafts]
+        handle.more = self._draft_states if drafts else {}
         split = BEHIND in bound.parts
         whole = len(bound.parts) == 1 + split
         copied = graph.host_results(program)

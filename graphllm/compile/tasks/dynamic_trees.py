@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphllm.compile.tasks.drafting import record
 from graphllm.compile.tasks.task import TaskUnit, Values
-from graphllm.compile.tasks.trees import STATE, _ByLevels, numbers
+from graphllm.compile.tasks.trees import STATE, ByLevels, numbers
 from graphllm.compile.tasks.verified_trees import NODE_STATES
 from graphllm.config.token_tree import DynamicTree
 from graphllm.ir.model import Drafts
@@ -25,7 +25,7 @@ from graphllm.ops.sampling.token_logprobs import token_logprobs
 from graphllm.program.specs import StateSpec
 
 
-class DynamicLevels(_ByLevels):
+class DynamicLevels(ByLevels):
     """A tree that has only its sizes in the artifact."""
 
     @property

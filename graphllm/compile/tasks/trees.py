@@ -7,6 +7,7 @@ level more, and makes the earlier drafts again.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -24,7 +25,7 @@ from graphllm.program.specs import StateSpec
 STATE = "tree_hidden"
 
 
-class _ByLevels(Drafting):
+class ByLevels(Drafting, ABC):
     """What given and dynamic trees have in common."""
 
     @property
@@ -62,16 +63,16 @@ class _ByLevels(Drafting):
             return {"first": first}
         return {"first": first, "next": ProgramUnits((self.inner(),), (TaskUnit("choose_next", self.choose_next, ()),))}
 
+    @abstractmethod
     def inner(self) -> TaskUnit:
         """The unit before the graph's own in a further run: the drafts that have children."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choose_next(self, v: Values) -> tuple[()]:
         """After the head of a further run, the children become drafts."""
-        raise NotImplementedError
 
 
-class Levels(_ByLevels):
+class Levels(ByLevels):
     """A tree that has its shape in the artifact."""
 
     @property
