@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -43,6 +44,7 @@ HELP = {
     "target": "cuda or cpu; on cuda each tree gets less than half of the GPU's memory",
 }
 UP = ("prefill", "mixed")  # rows where more is better
+_ROWS = r"decode-\d+|ttft-\d+|prefill-\d+x\d+|mixed(-\d+)?|start"
 _SHARE = 0.45  # of a GPU's memory: both trees are loaded at once
 
 
@@ -92,6 +94,8 @@ class Tree:
 
 def run(case: Case) -> Iterator[dict[str, Any]]:
     """Every row after each round: a lease may end before the last."""
+    if unknown := [row for row in case.rows if not re.fullmatch(_ROWS, row)]:
+        raise SystemExit(f"rows: {', '.join(unknown)} is no row; the first lines of {__file__} list them")
     with tempfile.TemporaryDirectory() as place:
         folder = write_config(Path(place) / "model", case.shape)
         trees = {
