@@ -19,10 +19,10 @@ _DOC = "A model and how to run it. Names and meanings are vLLM's where it has th
 _DOC += (
     " where they\nmean a setting or change nothing (docs/compatibility.md). Raises ConfigError for a name that there"
 )
-_DOC += " is not and for\na value that a setting cannot have.\n\n"
+_DOC += " is not and for\na value that a setting cannot have, alone or with the others.\n\n"
 
 
-def args_class(config: type, name: str = "EngineArgs") -> type:
+def args_class(config: type[EngineConfig], name: str = "EngineArgs") -> type:
     """A flat frozen dataclass with a keyword for every setting in a tree of config dataclasses; the first one may be
     given without its name."""
     defined = definitions(config)
@@ -36,6 +36,7 @@ def args_class(config: type, name: str = "EngineArgs") -> type:
         settings = defaults | as_settings(given, defaults)
         for definition in defined.values():
             object.__setattr__(self, definition.name, definition.read(settings[definition.name]))
+        config.check(vars(self))
 
     def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
         """Give a parser options for all of these."""

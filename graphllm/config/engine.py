@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from graphllm.config.compilation import CompileConfig
-from graphllm.config.parallel import ParallelConfig
+from graphllm.config.parallel import ParallelConfig, check_parallel
 from graphllm.config.pooling_config import PoolingType
-from graphllm.config.setting import parse_bytes, parse_object, setting
+from graphllm.config.setting import assemble, parse_bytes, parse_object, setting
 from graphllm.config.speculation import SpeculationConfig
 
 _LOADING = "read when an engine is loaded; the compiled programs are the same"
@@ -257,6 +257,12 @@ class EngineConfig:
     lora: LoRAConfig
     parallel: ParallelConfig
     log: LogConfig
+
+    @staticmethod
+    def check(values: Mapping[str, Any]) -> None:
+        """Raise ConfigError for values, by the settings' names, that cannot be together."""
+        ranks = (values["tensor_parallel_size"] or 1) * values["pipeline_parallel_size"]
+        check_parallel(assemble(ParallelConfig, values), ranks)
 
 
 @dataclass(frozen=True)

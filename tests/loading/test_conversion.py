@@ -190,8 +190,8 @@ def test_git_lfs_pointers_are_named(tmp_path: Path, checkpoint: Path, name: str)
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 99\n")
     args = EngineArgs(str(tmp_path))
 
-    def opened() -> Path:
-        return find_tokenizer(args, find_source(args))
+    def opened() -> Tokenizer:
+        return Tokenizer.from_folder(find_tokenizer(args, find_source(args)))
 
     with pytest.raises(ConfigError, match=rf"{name}: is a Git-LFS pointer .*; run `git lfs pull` in its folder"):
         opened()

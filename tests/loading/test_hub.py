@@ -19,7 +19,7 @@ from graphllm.loading.artifact.model import checkpoint_defaults
 from graphllm.loading.artifact.resolve import compile_config
 from graphllm.loading.checkpoint.hub import Hub, is_name, name_of
 from graphllm.loading.checkpoint.source import find_source, find_tokenizer
-from graphllm.loading.checkpoint.wanted import whole_model
+from graphllm.loading.checkpoint.wanted import WholeModel
 from graphllm.program.artifact import Artifact
 from tests.hub import GATED, HubServer, commit_of, files_of, fill_cache, hub_server
 
@@ -161,7 +161,7 @@ def test_bin_files_only_where_there_is_nothing_else(checkpoint: Path, hub: HubSe
     }
     hub.models["tiny/small"] = hub.models[NAME]
     place = Hub.of(None, None)
-    folder = place.locate("model", NAME, None, whole_model("auto")).folder
+    folder = place.locate("model", NAME, None, WholeModel("auto")).folder
     assert sorted(p.name for p in folder.glob("*.bin")) == ["pytorch_model.bin"]
     assert not any(found("tiny/small", load_format="dummy").glob("*.bin"))
 
@@ -171,12 +171,12 @@ def test_modules_of_sentence_transformers(checkpoint: Path, hub: HubServer) -> N
     modules = {"1_Pooling/config.json": b"{}", "2_Dense/config.json": b"{}", "2_Dense/model.safetensors": b"x"}
     hub.models["tiny/dense"] = {**files_of(checkpoint), **modules, "onnx/model.onnx": b"x", "2_Dense/a/b.bin": b"x"}
     place = Hub.of(None, None)
-    folder = place.locate("model", "tiny/dense", None, whole_model("auto")).folder
+    folder = place.locate("model", "tiny/dense", None, WholeModel("auto")).folder
     assert {n for n in modules if (folder / n).is_file()} == set(modules)
     assert not (folder / "2_Dense" / "a").exists()
     (folder / "2_Dense" / "model.safetensors").unlink()
     assert (
-        place.locate("model", "tiny/dense", None, whole_model("auto")).folder / "2_Dense/model.safetensors"
+        place.locate("model", "tiny/dense", None, WholeModel("auto")).folder / "2_Dense/model.safetensors"
     ).is_file()
 
 

@@ -27,7 +27,8 @@ from graphllm import LLM, SamplingParams
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.embedded import MODEL_DIR
 from graphllm.engine.requests.text import Tokenizer
-from graphllm.loading.checkpoint.gguf_folder import gguf_folder, gguf_tokenizer_folder
+from graphllm.loading.checkpoint.conversion import tokenizer_folder
+from graphllm.loading.checkpoint.gguf_folder import gguf_folder
 from graphllm.loading.checkpoint.gguf_tokenizer import write_tokenizer
 from graphllm.loading.checkpoint.source import find_source
 from graphllm.ops.encodings.gguf_blocks import TILED
@@ -230,7 +231,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 def test_tokenizer_and_settings_are_the_files(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     _write(file, "llama", _tiny("llama"), "Q8_0")
-    tokenizer = Tokenizer.from_folder(gguf_tokenizer_folder(file))
+    tokenizer = Tokenizer.from_folder(tokenizer_folder(tmp_path))
     original = Backend.from_file(str(MODEL_DIR / "tokenizer.json"))
     for text in ("What is 12 + 7?", "It's  naïve — 2024 日本!\n\n  done", "<|im_start|>user\nhi<|im_end|>"):
         assert tokenizer.encode(text) == original.encode(text).ids

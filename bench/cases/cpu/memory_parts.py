@@ -73,7 +73,7 @@ def ours(artifact_path: str, file_path: str, sequences: int, length: int) -> dic
     from graphllm.config.requests.sampling_params import SamplingParams
     from graphllm.entrypoints.llm import LLM
     from graphllm.loading.artifact.model import resolve_model
-    from graphllm.loading.checkpoint.gguf_folder import gguf_tokenizer_folder
+    from graphllm.loading.checkpoint.conversion import tokenizer_folder
     from graphllm.loading.core.load import load_core
     from graphllm.program.artifact import Artifact
 
@@ -85,7 +85,7 @@ def ours(artifact_path: str, file_path: str, sequences: int, length: int) -> dic
     part("graphllm's modules")
     from graphllm.engine.requests.text import Tokenizer
 
-    tokenizer = Tokenizer.from_folder(gguf_tokenizer_folder(file))
+    tokenizer = Tokenizer.from_folder(tokenizer_folder(Path(config.model.model)))
     part("tokenizer")
     seconds: dict[str, float] = {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graphllm.cli.late import call
 from graphllm.config import EngineArgs
-from graphllm.config.parallel import ParallelConfig, check_parallel
+from graphllm.config.parallel import ParallelConfig
 from graphllm.config.server import ServerConfig
 from graphllm.config.setting import assemble
 from graphllm.engine.process.spawn import Child, end, spawn, spawn_cores
@@ -15,7 +15,6 @@ def start(server: ServerConfig, args: EngineArgs, early: list[Child]) -> int:
     Raises ConfigError."""
     one_rank, gpus = args.data_parallel_rank is not None, (args.tensor_parallel_size or 1) * args.pipeline_parallel_size
     parallel: ParallelConfig = assemble(ParallelConfig, vars(args))
-    check_parallel(parallel, gpus)
     if server.ranks.headless:
         end(early)
         return int(call("serve.node:serve_headless", args, server.log))

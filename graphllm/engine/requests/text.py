@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import Fields, read_json
+from graphllm.config.fields import Fields, check_no_pointer, read_json
 from graphllm.config.tokenizer_files import TokenizerFiles, special_ids
 from graphllm.engine.chat_template.template import ChatTemplate, ContentFormat, no_text, plain, up_to_the_end, with_end
 from graphllm.engine.requests.detokenizer import Detokenizer, TokenBytes, new_text, text_offsets
@@ -68,6 +68,7 @@ class Tokenizer:
                 f"{folder}: no tokenizer.json; make one with transformers: "
                 "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
             )
+        check_no_pointer(file)
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as e:  # the library raises nothing more precise

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError, CoreConfig, EngineArgs
-from graphllm.config.parallel import ParallelConfig, check_parallel
 from graphllm.config.requests.pooling_params import Vectors, vectors_of
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.config.setting import assemble
@@ -62,7 +61,6 @@ def resolve_model(
     checkpoint's defaults, and ``base`` what holds where it has none. Raises ConfigError, before anything is built where
     that is possible.
     """
-    check_parallel(assemble(ParallelConfig, vars(args)), (args.tensor_parallel_size or 1) * args.pipeline_parallel_size)
     if args.node_rank:
         raise ConfigError(
             f"node_rank is {args.node_rank}: the engine is on node 0; start `graphllm serve --headless` with these "

@@ -20,7 +20,7 @@ from graphllm.host.importing import import_path
 from graphllm.host.silence import Silence, threads_of
 from graphllm.loading.checkpoint.gguf_folder import gguf_tokenizer_folder
 from graphllm.loading.checkpoint.made_once import file_facts, made_once
-from graphllm.weights.checkpoint.checkpoint import BIN, gguf_in
+from graphllm.weights.checkpoint.checkpoint import BIN
 
 _WEIGHTS = "graphllm.loading.checkpoint.weights_worker"
 _TOKENIZER = "graphllm.loading.checkpoint.tokenizer_worker"
@@ -41,16 +41,21 @@ def safetensors_of(folder: Path, files: Sequence[str]) -> Path:
 def tokenizer_folder(folder: Path) -> Path:
     """The folder with the tokenizer.json of a checkpoint folder: itself, or one that transformers has written from
     another kind of tokenizer. Raises ConfigError when that cannot be."""
-    ready = (folder / "tokenizer.json").is_file()
-    gguf = None if ready else gguf_in(folder)
-    if gguf is not None:
-        return gguf_tokenizer_folder(gguf)
-    check_no_pointer(folder / "tokenizer.json")
-    kept = [file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)]
-    if ready or not kept:
+    if (folder / "tokenizer.json").is_file():
         return folder
+    return next((made for make in _TOKENIZERS if (made := make(folder)) is not None), folder)
+
+
+def _older_tokenizer(folder: Path) -> Path | None:
+    """What transformers makes of older files; None where there are none."""
+    kept = [file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)]
+    if not kept:
+        return None
     also = [file for pattern in ("*.json", "*.txt", "*.jinja") for file in folder.glob(pattern)]
     return _converted(_TOKENIZER, folder, sorted({*kept, *also}), "tokenizer")
+
+
+_TOKENIZERS = (gguf_tokenizer_folder, _older_tokenizer)  # other kinds of tokenizers, in the order of the search
 
 
 def _converted(worker: str, folder: Path, files: Sequence[Path], what: str) -> Path:

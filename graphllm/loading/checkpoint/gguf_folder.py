@@ -42,11 +42,13 @@ def gguf_folder(file: Path) -> Path:
     return _kept("gguf", file, write)
 
 
-def gguf_tokenizer_folder(file: Path) -> Path:
-    """The folder with its tokenizer.json. Raises ConfigError for a tokenizer that cannot be read."""
-    return _kept(
+def gguf_tokenizer_folder(folder: Path) -> Path | None:
+    """The folder with the tokenizer.json of a folder's GGUF file; None where there is no such file. Raises ConfigError
+    for several, and for a tokenizer that cannot be read."""
+    file = gguf_in(folder)
+    return None if file is None else _kept(
         "gguf-tokenizer", file,
-        lambda folder: importlib.import_module(_TOKENIZER).write_tokenizer(read_gguf(file).metadata, folder, file),
+        lambda made: importlib.import_module(_TOKENIZER).write_tokenizer(read_gguf(file).metadata, made, file),
     )  # fmt: skip
 
 

@@ -26,7 +26,13 @@ from graphllm.loading.checkpoint.model_config import (
 )
 from graphllm.loading.checkpoint.model_files import ModelFiles
 from graphllm.loading.checkpoint.tensors import Tensors, open_tensors
-from graphllm.loading.checkpoint.wanted import CONFIG, DRAFT_HEAD, GENERATION_CONFIG, TOKENIZER, Wanted, whole_model
+from graphllm.loading.checkpoint.wanted import (
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER,
+    DraftHead,
+    WholeModel,
+)
 from graphllm.weights.checkpoint.checkpoint import DRAFT, Checkpoint, WeightError, draft_name, fingerprint
 
 
@@ -68,7 +74,7 @@ def find_source(args: EngineArgs) -> Source:
     """The model of these settings: a folder, or a name of the Hugging Face hub that is looked up in its cache and
     downloaded when it is not there. Raises ConfigError naming what is missing or unreadable."""
     hub = Hub.of(args.download_dir, args.hf_token)
-    whole = whole_model(args.load_format)
+    whole = WholeModel(args.load_format)
     model = None if args.model is None else hub.locate("model", args.model, args.revision, whole)
     draft = _draft_folder(args, hub, whole, model.folder if model else None)
     config = None
@@ -81,12 +87,12 @@ def find_source(args: EngineArgs) -> Source:
     return replace(source, name=model.name, commit=model.commit) if model else source
 
 
-def _draft_folder(args: EngineArgs, hub: Hub, whole: Wanted, model: Path | None) -> Path | None:
+def _draft_folder(args: EngineArgs, hub: Hub, whole: WholeModel, model: Path | None) -> Path | None:
     """The folder of what drafts: what is named, the model's own for layers of its checkpoint, or one that comes with
     the embedded model. Raises ConfigError when there is none."""
     method, named = args.speculative_method, args.speculative_model
     if named is not None:
-        wanted = whole if method in (None, "draft_model") else DRAFT_HEAD
+        wanted = whole if method in (None, "draft_model") else DraftHead()
         return hub.locate("speculative_model", named, None, wanted).folder
     if method is None:
         return None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from graphllm.weights.checkpoint.checkpoint import pick_weights, weight_files
 
@@ -14,65 +15,84 @@ _TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "vocab.t
 _DENSE = "[0-9]*_Dense/"  # of sentence-transformers: a dense layer that follows pooling
 
 
-class Wanted(NamedTuple):
-    """What is needed of a repository.
+class Wanted(ABC):
+    """What is needed of a repository."""
 
-    complete: whether a folder has it all.
-    of: chooses the needed files among a repository's; raises ConfigError where it has nothing of use.
-    """
+    @abstractmethod
+    def complete(self, folder: Path) -> bool:
+        """Whether a folder has it all."""
 
-    complete: Callable[[Path], bool]
-    of: Callable[[Sequence[str]], Sequence[str]]
+    def of(self, names: Sequence[str]) -> list[str]:
+        """The needed ones of a repository's files. Raises ConfigError where it has nothing of use."""
+        return [
+            name
+            for name in names
+            if fnmatch.fnmatchcase(name, "additional_chat_templates/*.jinja")
+            or fnmatch.fnmatchcase(name, "[0-9]*_*/config.json")  # sentence-transformers' modules
+            or ("/" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in _TEXTS))
+        ]
 
 
-def whole_model(load_format: str) -> Wanted:
-    """Its config, tokenizer and weights."""
+@dataclass(frozen=True)
+class OneOf(Wanted):
+    """One of some files, with all small ones. patterns: of their names."""
 
-    def complete(folder: Path) -> bool:
-        files = weight_files(folder, load_format)
-        weights = load_format == "dummy" or (files and all((folder / file).is_file() for file in files))
-        dense = all(weight_files(file.parent, load_format) for file in folder.glob(_DENSE + "config.json"))
-        whole = load_format == "dummy" or dense
-        return bool(CONFIG.complete(folder) and TOKENIZER.complete(folder) and weights and whole)
+    patterns: tuple[str, ...]
 
-    def of(names: Sequence[str]) -> list[str]:
+    def complete(self, folder: Path) -> bool:
+        """One of them is there."""
+        return any(p.exists() for pattern in self.patterns for p in folder.glob(pattern))
+
+
+CONFIG, TOKENIZER, GENERATION_CONFIG = OneOf(("config.json",)), OneOf(_TOKENIZERS), OneOf(("generation_config.json",))
+
+
+@dataclass(frozen=True)
+class WholeModel(Wanted):
+    """The config, tokenizer and weights of a model. load_format: as `weight_files` has it, or dummy: no weights."""
+
+    load_format: str
+
+    def complete(self, folder: Path) -> bool:
+        """All of them are there."""
+        if not CONFIG.complete(folder) or not TOKENIZER.complete(folder):
+            return False
+        dense = (file.parent for file in folder.glob(_DENSE + "config.json"))
+        return self.load_format == "dummy" or (
+            _has_weights(folder, self.load_format) and all(weight_files(layer, self.load_format) for layer in dense)
+        )
+
+    def of(self, names: Sequence[str]) -> list[str]:
+        """Weights in the folders of dense layers, too."""
         folders = sorted(
             {n.rpartition("/")[0] for n in names if fnmatch.fnmatchcase(n, _DENSE + "*") and n.count("/") == 1}
         )
         dense = [
             f"{folder}/{name}"
             for folder in folders
-            for name in pick_weights([n.rpartition("/")[2] for n in names if n.startswith(f"{folder}/")], load_format)
+            for name in pick_weights(
+                [n.rpartition("/")[2] for n in names if n.startswith(f"{folder}/")], self.load_format
+            )
         ]
-        return _texts(names) + pick_weights([n for n in names if "/" not in n], load_format) + dense
-
-    return Wanted(complete, of)
+        return super().of(names) + pick_weights(_outside_folders(names), self.load_format) + dense
 
 
-def _draft_head() -> Wanted:
-    """A draft head: its config and weights; its tokenizer is the model's."""
+class DraftHead(Wanted):
+    """The config and weights of a draft head; its tokenizer is the model's."""
 
-    def complete(folder: Path) -> bool:
-        files = weight_files(folder)
-        return CONFIG.complete(folder) and bool(files) and all((folder / file).is_file() for file in files)
+    def complete(self, folder: Path) -> bool:
+        """Both are there."""
+        return CONFIG.complete(folder) and _has_weights(folder, "auto")
 
-    return Wanted(complete, lambda names: _texts(names) + pick_weights([n for n in names if "/" not in n], "auto"))
-
-
-def _texts(names: Sequence[str]) -> list[str]:
-    return [
-        name
-        for name in names
-        if fnmatch.fnmatchcase(name, "additional_chat_templates/*.jinja")
-        or fnmatch.fnmatchcase(name, "[0-9]*_*/config.json")  # sentence-transformers' modules
-        or ("/" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in _TEXTS))
-    ]
+    def of(self, names: Sequence[str]) -> list[str]:
+        """No weights in folders."""
+        return super().of(names) + pick_weights(_outside_folders(names), "auto")
 
 
-def _has(*patterns: str) -> Wanted:
-    """One of these files, with all small ones."""
-    return Wanted(lambda folder: any(p.exists() for pattern in patterns for p in folder.glob(pattern)), _texts)
+def _has_weights(folder: Path, load_format: str) -> bool:
+    files = weight_files(folder, load_format)
+    return bool(files) and all((folder / file).is_file() for file in files)
 
 
-CONFIG, TOKENIZER, GENERATION_CONFIG = _has("config.json"), _has(*_TOKENIZERS), _has("generation_config.json")
-DRAFT_HEAD = _draft_head()
+def _outside_folders(names: Sequence[str]) -> list[str]:
+    return [name for name in names if "/" not in name]
