@@ -100,6 +100,10 @@ def open_backend(config: CompileConfig, objects: Objects | None, turns: Path | N
         from graphllm.compile.codegen.backends import Eager
 
         return Eager()
+    if config.backend == "prebuilt":
+        from graphllm.compile.codegen.prebuilt.backend import Prebuilt
+
+        return Prebuilt(objects)
     if config.target.device == "cpu":
         from graphllm.compile.codegen.backends import Cpu
 

@@ -131,8 +131,11 @@ class CompileConfig:
         written=Literal["auto", "cpu", "cuda"],
         help="Device to compile for and to run on.",
     )
-    backend: Literal["inductor", "eager"] = setting(
-        "inductor", help="eager runs the reference ops instead of compiled code: slow, always there."
+    backend: Literal["inductor", "prebuilt", "eager"] = setting(
+        "inductor",
+        help="What makes the code. inductor: code of the model's own, which needs a compiler and a minute. prebuilt, "
+        "on a CPU: kernels that come with graphllm, in seconds and a bit slower. eager runs the reference ops: slow, "
+        "always there.",
     )
     dtype: Dtype = setting(
         "bfloat16",

@@ -37,8 +37,7 @@ def compiler_command(sources: Sequence[Path], output: Path, link: bool = True) -
 def open_library(file: Path) -> ctypes.CDLL:
     """A library that `compiler_command` has made, with the copy of OpenMP that torch will use if it is imported later.
     Raises OSError for one of another machine."""
-    if (openmp := _openmp()) is not None:
-        ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(_openmp() or "libgomp.so.1"), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(file))
 
 

@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
+from graphllm.config import ConfigError
 from graphllm.host.compiler import open_library
 from graphllm.host.cuda_driver import CudaDriver
+from graphllm.host.prebuilt import LOOPS, find_library, library_name
 from graphllm.program.expr import value
 from graphllm.runtime.cuda_functions import CudaFunctions
 
@@ -49,11 +51,12 @@ class _Call(ctypes.Structure):
 
 
 class CpuKernel(NamedTuple):
-    """A kernel with its arguments. address: of the function that takes them from memory."""
+    """A kernel with its arguments. address: of the function that takes them from memory. program: of a loop, kept."""
 
     name: str
     address: int | None
     arguments: ctypes.Array[_Argument]
+    program: ctypes.Array[ctypes.c_int64] | None = None
 
 
 class CpuLaunch:
@@ -69,13 +72,19 @@ class CpuLaunch:
 
 
 class CpuKernels:
-    """The artifact's shared library; None when every piece is interpreted. `graphllm.compile.codegen.calls` is its side
-    of the calls."""
+    """The shared libraries that pieces call: the artifact's own, or prebuilt ones. `graphllm.compile.codegen.calls` and
+    ops/cpu/calls.h are their side of the calls.
 
-    def __init__(self, library: Path | None) -> None:
-        self._library = open_library(library) if library else None
+    folder: of the pieces.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        own, loops = folder / "kernels.so", find_library(library_name(LOOPS))
+        runs = own if own.exists() else loops  # what calls many kernels
+        self._library = open_library(runs) if runs else None
         self._done = ctypes.c_int64.in_dll(self._library, "graphllm_done") if self._library else ctypes.c_int64()
         self._addresses: dict[str, int | None] = {}
+        self._prebuilt: dict[str, ctypes.CDLL] = {}
 
     @property
     def done(self) -> int:
@@ -93,12 +102,30 @@ class CpuKernels:
 
     def bind(self, kernel: Mapping[str, Any], name: str, arguments: Sequence[Any]) -> CpuLaunch:
         """A call of ``name`` with converted arguments."""
-        if name not in self._addresses:
-            self._addresses[name] = ctypes.cast(getattr(self._library, f"call_{name}"), ctypes.c_void_p).value
+        symbol = kernel.get("c", name)
+        if symbol not in self._addresses:
+            library = self._opened(kernel["library"]) if "library" in kernel else self._library
+            self._addresses[symbol] = ctypes.cast(getattr(library, f"call_{symbol}"), ctypes.c_void_p).value
         cells = (_Argument * len(arguments))()
         for cell, kind, argument in zip(cells, kernel["args"], arguments, strict=True):
             setattr(cell, kind, argument)
-        return self._launch([CpuKernel(name, self._addresses[name], cells)])
+        program = None
+        if "program" in kernel:  # of a loop: its first argument
+            program = (ctypes.c_int64 * len(kernel["program"]))(*kernel["program"])
+            cells[0].ptr = ctypes.addressof(program)
+        return self._launch([CpuKernel(name, self._addresses[symbol], cells, program)])
+
+    def _opened(self, name: str) -> ctypes.CDLL:
+        """A prebuilt library. Raises ConfigError where this machine has none."""
+        if name not in self._prebuilt:
+            found = find_library(name)
+            if found is None:
+                raise ConfigError(
+                    f"prebuilt kernels: {name} is not there for this machine; compile the model again with --artifact "
+                    "rebuild, where g++ is installed"
+                )
+            self._prebuilt[name] = open_library(found)
+        return self._prebuilt[name]
 
     def join(self, launches: Sequence[Launch]) -> list[Launch]:
         """One launch for all kernels that follow each other: Python then costs nothing between them, and need not be

@@ -29,8 +29,7 @@ def open_kernels(
     if memory.device.type == "cuda":
         stream = CudaStream()
         return CudaKernels(functions or CudaFunctions(folder), stream.handle), stream
-    library = folder / "kernels.so"
-    kernels = CpuKernels(library if library.exists() else None)
+    kernels = CpuKernels(folder)
     if isinstance(memory, HostMemory):
         return kernels, CpuStream(threads or kernels.threads, kernels.set_threads)
     import torch

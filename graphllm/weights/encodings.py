@@ -8,6 +8,7 @@ how.
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -180,9 +181,19 @@ def is_encoding(name: str) -> bool:
         return name in _encodings or name.partition("-")[0] in _families
 
     if not known():
-        for module in pkgutil.iter_modules([str(_FORMATS)]):
-            import_module(f"graphllm.weights.formats.{module.name}")
+        _load_formats()
     if not known():
-        for plugin in entry_points(group=PLUGIN_GROUP):
-            plugin.load()
+        _load_plugins()
     return known()
+
+
+@functools.cache
+def _load_formats() -> None:
+    for module in pkgutil.iter_modules([str(_FORMATS)]):
+        import_module(f"graphllm.weights.formats.{module.name}")
+
+
+@functools.cache
+def _load_plugins() -> None:
+    for plugin in entry_points(group=PLUGIN_GROUP):
+        plugin.load()

@@ -223,7 +223,7 @@ def attention() -> dict[str, Any]:
         bucket = Bucket("decode" if new == 1 else "mixed", T if new == 1 else 2, max(T, 2) if new > 1 else T)
         impl = paged_attention.impls["triton_decode" if new == 1 else "triton_prefill"]
         site = CallSite(paged_attention.bind((), args), detect_target("cuda"), bucket)
-        ours = functools.partial(impl.at(site), **args)
+        ours = functools.partial(impl.at(site), **site.args)
         row = {"graphllm, paged": microseconds([ours] * _CALLS)}
         q4, k4, v4 = (torch.randn(S, heads, n, E, **made) for heads, n in ((H, new), (K, context), (K, context)))
         causal = new > 1

@@ -41,11 +41,11 @@ HELP = {
     "other": "root of the other checkout",
     "options": "settings of EngineArgs, as JSON",
     "steps": "steps of a decode row",
-    "target": "cuda or cpu; on cuda each tree gets less than half of the GPU's memory",
+    "target": "cuda or cpu; on cuda each tree has a cache of 24 GiB",
 }
 UP = ("prefill", "mixed")  # rows where more is better
 _ROWS = r"decode-\d+|ttft-\d+|prefill-\d+x\d+|mixed(-\d+)?|start"
-_SHARE = 0.45  # of a GPU's memory: both trees are loaded at once
+_CACHE = 24 << 30  # bytes: both trees are loaded at once, and a share of the memory counts what others use
 
 
 class Tree:
@@ -57,7 +57,7 @@ class Tree:
         if also := os.environ.get("PYTHONPATH"):
             self.environment["PYTHONPATH"] += os.pathsep + also
         program = ROOT / "bench" / "paired_worker.py"
-        shared = {"gpu_memory_utilization": _SHARE} if case.target == "cuda" else {}
+        shared = {"kv_cache_memory_bytes": _CACHE} if case.target == "cuda" else {}
         options = json.dumps({**shared, **json.loads(case.options)})
         self.command = [sys.executable, str(program), str(folder), options, str(case.steps)]
         begin = time.perf_counter()

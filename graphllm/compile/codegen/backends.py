@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from graphllm.compile.codegen import inductor
-from graphllm.compile.codegen.calls import call_source
+from graphllm.compile.codegen.calls import call_source, has_calls
 from graphllm.compile.codegen.jobs import Built
 from graphllm.compile.codegen.lower import lower_piece
 from graphllm.compile.codegen.objects import Objects
@@ -70,7 +70,7 @@ def generate(
     known: what was generated so far. Buckets for which a piece is lowered to the same graph, over sizes with the same
     names, share what is generated.
     """
-    lowered, reports = lower_piece(piece, bucket, config, choices)
+    lowered, reports = lower_piece(piece, bucket, config, choices, inductor.decompositions())
     text = lowered.graph.print_readable(print_output=False)  # before Inductor rewrites the graph
     key = digest(piece) + text + str([lowered.shapes.spec(t) for t in lowered.inputs])
     if key not in known:
@@ -135,7 +135,11 @@ class Cpu:
         for b in built:
             bodies |= {name: text.replace(inductor.CPP_HEADER, "") for name, text in b.sources.items()}
             own |= _own(b.bundle["kernels"])
-            arguments |= {name: kernel["args"] for name, kernel in b.bundle["kernels"].items()}
+            arguments |= {
+                name: kernel["args"]
+                for name, kernel in b.bundle["kernels"].items()
+                if "c" not in kernel or not has_calls(c_kernel(kernel["c"]).source)
+            }
         library, header = folder / "kernels.so", inductor.CPP_HEADER
         calls = call_source(arguments)
         assert self._objects is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 _TYPES = {"ptr": "void*", "i64": "std::int64_t", "f64": "double"}
 
@@ -26,10 +27,18 @@ void graphllm_run(const Call* calls, std::int64_t count) {
 """
 
 
-def call_source(kernels: Mapping[str, Sequence[str]]) -> str:
-    """A source of its own with ``graphllm_run``, ``graphllm_done`` and, for every kernel, ``call_<name>``, which takes
-    its arguments from memory. kernels: kinds of the arguments ("ptr", "i64", "f64") by name."""
-    return "\n".join([_RUN, *(_call(name, kinds) for name, kinds in sorted(kernels.items()))])
+def call_source(kernels: Mapping[str, Sequence[str]], run: bool = True) -> str:
+    """A source of its own with ``call_<name>`` for every kernel, which takes its arguments from memory; and with
+    ``graphllm_run`` and ``graphllm_done``. kernels: kinds of the arguments ("ptr", "i64", "f64") by name."""
+    head = _RUN if run else _RUN[: _RUN.index("struct Call")]
+    return "\n".join([head, *(_call(name, kinds) for name, kinds in sorted(kernels.items()))])
+
+
+def has_calls(source: Path) -> bool:
+    """Whether a hand-written source has ``call_<name>`` of its kernels itself, by GRAPHLLM_KERNEL of ops/cpu/calls.h:
+    in it, or in a header of its folder."""
+    files = (source, *source.parent.glob("*.h"))
+    return any("GRAPHLLM_KERNEL(" in file.read_text() for file in files)
 
 
 def _call(name: str, kinds: Sequence[str]) -> str:

@@ -92,9 +92,9 @@ class Done(msgspec.Struct, tag=True):
 def takes_torch(built: Iterable[Built], folder: Path) -> bool:
     """Whether an artifact's programs run on torch, not only on kernels. folder: of its pieces."""
     library = folder / "kernels.so"
-    if any(instruction[0] in _OF_TORCH for b in built for instruction in b.bundle["code"]) or not library.exists():
+    if any(instruction[0] in _OF_TORCH for b in built for instruction in b.bundle["code"]):
         return True
-    return b"libtorch" in library.read_bytes()  # among the libraries that it needs
+    return library.exists() and b"libtorch" in library.read_bytes()  # among the libraries that it needs
 
 
 _OF_TORCH = ("op", "call", "ir", "extern")  # instructions of pieces

@@ -6,13 +6,13 @@ An op without a chosen implementation lowers to its reference body, which Induct
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
-from graphllm.compile.codegen.inductor import decompositions
 from graphllm.compile.passes import pipeline
 from graphllm.compile.pieces import trace_reference
 from graphllm.compile.specialize import specialize
@@ -23,6 +23,7 @@ from graphllm.ir.op import Op, op_of
 from graphllm.rewrite import ImplChoice, choose, site_key, site_of
 
 REFERENCE = ": reference"
+Decompositions = Mapping[Any, Callable[..., Any]]
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 _SUMS = ("sum", "mean", "var", "var_mean", "_softmax", "_log_softmax", "prod", "cumsum", "logsumexp")
 
@@ -42,12 +43,15 @@ def lower(
     config: CompileConfig,
     bucket: Bucket,
     chosen_at: Callable[[torch.fx.Node, Op], ImplChoice | None] = lambda node, op: None,
+    decompositions: Decompositions = MappingProxyType({}),
 ) -> Lowered:
     """Retrace a piece at the bucket's sizes with the chosen implementations in place of the ops.
 
     chosen_at: what was measured at a node; where nothing was, the first one that applies is taken, with its first
-    launch constants. Raises ConfigError for an op that nothing can compute here, GraphError when a dynamic size became
-    a constant.
+        launch constants.
+    decompositions: of torch's operators, which the backend does not know.
+
+    Raises ConfigError for an op that nothing can compute here, GraphError when a dynamic size became a constant.
     """
     shapes = Shapes(config.target.device, bucket)
     fakes = [shapes.tensor(spec) for spec in inputs]
@@ -75,7 +79,7 @@ def lower(
 
     module = torch.fx.GraphModule(torch.nn.Module(), piece)
     with shapes.mode, torch.no_grad():
-        graph = make_fx(_Lowering(module).run, decomposition_table=decompositions())(*fakes)
+        graph = make_fx(_Lowering(module).run, decomposition_table=dict(decompositions))(*fakes)
     if fixed := shapes.fixed():
         raise GraphError(
             f"lowering for {bucket.name} made {fixed} (with {'; '.join(chosen)}): an implementation used a dynamic "
@@ -89,7 +93,11 @@ def lower(
 
 
 def lower_piece(
-    piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
+    piece: Mapping[str, Any],
+    bucket: Bucket,
+    config: CompileConfig,
+    choices: Mapping[str, ImplChoice],
+    decompositions: Decompositions,
 ) -> tuple[Lowered, list[dict[str, Any]]]:
     """A piece, specialized and lowered with the ``choices`` that were measured by site, and the passes' reports."""
     unit, reports = specialize(piece, bucket, config, pipeline().pieces)
@@ -97,7 +105,7 @@ def lower_piece(
     def chosen_at(node: torch.fx.Node, op: Op) -> ImplChoice | None:
         return choices.get(site_key(node, op, unit.shapes, bucket))
 
-    return lower(unit.graph, input_specs(piece), config, bucket, chosen_at), reports
+    return lower(unit.graph, input_specs(piece), config, bucket, chosen_at, decompositions), reports
 
 
 def _check_references(graph: torch.fx.Graph, ops: Iterable[str], config: CompileConfig) -> None:

@@ -19,8 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from graphllm.host.compiler import OPS, compiler_command, content
+from graphllm.host.compiler import compiler_command, content
 from graphllm.host.machine import compiler_version, detect_target, usable_cores, versions
+from graphllm.host.prebuilt import link_command, sources
 
 _KERNELS_A_UNIT = 24  # generated kernels: their header takes a compiler as long as this many kernels
 
@@ -63,7 +64,7 @@ class Objects:
 
     def guess(self) -> None:
         """Compile the kernels of the ops that come with graphllm, the longest first: most models need most of them."""
-        for source in sorted(OPS.glob("*/*/*.cpp"), key=lambda s: (-s.stat().st_size, s)):
+        for source in sources():
             self.add(source)
 
     def expect(self, sources: Collection[Path]) -> None:
@@ -105,6 +106,18 @@ class Objects:
         start = time.perf_counter()
         self._compilers.run(compiler_command(sorted(objects), output))
         self._took("link", start)
+
+    def library(self, source: Path, output: Path, calls: str = "") -> None:
+        """A library of one hand-written source. calls: a source that has how its kernels are called, where it does not
+        say so itself. Raises BuildError when a compiler fails."""
+        self.add(source)
+        objects = [self._own[source].result()]
+        if calls:
+            objects.append(self._compile_text(f"calls-{output.stem}", calls, _plain_command))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial = output.with_name(f".{os.getpid()}-{output.name}")
+        self._compilers.run(link_command(objects, partial))
+        partial.replace(output)
 
     def _compile(self, source: Path) -> Path:
         return self._made(f"{source.parent.name}/{source.name}", content(source), lambda to: _plain_command(source, to))

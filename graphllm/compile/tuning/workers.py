@@ -85,7 +85,7 @@ def receive(pipe: Pipe, kind: Any) -> Any:
 def open_workers(config: CompileConfig) -> contextlib.AbstractContextManager[Workers | None]:
     """Processes to build in: for a GPU, or as many as ``config.jobs`` says. None where one is enough: eager pieces are
     only written down, and C++ is only generated per piece and compiled in parallel by `Backend.assemble`."""
-    single = config.backend == "eager" or config.jobs == 1
+    single = config.backend != "inductor" or config.jobs == 1
     if single or (config.target.device == "cpu" and not config.jobs):
         return contextlib.nullcontext()
     return Workers(config, config.jobs or min(_MOST_WORKERS, len(os.sched_getaffinity(0))))

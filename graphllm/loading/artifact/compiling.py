@@ -31,12 +31,12 @@ def build(
 ) -> None:
     """Compile into the folder ``place``. tensors: the digest of ``source``. Raises ConfigError where
     the checkpoint does not fit the model."""
-    native = config.target.device == "cpu" and config.backend == "inductor"
+    native = config.target.device == "cpu" and config.backend != "eager"
     # On a GPU, garbage may hold memory that tuning needs.
     collections = _compiling() if native else contextlib.nullcontext()
     kept = env.cache_dir / "objects" if native else None
     with collections, Objects(kept) as objects, open_workers(config) as workers:
-        if native:
+        if native and config.backend == "inductor":
             objects.guess()
         pipeline = importlib.import_module("graphllm.compile.pipeline")  # with torch, while objects are compiled
         _check(pipeline.find_model(source.config), source, config)

@@ -10,6 +10,7 @@
 #include <optional>
 #include <type_traits>
 
+#include "cpu/calls.h"
 #include "cpu/amx.h"
 #include "cpu/threads.h"
 #include "worker.h"
@@ -223,7 +224,8 @@ void attend_all(const T* q, const T* k, const T* v, const std::int32_t* starts, 
     graphllm::attend_all(static_cast<const Number*>(q), static_cast<const Number*>(k), static_cast<const Number*>(v), \
                          static_cast<const std::int32_t*>(starts), static_cast<Number*>(out), tokens, S, H, K, E,     \
                          q_token, q_head, k_token, k_head, v_token, v_head, float(scale), window);                    \
-  }
+  }                                                                                                                   \
+  GRAPHLLM_KERNEL(name)
 
 #define GRAPHLLM_PAGED_ATTENTION(name, T, C)                                                                          \
   extern "C" void name(const void* q, const void* k, const void* v, void* cache, const void* table,                   \
@@ -244,4 +246,5 @@ void attend_all(const T* q, const T* k, const T* v, const std::int32_t* starts, 
         std::int32_t*>(lengths), static_cast<Number*>(out), tokens, S, H, K, q_token, q_head, k_token, k_head,        \
         v_token, v_head, table_stride, float(scale) * key_scale, window, float(softcap), static_cast<const            \
         Number*>(sinks), key_scale, value_scale, static_cast<const std::int64_t*>(ancestors), 0, invariant != 0});  \
-  }
+  }                                                                                                                 \
+  GRAPHLLM_KERNEL(name)

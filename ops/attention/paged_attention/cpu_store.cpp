@@ -31,7 +31,8 @@ void store_all(const Args<T, C>& a) {
         std::int32_t*>(table), static_cast<const std::int32_t*>(starts), static_cast<const std::int32_t*>(lengths),    \
         nullptr, 0, S, K, K, 0, 0, k_token, k_head, v_token, v_head, table_stride, 0, 0, 0, nullptr,                   \
         scales ? scales[0] : 1, scales ? scales[1] : 1});                                                              \
-  }
+  }                                                                                                                    \
+  GRAPHLLM_KERNEL(name)
 
 GRAPHLLM_STORE_KV(graphllm_store_kv_f32_f32, f32, f32)
 GRAPHLLM_STORE_KV(graphllm_store_kv_bf16_bf16, bf16, bf16)

@@ -1,4 +1,5 @@
 // gguf_embedding: out [T, D], rows `ids` of a table in tiles of GGUF blocks.
+#include "cpu/calls.h"
 #include "cpu/integers/gguf_matrix.h"
 #include "cpu/threads.h"
 
@@ -27,7 +28,8 @@ void gguf_embedding(const std::int32_t* ids, const std::uint8_t* tiles, T* out, 
     using namespace graphllm;                                                                                        \
     gguf_embedding<format, T>(static_cast<const std::int32_t*>(ids), static_cast<const std::uint8_t*>(tiles),         \
                               static_cast<T*>(out), count, D);                                                        \
-  }
+  }                                                                                                                   \
+  GRAPHLLM_KERNEL(graphllm_gguf_embedding_##name)
 #define GRAPHLLM_GGUF_EMBEDDING(name, format)          \
   GRAPHLLM_GGUF_EMBEDDING_OF(name##_bf16, format, bf16) \
   GRAPHLLM_GGUF_EMBEDDING_OF(name##_f32, format, f32)

@@ -1,6 +1,7 @@
 // gguf_linear for one type of blocks: what its source declares.
 #pragma once
 
+#include "cpu/calls.h"
 #include "cpu/integers/gguf_matrix.h"
 #include "cpu/integers/linear.h"
 #include "tiles.h"
@@ -13,7 +14,8 @@
     int_linear(IntProduct<T>{static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(out), M, N, K,    \
                              x_stride, gated != 0},                                                                   \
                TiledMatrix<format>{static_cast<const std::uint8_t*>(tiles), K});                                      \
-  }
+  }                                                                                                                   \
+  GRAPHLLM_KERNEL(graphllm_gguf_linear_##name)
 #define GRAPHLLM_GGUF_LINEAR(name, format)          \
   GRAPHLLM_GGUF_LINEAR_OF(name##_bf16, format, bf16) \
   GRAPHLLM_GGUF_LINEAR_OF(name##_f32, format, f32)   \
@@ -22,4 +24,5 @@
     using namespace graphllm;                                                                                        \
     make_tiles(static_cast<const std::uint8_t*>(blocks), static_cast<std::uint8_t*>(tiles), rows, width,              \
                static_cast<const Field*>(fields), count);                                                            \
-  }
+  }                                                                                                                  \
+  GRAPHLLM_KERNEL(graphllm_gguf_tiles_##name)

@@ -4,6 +4,7 @@
 // rows. Few rows of x: the time is that of reading the weights once, so everything serves the memory stream: dot products,
 // some weight rows at a time, or AMX with 16 weight rows as the left operand, loaded straight from memory, and x, which is
 // small, packed once per thread as the right operand. Many rows: weights packed on the way, a panel at a time.
+#include "cpu/calls.h"
 #include "cpu/few_rows.h"
 #include "cpu/many_rows.h"
 #include "cpu/tiles.h"
@@ -99,6 +100,7 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
     }
   }
 }
+GRAPHLLM_KERNEL(graphllm_linear)
 
 // The same with a weight [2 N, K] that holds a gate and a value half: out [M, N] = silu(gate) * value.
 extern "C" void graphllm_linear_gated(const void* x, const void* weight, const void* bias, void* out, std::int64_t M,
@@ -125,3 +127,4 @@ extern "C" void graphllm_linear_gated(const void* x, const void* weight, const v
     }
   }
 }
+GRAPHLLM_KERNEL(graphllm_linear_gated)

@@ -7,6 +7,7 @@
 #include <array>
 #include <utility>
 
+#include "cpu/calls.h"
 #include "cpu/threads.h"
 #include "cpu/vectors.h"
 
@@ -370,3 +371,4 @@ extern "C" void graphllm_linear_float(const void* x, const void* weight, const v
     }
   }
 }
+GRAPHLLM_KERNEL(graphllm_linear_float)

@@ -3,6 +3,7 @@
 //
 // The weights are one stream of 64-byte lines, each of four inner entries (int4: two times four) of 16 rows, and one of
 // scales; cpu/integers/linear.h has how they are multiplied.
+#include "cpu/calls.h"
 #include "cpu/integers/linear.h"
 #include "pack.h"
 
@@ -40,7 +41,8 @@ struct Packed {
     int_linear(IntProduct<T>{static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(out), M, N, K,  \
                              x_stride, gated != 0},                                                                 \
                Packed<bytes>{static_cast<const std::uint8_t*>(values), static_cast<const bf16*>(scales), K});       \
-  }
+  }                                                                                                                 \
+  GRAPHLLM_KERNEL(graphllm_quant_linear_##name)
 
 GRAPHLLM_QUANT_LINEAR(int8_bf16, Int8, bf16)
 GRAPHLLM_QUANT_LINEAR(int8_f32, Int8, f32)
@@ -55,7 +57,8 @@ GRAPHLLM_QUANT_LINEAR(int4_f32, Int4, f32)
     using namespace graphllm;                                                                                         \
     pack<format, T>(static_cast<const T*>(numbers), static_cast<std::uint8_t*>(values), static_cast<bf16*>(scales),    \
                     rows, inner, stride, groups, row, entry);                                                         \
-  }
+  }                                                                                                                   \
+  GRAPHLLM_KERNEL(graphllm_pack_##name)
 
 GRAPHLLM_PACK(int8_bf16, Int8, bf16)
 GRAPHLLM_PACK(int8_f32, Int8, f32)

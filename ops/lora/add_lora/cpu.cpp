@@ -4,6 +4,7 @@
 // row of A read once a chunk. Then, all threads having met, blocks of columns of B, which a chunk keeps near.
 #include <vector>
 
+#include "cpu/calls.h"
 #include "cpu/threads.h"
 #include "cpu/vectors.h"
 
@@ -267,3 +268,4 @@ extern "C" void graphllm_add_lora(const void* y, const void* x, const void* a, c
     }
   }
 }
+GRAPHLLM_KERNEL(graphllm_add_lora)

@@ -3,6 +3,7 @@
 // Experts and blocks of their weight rows are one list that threads share, so that every chosen expert is read once, as a
 // stream, however many rows it has. bfloat16 products are as in linear: dot products or AMX for few rows, panels for
 // many. float32 is for tests and small models: plain loops.
+#include "cpu/calls.h"
 #include "cpu/experts.h"
 #include "cpu/experts_lora.h"
 #include "cpu/few_rows.h"
@@ -128,6 +129,7 @@ void moe(const T* x, const T* gate_up, const T* down, const float* weights, cons
         static_cast<const T*>(gate_up_bias), static_cast<const T*>(down_bias), static_cast<T*>(out), tokens, A, N, D, F,  \
         x_stride, Activation(activation), float(limit),                                                                   \
         {gate_up_a, gate_up_b, down_a, down_b, static_cast<const std::int32_t*>(ids), rank}, invariant != 0);                           \
-  }
+  }                                                                                                                                     \
+  GRAPHLLM_KERNEL(graphllm_fused_moe_##kind)
 GRAPHLLM_FUSED_MOE(bf16, bf16)
 GRAPHLLM_FUSED_MOE(f32, float)

@@ -6,6 +6,7 @@
 // activated while they are in registers.
 #include <type_traits>
 
+#include "cpu/calls.h"
 #include "cpu/experts.h"
 #include "cpu/experts_lora.h"
 #include "cpu/integers/blocks.h"
@@ -214,7 +215,8 @@ void moe(const T* x, const Stack<F, T>& in, const Stack<F, T>& down, const float
                    static_cast<const float*>(weights), static_cast<const std::int32_t*>(experts), static_cast<T*>(out),  \
                    tokens, A, N, x_stride, Activation(activation), float(limit),                                         \
                    {gate_up_a, gate_up_b, down_a, down_b, static_cast<const std::int32_t*>(ids), rank});                 \
-  }
+  }                                                                                                                      \
+  GRAPHLLM_KERNEL(graphllm_quant_moe_##name)
 GRAPHLLM_QUANT_MOE(int8_bf16, Int8, bf16)
 GRAPHLLM_QUANT_MOE(int8_f32, Int8, f32)
 GRAPHLLM_QUANT_MOE(int4_bf16, Int4, bf16)

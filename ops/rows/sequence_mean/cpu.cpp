@@ -1,6 +1,7 @@
 // sequence_mean: rows are added into float32 sums, a stretch of columns at a time.
 #include <algorithm>
 
+#include "cpu/calls.h"
 #include "cpu/threads.h"
 #include "cpu/vectors.h"
 
@@ -37,7 +38,8 @@ void means(const T* x, const std::int32_t* starts, const std::int32_t* rows, flo
                        std::int64_t D, std::int64_t stride) {                                                         \
     graphllm::means(static_cast<const graphllm::T*>(x), static_cast<const std::int32_t*>(starts),                     \
                     static_cast<const std::int32_t*>(rows), static_cast<float*>(out), S, R, D, stride);               \
-  }
+  }                                                                                                                   \
+  GRAPHLLM_KERNEL(name)
 
 GRAPHLLM_SEQUENCE_MEAN(graphllm_sequence_mean_f32, f32)
 GRAPHLLM_SEQUENCE_MEAN(graphllm_sequence_mean_bf16, bf16)

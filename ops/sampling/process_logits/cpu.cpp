@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/calls.h"
 #include "cpu/threads.h"
 
 namespace graphllm {
@@ -112,7 +113,8 @@ void adjust(const Args<T>& a) {
                Float(bias_value), Int(drafts), Int(logits_indices), Int(place),                                      \
                static_cast<const i64*>(ancestors), static_cast<float*>(out), S, V,                                  \
                logits_stride, mask_stride, counts_stride, token_stride, value_stride});                             \
-  }
+  }                                                                                                                 \
+  GRAPHLLM_KERNEL(name)
 
 GRAPHLLM_PROCESS_LOGITS(graphllm_process_logits_f32, f32)
 GRAPHLLM_PROCESS_LOGITS(graphllm_process_logits_bf16, bf16)

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cpu/calls.h"
+
 extern "C" void graphllm_record_tokens(const void* tokens, const void* slot, const void* kept_slot, const void* counted,
                                        void* last_token, void* counts, void* out, std::int64_t S, std::int64_t N,
                                        std::int64_t counts_stride) {
@@ -15,3 +17,4 @@ extern "C" void graphllm_record_tokens(const void* tokens, const void* slot, con
       static_cast<std::int32_t*>(counts)[kept * counts_stride + token[s]]++;
   }
 }
+GRAPHLLM_KERNEL(graphllm_record_tokens)

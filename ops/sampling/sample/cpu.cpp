@@ -1,5 +1,6 @@
 // sample: one token per row of logits, greedy or drawn after min-p, top-k and top-p, with the random bits of the
 // reference.
+#include "cpu/calls.h"
 #include "cpu/sampling.h"
 
 namespace graphllm {
@@ -51,7 +52,8 @@ void sample(const Args<T>& a) {
                static_cast<const std::int32_t*>(top_k), static_cast<const float*>(top_p),                           \
                static_cast<const float*>(min_p), static_cast<const std::int64_t*>(seed),                            \
                static_cast<const std::int32_t*>(sample_index), static_cast<std::int32_t*>(out), S, V, stride});     \
-  }
+  }                                                                                                                 \
+  GRAPHLLM_KERNEL(name)
 
 GRAPHLLM_SAMPLE(graphllm_sample_f32, f32)
 GRAPHLLM_SAMPLE(graphllm_sample_bf16, bf16)

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "cpu/calls.h"
 #include "cpu/threads.h"
 #include "cpu/vectors.h"
 
@@ -176,7 +177,8 @@ void token_logprobs(const Args<T>& a) {
     token_logprobs<T>({static_cast<const T*>(logits), static_cast<const std::int32_t*>(tokens),                     \
                        static_cast<const std::int32_t*>(target), static_cast<const std::int32_t*>(wanted),          \
                        static_cast<float*>(out), S, V, stride, k});                                                 \
-  }
+  }                                                                                                                 \
+  GRAPHLLM_KERNEL(name)
 
 GRAPHLLM_TOKEN_LOGPROBS(graphllm_token_logprobs_f32, f32)
 GRAPHLLM_TOKEN_LOGPROBS(graphllm_token_logprobs_bf16, bf16)

@@ -2,6 +2,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/calls.h"
+
 extern "C" void graphllm_keep_path(void* cache, const void* table, const void* starts, const void* lengths,
                                    const void* path, const void* kept, std::int64_t S, std::int64_t heads,
                                    std::int64_t P, std::int64_t nodes, std::int64_t table_stride, std::int64_t block,
@@ -22,3 +24,4 @@ extern "C" void graphllm_keep_path(void* cache, const void* table, const void* s
     }
   }
 }
+GRAPHLLM_KERNEL(graphllm_keep_path)

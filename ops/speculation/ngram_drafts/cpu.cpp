@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cpu/calls.h"
+
 extern "C" void graphllm_ngram_drafts(const void* tokens, const void* positions, const void* slots, const void* newest,
                                       void* history, void* drafts, void* runs, std::int64_t R, std::int64_t N,
                                       std::int64_t L, std::int64_t K, std::int64_t smallest, std::int64_t largest,
@@ -36,3 +38,4 @@ extern "C" void graphllm_ngram_drafts(const void* tokens, const void* positions,
     for (std::int64_t i = 0; i < K; i++) guess[i] = best ? text[(end - back + 1 + i % back) % L] : -1;
   }
 }
+GRAPHLLM_KERNEL(graphllm_ngram_drafts)

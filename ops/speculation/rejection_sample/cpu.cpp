@@ -1,4 +1,5 @@
 // rejection_sample: sample, with the row's draft as often as that changes no distribution.
+#include "cpu/calls.h"
 #include "cpu/sampling.h"
 
 namespace graphllm {
@@ -79,7 +80,8 @@ void rejection_sample(const Args<T>& a) {
                          static_cast<const std::int64_t*>(seed), Int(sample_index), Int(drafts), Int(slots),        \
                          Int(place), Float(probs), static_cast<std::int32_t*>(out), S, V, K, stride, slot_stride,   \
                          place_stride, threshold, alpha, synthetic});                                               \
-  }
+  }                                                                                                                 \
+  GRAPHLLM_KERNEL(name)
 
 GRAPHLLM_REJECTION_SAMPLE(graphllm_rejection_sample_f32, f32)
 GRAPHLLM_REJECTION_SAMPLE(graphllm_rejection_sample_bf16, bf16)

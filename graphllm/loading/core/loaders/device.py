@@ -6,7 +6,7 @@ from __future__ import annotations
 from graphllm.engine.core import EngineCore
 from graphllm.loading.core.core_start import CoreStart
 from graphllm.loading.core.loaders.make_core import make_core
-from graphllm.loading.core.rank import begin_weights, free_memory, join_cores, rank_device, rank_threads
+from graphllm.loading.core.rank_device import begin_weights, free_memory, rank_device, rank_threads
 from graphllm.loading.memory import cache_counts
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.stream import alone as single_threaded
@@ -42,6 +42,8 @@ class DeviceLoader:
     def core(self, executor: Executor) -> EngineCore:
         start, waves = self._start, None
         if start.config.peers is not None:
+            from graphllm.loading.core.rank import join_cores  # with what only several processes need
+
             waves = join_cores(start.config.peers, self._device)
             start.undo.callback(waves.close)
             start.clock("join the cores")

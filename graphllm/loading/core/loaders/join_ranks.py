@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import torch
 
 from graphllm.loading.core.core_start import CoreStart
-from graphllm.loading.core.rank import free_memory, join_group
+from graphllm.loading.core.rank import join_group
+from graphllm.loading.core.rank_device import free_memory
 from graphllm.loading.core.ranks import StartedRanks
 from graphllm.loading.memory import cache_counts
 from graphllm.runtime.ranks.groups import Meeting

@@ -1,0 +1,1 @@
+"""Code of pieces from kernels that were compiled before: an artifact in seconds, without a compiler."""
