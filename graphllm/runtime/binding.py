@@ -134,6 +134,8 @@ class _Binder:
             ((kind, content),) = item.items()
             if kind == "t":
                 return self.tensor(content)
+            if kind == "f":
+                return float(content)
             return value(content, self._symbols) if kind == "i" else _of_torch(content)
         return [self.plain(v) for v in item] if isinstance(item, list) else item
 

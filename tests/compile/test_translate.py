@@ -15,20 +15,13 @@ from graphllm.compile.codegen.backends import Cpu
 from graphllm.compile.codegen.jobs import Built
 from graphllm.compile.codegen.objects import Objects
 from graphllm.compile.codegen.translate import Bundle, TranslateError, translate
-from graphllm.compile.trace import trace_unit
-from graphllm.config import Bucket, CompileConfig, Target
+from graphllm.config import Bucket
 from graphllm.ir.exchange import exchange
 from graphllm.ir.graph import Shapes, TensorSpec
-from graphllm.ir.graph_form import to_json
 from graphllm.ir.kernels import zeroed
-from graphllm.program.linking import EXCHANGE, ZEROED, LinkedProgram, PieceCall, plan_memory
-from graphllm.runtime.binding import bind
-from graphllm.runtime.kernels import CpuKernels
-from graphllm.runtime.memory.torch_memory import TorchMemory
+from tests.compile import graphs
 
 dense = TensorSpec.contiguous
-
-MEMORY = TorchMemory(torch.device("cpu"))
 
 
 def _translate(body: str, specs: dict[str, TensorSpec] | None = None, kernels: str = "") -> Bundle:
@@ -106,7 +99,6 @@ def test_equal_kernels_get_equal_names() -> None:
         ("ps0 = 2.5", "2.5"),
         ("ps0 = 2*s9999", "2 * s9999"),
         ("buf0 = torch.ops.aten.add.Tensor(unknown, 1)", "unknown"),
-        ("buf0 = torch.ops.aten.full.default([2], float('inf'))", "float('inf')"),
         ("return buf9", "return buf9"),
         ("return (buf9,)", "buf9"),
     ],
@@ -179,45 +171,19 @@ BUCKETS = (Bucket("mixed", 2, 33), Bucket("decode", 1, 1))
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[str, Bucket], Built], Path]:
     """All graphs for both buckets, their kernels in one library."""
-    config = CompileConfig(Target("cpu", ()))
     folder = tmp_path_factory.mktemp("pieces")
-    backend = Cpu(Objects())
-    found = {}
-    for name, (fn, extra) in GRAPHS.items():
-        shapes = Shapes("cpu")
-        unit = trace_unit(name, {"x": dense("float32", "T", 8), **extra}, fn, shapes)
-        output = unit.graph.output_node()
-        output.meta["val"] = tuple(n.meta["val"] for n in output.args[0])
-        for bucket in BUCKETS:
-            found[name, bucket] = backend.build(to_json(unit.graph, shapes), bucket, config, {})
-    backend.assemble(found.values(), folder)
-    return found, folder / "kernels.so"
+    return graphs.build(Cpu(Objects()), GRAPHS, BUCKETS, folder), folder
 
 
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (2, 2), (7, 3), (33, 5)])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_compiled_graph_equals_eager(name: str, T: int, S: int, built: Any) -> None:
-    pieces, library = built
+    pieces, folder = built
     fn, extra = GRAPHS[name]
     bucket = BUCKETS[1] if T == 1 else BUCKETS[0]
-    torch.manual_seed(T)
-    given: dict[str, Tensor] = {"x": torch.randn(T, 8)}
-    for n, spec in extra.items():
-        shape = [{"T": T, "S": S}.get(str(d), d) for d in spec.shape]
-        given[n] = torch.randint(0, T, shape, dtype=torch.int32) if spec.dtype == "int32" else torch.randn(shape)
+    given = graphs.inputs(extra, T, S)
     want = fn(given)
-    outputs = [f"o{i}" for i in range(len(want))]
-    linked = LinkedProgram([PieceCall(pieces[name, bucket].bundle, list(given), outputs)], outputs)
-    plan = plan_memory(linked, bucket.limits(5))
-    arena = torch.full((max(plan.arena_bytes, 8),), 0xFF, dtype=torch.uint8)  # NaN, should anything be read unwritten
-    zeros = torch.zeros(max(plan.zeroed, 1), dtype=torch.int32)
-    outside = {**given, ZEROED: zeros, EXCHANGE: exchange(given["x"], 2)}
-    bound = bind(linked, plan, outside, arena, CpuKernels(library), {"T": T, "S": S}, MEMORY)
-    for _, launches in bound.parts[""]:
-        for launch in launches:
-            launch()
-    for out, expected in zip(outputs, want, strict=True):
-        found = bound.results[out]
+    results = graphs.run(pieces[name, bucket], bucket, given, len(want), S, folder)
+    for found, expected in zip(results, want, strict=True):
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
-    assert not zeros.any()  # Inductor would write the sum where the scratch was

@@ -167,6 +167,7 @@ def _forced(model: transformers.PreTrainedModel, prompt: list[int], drawn: list[
 
 # Two layer kinds with both caps and windows; learned positions and LayerNorm; grouped queries with a changing table.
 SECOND = {"gemma2", "gpt2", "llama_dynamic"}  # compiled for a CPU, in the second tier
+PREBUILT = SECOND | {"gpt_oss"}  # of prebuilt kernels, in the first tier
 # Of each family one, and of each kind of rotary embedding: in the first tier, and on a GPU.
 EACH = {
     "llama_biases", "llama_dynamic", "llama_llama3", "llama_yarn_mscale", "mistral_layer_types", "qwen2", "qwen3",
@@ -178,12 +179,14 @@ EACH = {
 def _marks(backend: str, name: str) -> list[pytest.MarkDecorator]:
     if backend == "eager":
         return [] if name in EACH else [pytest.mark.thorough]
+    if backend == "prebuilt":
+        return [] if name in PREBUILT else [pytest.mark.thorough]
     if ON_GPU and name in EACH:
         return [pytest.mark.gpu]
     return [pytest.mark.thorough if name in SECOND and not ON_GPU else pytest.mark.slow]
 
 
-RUNS = [("eager", arch) for arch in ARCHS] + [("inductor", arch) for arch in ARCHS]
+RUNS = [(backend, arch) for backend in ("eager", "prebuilt", "inductor") for arch in ARCHS]
 
 
 def saved_oracle(arch: Arch, folder: Path) -> torch.nn.Module:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import hashlib
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -290,8 +291,8 @@ class _Translator:
         return names
 
     def plain(self, node: ast.expr) -> Any:
-        """An argument of an aten call as JSON: {"t": tensor}, {"i": integer expression}, {"dtype": name} or a
-        literal."""
+        """An argument of an aten call as JSON: {"t": tensor}, {"i": integer expression}, {"dtype": name}, {"f": "-inf"}
+        or a literal."""
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, (ast.Tuple, ast.List)):
@@ -299,8 +300,8 @@ class _Translator:
         text = ast.unparse(node)
         if text.startswith("torch.") and isinstance(getattr(torch, text[6:], None), torch.dtype):
             return {"dtype": text[6:]}
-        if text in ("inf", "-inf", "nan") or text.startswith("float("):
-            raise TranslateError(f"a non-finite constant has no JSON form: {text}")
+        if (found := re.fullmatch(r"(?:float\(')?(-?inf|nan)(?:'\))?", text)) is not None:
+            return {"f": found[1]}
         if (isinstance(node, ast.Name) and node.id in self.specs) or text.startswith("reinterpret_tensor("):
             return {"t": self.tensor(node)}
         if isinstance(node, ast.UnaryOp):

@@ -10,7 +10,6 @@ from torch.fx import Node
 
 from graphllm.compile.codegen.prebuilt.places import Places, operands, operator_name
 from graphllm.compile.codegen.prebuilt.steps import Steps
-from graphllm.compile.codegen.translate import TranslateError
 from graphllm.ir.externs import EXTERN_NAMESPACE
 from graphllm.ir.kernels import C_NAMESPACE, c_kernel
 from graphllm.program.specs import Dim
@@ -108,7 +107,7 @@ class Calls:
         if isinstance(value, (torch.device, torch.layout, torch.memory_format)):
             return None
         if isinstance(value, float) and not abs(value) < float("inf"):
-            raise TranslateError(f"a non-finite constant has no JSON form: {value}")
+            return {"f": str(value)}
         return value
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,7 @@ class Operands(Protocol):
 
 
 Recipe = Callable[[Operands], Register]
+RowRecipe = Callable[[Operands, Any], list[Register]]  # of the operand, which may be turned
 
 
 def _unary(code: str) -> Recipe:
@@ -294,14 +295,83 @@ def reduced(o: Operands, code: str, value: Any) -> Register:
     return o.loop.emit(code if floats else "Int" + code, floats, o.register(value, floats))
 
 
-REDUCTIONS: Mapping[str, str] = {
-    "aten::sum": "Sum",
-    "aten::mean": "Mean",
-    "aten::amax": "Largest",
-    "aten::amin": "Smallest",
-    "aten::any": "Any",
-    "aten::all": "All",
+def _one(code: str) -> RowRecipe:
+    return lambda o, value: [reduced(o, code, value)]
+
+
+def _first(o: Operands, value: Any, best: Register) -> Register:
+    """Where a row has its extreme first."""
+    loop, x = o.loop, o.register(value)
+    same = loop.emit("Eq" if x.floats else "IntEq", False, x, best)
+    return loop.emit(
+        "IntSmallest", False, loop.emit("IntChoose", False, same, loop.place(True, None), loop.constant(2**62, False))
+    )
+
+
+def _extreme(code: str) -> RowRecipe:
+    """The extreme of a row, and where it is."""
+
+    def write(o: Operands, value: Any) -> list[Register]:
+        x = o.register(value)
+        best = o.loop.emit(code if x.floats else "Int" + code, x.floats, x)
+        return [best, _first(o, value, best)]
+
+    return write
+
+
+def _variance(o: Operands, value: Any) -> tuple[Register, Register]:
+    """The sum of the squares of differences from the mean, and the mean."""
+    loop, x = o.loop, o.register(value, True)
+    mean = loop.emit("Mean", True, x)
+    off = loop.emit("Sub", True, x, mean)
+    return loop.emit("Sum", True, loop.emit("Mul", True, off, off)), mean
+
+
+def _corrected(o: Operands, value: Any) -> list[Register]:
+    """The variance with a correction of the count, and the mean."""
+    loop, (squares, mean) = o.loop, _variance(o, value)
+    correction = o.argument(2, "correction", 1)
+    assert loop.inner is not None
+    count = loop.emit("IntSub", False, loop.size(loop.inner), loop.constant(int(correction), False))
+    return [loop.emit("Div", True, squares, loop.as_floats(count)), mean]
+
+
+# Of one row: operators that make one number of it, or several, in the order of their results.
+ROWS: Mapping[str, RowRecipe] = {
+    "aten::sum": _one("Sum"),
+    "aten::mean": _one("Mean"),
+    "aten::amax": _one("Largest"),
+    "aten::amin": _one("Smallest"),
+    "aten::any": _one("Any"),
+    "aten::all": _one("All"),
+    "aten::max": _extreme("Largest"),
+    "aten::min": _extreme("Smallest"),
+    "aten::argmax": lambda o, value: _extreme("Largest")(o, value)[1:],
+    "aten::argmin": lambda o, value: _extreme("Smallest")(o, value)[1:],
+    "aten::var": lambda o, value: _corrected(o, value)[:1],
+    "aten::var_mean": _corrected,
 }
+
+
+def best_of(o: Operands, value: Any, count: int) -> Iterator[tuple[Register, Register]]:
+    """The largest numbers of a row in order, each with its place."""
+    loop, x = o.loop, o.register(value, True)
+    for _ in range(count):
+        best = loop.emit("Largest", True, x)
+        same = loop.emit("Eq", False, x, best)
+        there = loop.emit("IntChoose", False, same, loop.place(True, None), loop.constant(2**62, False))
+        first = loop.emit("IntSmallest", False, there)
+        yield best, first
+        taken = loop.emit("IntEq", False, loop.place(True, None), first)
+        x = loop.emit("Choose", True, taken, loop.constant(-math.inf, True), x)
+
+
+def put(o: Operands) -> Register:
+    """A row with a number at a place of it."""
+    loop, x = o.loop, o.register(o.argument(0, "self"))
+    there = loop.emit("IntEq", False, loop.place(True, None), o.register(o.argument(2, "index"), False))
+    value = o.register(o.argument(3, "value"), x.floats)
+    return loop.emit("Choose" if x.floats else "IntChoose", x.floats, there, value, x)
 
 
 def softmax(o: Operands, logarithm: bool) -> Register:
