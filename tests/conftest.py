@@ -29,6 +29,7 @@ from tests.waiting import PATIENCE
 
 if detect_target("auto").device == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when a Triton kernel is defined, so before any test imports the ops
+os.environ.setdefault("GRAPHLLM_OPTIMIZE", "first")  # tests of prebuilt kernels say otherwise
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # processes that tests start take as long as users' do
 
 pytest_plugins = ["tests.recording"]
@@ -224,6 +225,14 @@ def compiled_artifact(checkpoint: Path) -> Path:
     from tests.artifacts import LIMITS, artifact_of
 
     return artifact_of(checkpoint, **LIMITS)
+
+
+@pytest.fixture(scope="session")
+def prebuilt_artifact(checkpoint: Path) -> Path:
+    """The same of prebuilt kernels. Do not write into it."""
+    from tests.artifacts import LIMITS, artifact_of
+
+    return artifact_of(checkpoint, backend="prebuilt", **LIMITS)
 
 
 @pytest.fixture(scope="module", autouse=ON_GPU)

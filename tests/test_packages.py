@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from graphllm.host.kernel_sources import LEVELS, LOOPS, library_name, sources
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
-NO_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
+NO_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "prebuilt", "*.egg-info")
 
 
 def _run(*command: object, cwd: Path, **environment: str) -> str:
@@ -56,8 +58,13 @@ def test_the_packages_are_whole(packages: dict[str, Path]) -> None:
         if not folder.endswith("__pycache__")
     }
     assert {Path(f).suffix for f in files} >= {".py", ".cpp", ".h", ".jinja", ".safetensors", ".json", ".js", ".woff2"}
+    files = {name for name in files if not name.startswith("graphllm/prebuilt/")}  # the clone's own
     with zipfile.ZipFile(packages["wheel"]) as wheel:
-        assert {name for name in wheel.namelist() if ".dist-info/" not in name} == files
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    kernels = {name for name in names if name.startswith("graphllm/prebuilt/")}
+    assert names - kernels == files
+    libraries = {library_name(source) for source in (*sources(), LOOPS)}
+    assert kernels == {f"graphllm/prebuilt/{level.name}/{name}" for level in LEVELS for name in libraries}
     with tarfile.open(packages["source"]) as source:
         names = {name.partition("/")[2] for name in source.getnames()}
     assert files <= names

@@ -29,6 +29,7 @@ from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec
 from graphllm.ir.graph_form import to_json
 from graphllm.ir.registry import load_ops
+from graphllm.host.libraries import Libraries
 from graphllm.runtime.kernels import CpuKernels
 from graphllm.runtime.memory.torch_memory import TorchMemory
 from graphllm.program.linking import LinkedProgram, PieceCall, plan_memory
@@ -49,7 +50,7 @@ plan = plan_memory(program, bucket.limits(4))
 x = torch.randn(7, 48)
 arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
 memory = TorchMemory(torch.device("cpu"))
-bound = bind(program, plan, {"x": x}, arena, CpuKernels(folder / "kernels.so"), {"T": 7, "S": 2}, memory)
+bound = bind(program, plan, {"x": x}, arena, CpuKernels(Libraries([folder / "kernels.so"])), {"T": 7, "S": 2}, memory)
 for _, launches in bound.parts[""]:
     for launch in launches:
         launch()

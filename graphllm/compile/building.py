@@ -45,12 +45,17 @@ NO_TOOLS = Tools()
 
 
 class Outcome(NamedTuple):
-    """built: code of each piece for each bucket. tuner, objects: what found constants and compiled C++, for the
-    manifest."""
+    """What was built.
+
+    built: code of each piece for each bucket.
+    tuner, objects: what found constants and compiled C++, for the manifest.
+    libraries: names of prebuilt libraries that the pieces call.
+    """
 
     built: Mapping[tuple[str, Bucket], Built]
     tuner: Tuner | None
     objects: Objects
+    libraries: tuple[str, ...]
 
 
 class StageClock:
@@ -88,9 +93,9 @@ def build_pieces(
         if workers:
             workers.end()
         clock("build")
-        backend.assemble(built.values(), pieces)
+        libraries = backend.assemble(built.values(), pieces)
         clock("assemble")
-    return Outcome(built, tuner, objects)
+    return Outcome(built, tuner, objects, libraries)
 
 
 def open_backend(config: CompileConfig, objects: Objects | None, turns: Path | None = None) -> Backend:

@@ -48,6 +48,7 @@ class CompiledModel(NamedTuple):
     linked: its programs as calls of pieces.
     built: code of each piece for each bucket.
     adapted: linear layers that have tables of adapters, with the weights they had before they were encoded.
+    libraries: names of prebuilt libraries that pieces call.
     """
 
     graphs: list[TracedGraph]
@@ -56,6 +57,7 @@ class CompiledModel(NamedTuple):
     linked: Linked
     built: Mapping[tuple[str, Bucket], Built]
     adapted: list[AdaptedLinear]
+    libraries: tuple[str, ...]
     config: CompileConfig
 
 
@@ -135,6 +137,7 @@ def write_program(folder: Path, model: CompiledModel) -> MemoryTable:
         experts=moving_experts(plan, config) if config.enable_eplb else None,
         vocab=layout.tasks[0].c.V,
         torch=takes_torch(model.built.values(), folder / "pieces"),
+        libraries=model.libraries,
     ).write(folder)
     (folder / "weights.json").write_text(plan.to_json())
     arenas = {

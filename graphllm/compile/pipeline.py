@@ -86,9 +86,9 @@ def compile_model(
         clock("link")
         for check in listed.checks:
             check(((linked.pieces[id].json, bucket) for id, bucket in jobs), config, listed.pieces)
-        built, tuner, objects = build_pieces(linked, jobs, config, building, tools, progress, clock)
+        built, tuner, objects, libraries = build_pieces(linked, jobs, config, building, tools, progress, clock)
         adapted = adapted_linears(traced.added, plan)
-        model = CompiledModel(graphs, layout, traced, linked, built, adapted, config)
+        model = CompiledModel(graphs, layout, traced, linked, built, adapted, libraries, config)
         memory = write_program(building, model)
         write_graphs(building / "graph", model)
         if tuner:

@@ -27,10 +27,11 @@ class EngineSettings(TypedDict, total=False):
     generation_config: str | Path
     override_generation_config: dict[str, Any] | str | None
     artifact: str | Path
+    optimize: Literal["behind", "next_start", "first"] | None
     load_format: Literal["auto", "safetensors", "pt", "dummy"]
     threads: int | None
     target: Literal["auto", "cpu", "cuda"]
-    backend: Literal["inductor", "eager"]
+    backend: Literal["inductor", "prebuilt", "eager"]
     dtype: Literal["auto", "bfloat16", "float16", "float32"]
     quantization: str | None
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8", "int8"]
@@ -123,10 +124,11 @@ class EngineArgs:
     generation_config: str | Path
     override_generation_config: dict[str, Any] | None
     artifact: str | Path
+    optimize: Literal["behind", "next_start", "first"] | None
     load_format: Literal["auto", "safetensors", "pt", "dummy"]
     threads: int | None
     target: Literal["auto", "cpu", "cuda"]
-    backend: Literal["inductor", "eager"]
+    backend: Literal["inductor", "prebuilt", "eager"]
     dtype: Literal["auto", "bfloat16", "float16", "float32"]
     quantization: str | None
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8", "int8"]

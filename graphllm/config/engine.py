@@ -140,6 +140,14 @@ class LoadConfig:
         "use then runs eagerly, require fails.",
         key="where to find what was compiled",
     )
+    optimize: Literal["behind", "next_start", "first"] | None = setting(
+        None,
+        auto="GRAPHLLM_OPTIMIZE, else behind",
+        help="How a model without an artifact begins on a CPU. behind: with prebuilt kernels, after seconds; its own "
+        "code is compiled meanwhile, and taken between requests. next_start: taken at the next start. first: compiled "
+        "before the start.",
+        key=_LOADING,
+    )
     load_format: Literal["auto", "safetensors", "pt", "dummy"] = setting(
         "auto",
         help="auto: safetensors files, and pt (.bin files, which are converted once) only where there are none. dummy: "
@@ -279,7 +287,8 @@ class CoreConfig:
     """The parts that an engine core reads, as plain data that can cross to its process; what was compiled it reads from
     the artifact. load.artifact: a verified folder. stop_ids: tokens that end a text, from the tokenizer. tokenizer: the
     folder of the tokenizer.json that grammars are made for, None for the model's. peers: the cores that this one shares
-    experts with."""
+    experts with. successor: the folder of an artifact of the same model that is being compiled, to be taken when it is
+    there."""
 
     model: ModelConfig
     load: LoadConfig
@@ -292,3 +301,4 @@ class CoreConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     peers: Peers | None = None
+    successor: str | None = None

@@ -31,6 +31,21 @@ def build_lock(place: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_locked(place: Path) -> bool:
+    """Whether a process builds the artifact at ``place`` now."""
+    try:
+        descriptor = os.open(place.with_name(f".{place.name}.lock"), os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _locked(file: Path) -> int:
     """A descriptor of the locked file. Its holder removes it in the end, so who has waited may have a file that is no
     longer the one others see, and tries again."""

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from graphllm.config import ConfigError
-from graphllm.host.compiler import compiler_command, content
+from graphllm.host.compiler import compiler_command
+from graphllm.host.kernel_sources import content
 
 C_NAMESPACE = "graphllm_c"
 _library = torch.library.Library(C_NAMESPACE, "FRAGMENT")

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +22,9 @@ import msgspec
 
 from graphllm import version
 from graphllm.config import CompileConfig, ConfigError, key_fields
+from graphllm.host.libraries import Libraries
 from graphllm.host.machine import detect_target, plugins, source_files, versions
+from graphllm.host.prebuilt import find_library
 from graphllm.program import baked_table
 from graphllm.program.manifest import Factors, Manifest, MemoryTable
 from graphllm.program.program import Program, read_program
@@ -270,9 +272,9 @@ class Artifact:
         return self.folder / "pieces"
 
     @property
-    def kernels(self) -> Path:
-        """The library of a CPU's kernels, which may be missing."""
-        return self.folder / KERNELS
+    def libraries(self) -> Libraries:
+        """Those of a CPU's kernels. Raises ArtifactError where prebuilt ones are missing."""
+        return libraries_of(self.folder, self.program.libraries)
 
     @property
     def is_baked(self) -> bool:
@@ -319,3 +321,14 @@ class Artifact:
             found.append("checkpoint: tensor names, shapes or dtypes differ")
         if found:
             raise ArtifactError(f"{self.folder} was made for another model; compile again. {'; '.join(found)}")
+
+
+def libraries_of(folder: Path, prebuilt: Sequence[str]) -> Libraries:
+    """The libraries of a CPU's kernels: an artifact's own, and prebuilt ones by their names. Raises ArtifactError where
+    one of those is missing."""
+    own, found = folder / KERNELS, {name: find_library(name) for name in prebuilt}
+    if missing := [name for name, file in found.items() if file is None]:
+        raise ArtifactError(
+            f"{folder} runs on prebuilt kernels, and {missing[0]} is not here; compile again, with --artifact rebuild"
+        )
+    return Libraries([*([own] if own.exists() else []), *(file for file in found.values() if file is not None)])

@@ -111,6 +111,7 @@ class Program(msgspec.Struct, frozen=True):
     experts: that move between ranks; None where none do.
     vocab: tokens.
     torch: running it needs torch.
+    libraries: names of the prebuilt libraries that its kernels are in.
     """
 
     graphs: tuple[ProgramGraph, ...]
@@ -124,6 +125,7 @@ class Program(msgspec.Struct, frozen=True):
     experts: ExpertLayout | None
     vocab: int
     torch: bool = True
+    libraries: tuple[str, ...] = ()
 
     @property
     def recurrent(self) -> bool:

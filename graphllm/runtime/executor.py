@@ -23,6 +23,7 @@ from graphllm.runtime.cuda_functions import CudaFunctions
 from graphllm.runtime.drafting import DRAFT_STATES, RUNS_OF_A_STEP, drafter_of
 from graphllm.runtime.graphs import GraphPrograms
 from graphllm.runtime.host_results import HostResults
+from graphllm.runtime.kernels import CpuKernels
 from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
 from graphllm.runtime.memory.memory import Array, Memory
 from graphllm.runtime.memory.staging import Sampling, StepInput, ragged
@@ -77,7 +78,8 @@ class Executor:
         reads = None if stage is None else stage_reads(program, stage)
         self.states = States(program, self.memory, num_blocks, num_snapshots, cache, reads)
         self.layout = program.cache_layout(config, num_blocks, num_snapshots)
-        self._kernels, stream = open_kernels(artifact.pieces, self.memory, threads, functions)
+        self._kernels, stream = open_kernels(artifact, self.memory, threads, functions)
+        self._stage = stage
         self.pipeline_depth = 1 if stage is None else stage.total
         self.in_flight = self.pipeline_depth + 1  # one more is prepared before the first of them has ended
         self.min_batch_per_stage = _MIN_BATCH_PER_STAGE[self.device.type]
@@ -86,28 +88,10 @@ class Executor:
             reserve_links(stage.total, message_bytes(artifact, stage))
         device = "cpu" if self.device.type == "cpu" else str(self.device)
         self.worker = Worker(0, 1, device, weights, lambda work: self.stream.submit(work).result())
-        outside = {**weights, **self.states.tensors}
-        outside[ZEROED] = self.memory.zeros((max(artifact.memory.zeroed, 1),), "int32")
+        self._outside = {**weights, **self.states.tensors}
         if (table := exchange(self.device.type, config.tensor_parallel_size)) is not None:
-            outside[EXCHANGE] = table
-        arena = self.memory.zeros((max(artifact.memory.arena, 1),), "uint8")
-        self._graphs = {
-            g.name: GraphPrograms(
-                artifact.pieces,
-                g,
-                outside,
-                arena,
-                self.memory,
-                self._kernels,
-                self.max_num_seqs,
-                config.longest_query,
-                self.in_flight * RUNS_OF_A_STEP.get(g.task, 1),
-                stage,
-            )
-            for g in program.graphs
-        }
-        self._main = next(iter(self._graphs.values()))
-        self._drafter = drafter_of(self._graphs.values(), self.layout, program.drafts)
+            self._outside[EXCHANGE] = table
+        self._open_programs(artifact)
         self.device_drafts = self._drafter.drafts or self.layout.history > 0
         self._draft_states = self.states.named(DRAFT_STATES)
         self.outputs: Collection[str] = self._main.outputs
@@ -123,8 +107,40 @@ class Executor:
         self.encoder = next((g for g in self._graphs.values() if g.task == "encode"), None)
         self.item_input = self._item_input()
         self._tables = [n for n, spec in self._main.inputs.items() if spec.provider == "block_table"]
-        self._on_host = HostResults(self.memory, self._main, self.in_flight)
         self.block_bytes, self.snapshot_bytes = [self.states.block_bytes], [self.states.snapshot_bytes]  # by rank
+
+    def _open_programs(self, artifact: Artifact) -> None:
+        """The programs of an artifact, with memory for what they make."""
+        program, config = artifact.program, artifact.config
+        self._outside[ZEROED] = self.memory.zeros((max(artifact.memory.zeroed, 1),), "int32")
+        arena = self.memory.zeros((max(artifact.memory.arena, 1),), "uint8")
+        self._graphs = {
+            g.name: GraphPrograms(
+                artifact.pieces,
+                g,
+                self._outside,
+                arena,
+                self.memory,
+                self._kernels,
+                self.max_num_seqs,
+                config.longest_query,
+                self.in_flight * RUNS_OF_A_STEP.get(g.task, 1),
+                self._stage,
+            )
+            for g in program.graphs
+        }
+        self._main = next(iter(self._graphs.values()))
+        self._drafter = drafter_of(self._graphs.values(), self.layout, program.drafts)
+        self._on_host = HostResults(self.memory, self._main, self.in_flight)
+
+    def take(self, artifact: Artifact) -> None:
+        """Run the programs of another artifact of the same model from here on, on a CPU. Its weights, states and inputs
+        are the same, and no step is in flight."""
+        self.synchronize()
+        for graph in self._graphs.values():
+            graph.release()
+        self._kernels = CpuKernels(artifact.libraries)
+        self._open_programs(artifact)
 
     def start(self, step: StepInput, program: str = "plain", drafts: bool = False) -> StepHandle:
         """Start a step of the main graph; returns at once. A program with parts stops at its first one, and `sample`

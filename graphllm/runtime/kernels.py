@@ -10,13 +10,10 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
-from graphllm.config import ConfigError
-from graphllm.host.compiler import open_library
 from graphllm.host.cuda_driver import CudaDriver
-from graphllm.host.prebuilt import LOOPS, find_library, library_name
+from graphllm.host.libraries import Libraries, openmp
 from graphllm.program.expr import value
 from graphllm.runtime.cuda_functions import CudaFunctions
 
@@ -75,16 +72,14 @@ class CpuKernels:
     """The shared libraries that pieces call: the artifact's own, or prebuilt ones. `graphllm.compile.codegen.calls` and
     ops/cpu/calls.h are their side of the calls.
 
-    folder: of the pieces.
+    libraries: none where every piece is interpreted.
     """
 
-    def __init__(self, folder: Path) -> None:
-        own, loops = folder / "kernels.so", find_library(library_name(LOOPS))
-        runs = own if own.exists() else loops  # what calls many kernels
-        self._library = open_library(runs) if runs else None
-        self._done = ctypes.c_int64.in_dll(self._library, "graphllm_done") if self._library else ctypes.c_int64()
+    def __init__(self, libraries: Libraries) -> None:
+        self._libraries = libraries
+        self._run = libraries.find("graphllm_run")
+        self._done = libraries.number("graphllm_done")
         self._addresses: dict[str, int | None] = {}
-        self._prebuilt: dict[str, ctypes.CDLL] = {}
 
     @property
     def done(self) -> int:
@@ -93,19 +88,18 @@ class CpuKernels:
     @property
     def threads(self) -> int:
         """That OpenMP gives the kernels if nobody says otherwise."""
-        return self._library.omp_get_max_threads() if self._library else 1
+        return int(openmp().omp_get_max_threads()) if self._run else 1
 
     def set_threads(self, threads: int) -> None:
         """Set the number of threads for the calling thread's kernels."""
-        if self._library:
-            self._library.omp_set_num_threads(threads)
+        if self._run:
+            openmp().omp_set_num_threads(threads)
 
     def bind(self, kernel: Mapping[str, Any], name: str, arguments: Sequence[Any]) -> CpuLaunch:
         """A call of ``name`` with converted arguments."""
         symbol = kernel.get("c", name)
         if symbol not in self._addresses:
-            library = self._opened(kernel["library"]) if "library" in kernel else self._library
-            self._addresses[symbol] = ctypes.cast(getattr(library, f"call_{symbol}"), ctypes.c_void_p).value
+            self._addresses[symbol] = ctypes.cast(self._libraries.find(f"call_{symbol}"), ctypes.c_void_p).value
         cells = (_Argument * len(arguments))()
         for cell, kind, argument in zip(cells, kernel["args"], arguments, strict=True):
             setattr(cell, kind, argument)
@@ -114,18 +108,6 @@ class CpuKernels:
             program = (ctypes.c_int64 * len(kernel["program"]))(*kernel["program"])
             cells[0].ptr = ctypes.addressof(program)
         return self._launch([CpuKernel(name, self._addresses[symbol], cells, program)])
-
-    def _opened(self, name: str) -> ctypes.CDLL:
-        """A prebuilt library. Raises ConfigError where this machine has none."""
-        if name not in self._prebuilt:
-            found = find_library(name)
-            if found is None:
-                raise ConfigError(
-                    f"prebuilt kernels: {name} is not there for this machine; compile the model again with --artifact "
-                    "rebuild, where g++ is installed"
-                )
-            self._prebuilt[name] = open_library(found)
-        return self._prebuilt[name]
 
     def join(self, launches: Sequence[Launch]) -> list[Launch]:
         """One launch for all kernels that follow each other: Python then costs nothing between them, and need not be
@@ -139,8 +121,7 @@ class CpuKernels:
         return joined
 
     def _launch(self, kernels: Sequence[CpuKernel]) -> CpuLaunch:
-        assert self._library is not None
-        return CpuLaunch(kernels, self._library.graphllm_run)
+        return CpuLaunch(kernels, self._run)
 
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID

@@ -6,9 +6,9 @@ Torch is imported here late, because a CPU may have no need of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from graphllm.program.artifact import Artifact
 from graphllm.program.schema import ExpertLayout
 from graphllm.runtime.cuda_functions import CudaFunctions
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def open_kernels(
-    folder: Path, memory: Memory, threads: int | None, functions: CudaFunctions | None
+    artifact: Artifact, memory: Memory, threads: int | None, functions: CudaFunctions | None
 ) -> tuple[Kernels, Stream]:
     """The kernels of an artifact's pieces, and a stream. threads: of a CPU's kernels. functions: the kernels of a GPU,
     if loading them has begun."""
     if memory.device.type == "cuda":
         stream = CudaStream()
-        return CudaKernels(functions or CudaFunctions(folder), stream.handle), stream
-    kernels = CpuKernels(folder)
+        return CudaKernels(functions or CudaFunctions(artifact.pieces), stream.handle), stream
+    kernels = CpuKernels(artifact.libraries)
     if isinstance(memory, HostMemory):
         return kernels, CpuStream(threads or kernels.threads, kernels.set_threads)
     import torch

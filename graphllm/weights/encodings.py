@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphllm.config import ConfigError
+from graphllm.host.libraries import Libraries
 from graphllm.host.machine import PLUGIN_GROUP
 from graphllm.weights.dtypes import DTYPES
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 Decoder = Callable[[Mapping[str, "Tensor"], int, int], "Tensor"]
 Encoder = Callable[["Tensor"], Mapping[str, "Tensor"]]
-Packer = Callable[["Tensor", Mapping[str, "Tensor"], int, int, Path | None], None]
-Repacker = Callable[[Mapping[str, "Tensor"], int, int, Path | None], Mapping[str, "Tensor"]]
+Packer = Callable[["Tensor", Mapping[str, "Tensor"], int, int, Libraries | None], None]
+Repacker = Callable[[Mapping[str, "Tensor"], int, int, Libraries | None], Mapping[str, "Tensor"]]
 
 
 class Part(NamedTuple):
@@ -62,12 +63,12 @@ class Encoding:
 
     decode(parts, rows, inner): the matrix, of any floating dtype. encode(numbers): the parts of a matrix of any
     floating dtype; None where a checkpoint must bring them, and not needed with pack. pack(numbers, parts, row,
-    entry, library): writes the encoded numbers into the memory of the whole parts, as a piece of them: from any
-    row on, and from an inner entry on that is a multiple of the block's; may use a routine of the artifact's library of
-    kernels, a path that may be None or missing.
+    entry, libraries): writes the encoded numbers into the memory of the whole parts, as a piece of them: from any
+    row on, and from an inner entry on that is a multiple of the block's; may use a routine of the artifact's libraries,
+    which may be None.
 
     devices: where the ops have kernels for it. repacked: the names of encodings that stand for exactly the same
-    numbers, each with the function from the parts (of a matrix [rows, inner]; and such a library) to its parts. A
+    numbers, each with the function from the parts (of a matrix [rows, inner]; and such a libraries) to its parts. A
     checkpoint's matrix is repacked while it is read, for an op that reads the other encoding; the first one that an op
     of the device reads is taken.
     """
@@ -103,7 +104,7 @@ class Encoding:
         """Whether plain numbers can be encoded."""
         return self.encode is not None or self.pack is not None
 
-    def encoded(self, numbers: Tensor, library: Path | None = None) -> Mapping[str, Tensor]:
+    def encoded(self, numbers: Tensor, libraries: Libraries | None = None) -> Mapping[str, Tensor]:
         """The parts of a matrix, by the fastest way there is. Raises ConfigError where there is none."""
         if self.pack is not None:
             import torch
@@ -112,7 +113,7 @@ class Encoding:
                 p.name: torch.zeros(p.shape(*numbers.shape), dtype=getattr(torch, p.dtype), device=numbers.device)
                 for p in self.parts
             }
-            self.pack(numbers, parts, 0, 0, library)
+            self.pack(numbers, parts, 0, 0, libraries)
             return parts
         if self.encode is None:
             raise ConfigError(f"encoding: {self.name!r} is only read; take a checkpoint that stores it")

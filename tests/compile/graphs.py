@@ -12,9 +12,11 @@ from graphllm.compile.codegen.backends import Backend
 from graphllm.compile.codegen.jobs import Built
 from graphllm.compile.trace import trace_unit
 from graphllm.config import Bucket, CompileConfig, Target
+from graphllm.host.libraries import Libraries
 from graphllm.ir.exchange import exchange
 from graphllm.ir.graph import Shapes, TensorSpec
 from graphllm.ir.graph_form import to_json
+from graphllm.program.artifact import libraries_of
 from graphllm.program.linking import EXCHANGE, ZEROED, LinkedProgram, PieceCall, plan_memory
 from graphllm.runtime.binding import bind
 from graphllm.runtime.kernels import CpuKernels
@@ -28,8 +30,8 @@ X = TensorSpec.contiguous("float32", "T", 8)  # every graph has the input x
 
 def build(
     backend: Backend, graphs: Graphs, buckets: tuple[Bucket, ...], folder: Path
-) -> dict[tuple[str, Bucket], Built]:
-    """All graphs for all buckets, and what they share, in ``folder``."""
+) -> tuple[dict[tuple[str, Bucket], Built], Libraries]:
+    """All graphs for all buckets, and the libraries that they call. folder: for what they share."""
     config, found = CompileConfig(Target("cpu", ())), {}
     for name, (fn, extra) in graphs.items():
         shapes = Shapes("cpu")
@@ -39,8 +41,7 @@ def build(
         output.meta["val"] = tuple(n.meta["val"] for n in output.args[0])
         for bucket in buckets:
             found[name, bucket] = backend.build(to_json(unit.graph, shapes), bucket, config, {})
-    backend.assemble(found.values(), folder)
-    return found
+    return found, libraries_of(folder.parent, backend.assemble(found.values(), folder))
 
 
 def inputs(extra: Mapping[str, TensorSpec], T: int, S: int) -> dict[str, Tensor]:
@@ -54,7 +55,7 @@ def inputs(extra: Mapping[str, TensorSpec], T: int, S: int) -> dict[str, Tensor]
     return given
 
 
-def run(built: Built, bucket: Bucket, given: dict[str, Tensor], count: int, S: int, folder: Path) -> list[Tensor]:
+def run(built: Built, bucket: Bucket, given: dict[str, Tensor], count: int, S: int, shared: Libraries) -> list[Tensor]:
     """The results of a piece. Memory that nothing has been written to is NaN."""
     outputs = [f"o{i}" for i in range(count + len(given))]
     linked = LinkedProgram([PieceCall(built.bundle, list(given), outputs)], outputs)
@@ -63,7 +64,7 @@ def run(built: Built, bucket: Bucket, given: dict[str, Tensor], count: int, S: i
     zeros = torch.zeros(max(plan.zeroed, 1), dtype=torch.int32)
     outside = {**given, ZEROED: zeros, EXCHANGE: exchange(given["x"], 2)}
     symbols = {"T": len(given["x"]), "S": S, "R": S}
-    bound = bind(linked, plan, outside, arena, CpuKernels(folder), symbols, MEMORY)
+    bound = bind(linked, plan, outside, arena, CpuKernels(shared), symbols, MEMORY)
     for _, launches in bound.parts[""]:
         for launch in launches:
             launch()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,21 +137,20 @@ LOOPS: dict[str, tuple[graphs.Function, dict[str, TensorSpec]]] = {
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("pieces")
     with Objects() as objects:
-        return graphs.build(Prebuilt(objects), LOOPS, BUCKETS, folder), folder
+        return graphs.build(Prebuilt(objects), LOOPS, BUCKETS, tmp_path_factory.mktemp("pieces"))
 
 
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (2, 2), (7, 3), (33, 5)])
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_compute_what_torch_does(name: str, T: int, S: int, built: Any) -> None:
-    pieces, folder = built
+    pieces, libraries = built
     fn, extra = LOOPS[name]
     bucket: Bucket = BUCKETS[1] if T == 1 else BUCKETS[0]
     given = graphs.inputs(extra, T, S)
     want = fn(given)
     for number, (found, expected) in enumerate(
-        zip(graphs.run(pieces[name, bucket], bucket, given, len(want), S, Path(folder)), want, strict=True)
+        zip(graphs.run(pieces[name, bucket], bucket, given, len(want), S, libraries), want, strict=True)
     ):
         assert found.dtype == expected.dtype
         narrow = found.dtype in (torch.bfloat16, torch.float16)
@@ -208,13 +206,14 @@ def _evaluated(steps: Sequence[str], v: dict[str, Tensor]) -> tuple[Tensor, ...]
 @settings(max_examples=draws(12, 200), deadline=None)
 @given(steps=expressions(), T=st.sampled_from([1, 2, 5, 40]))
 def test_any_expression(steps: tuple[str, ...], T: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder, bucket = tmp_path_factory.mktemp("pieces"), BUCKETS[1] if T == 1 else Bucket("mixed", 2, 64)
+    bucket = BUCKETS[1] if T == 1 else Bucket("mixed", 2, 64)
     extra = {"y": dense("float32", "T", 8)}
+    it = {"it": (lambda v: _evaluated(steps, v), extra)}
     with Objects() as objects:
-        made = graphs.build(
-            Prebuilt(objects), {"it": (lambda v: _evaluated(steps, v), extra)}, (bucket,), folder
-        )["it", bucket]  # fmt: skip
+        made, libraries = graphs.build(Prebuilt(objects), it, (bucket,), tmp_path_factory.mktemp("pieces"))
     used = graphs.inputs(extra, T, 1)
     want = _evaluated(steps, used)
-    for found, expected in zip(graphs.run(made, bucket, used, len(want), 1, folder), want, strict=True):
+    for found, expected in zip(
+        graphs.run(made["it", bucket], bucket, used, len(want), 1, libraries), want, strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from graphllm.compile.codegen.jobs import Built
 from graphllm.compile.codegen.objects import Objects
 from graphllm.compile.codegen.translate import Bundle, TranslateError, translate
 from graphllm.config import Bucket
+from graphllm.host.libraries import Libraries
 from graphllm.ir.exchange import exchange
 from graphllm.ir.graph import Shapes, TensorSpec
 from graphllm.ir.kernels import zeroed
@@ -169,21 +169,22 @@ BUCKETS = (Bucket("mixed", 2, 33), Bucket("decode", 1, 1))
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[str, Bucket], Built], Path]:
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[str, Bucket], Built], Libraries]:
     """All graphs for both buckets, their kernels in one library."""
-    folder = tmp_path_factory.mktemp("pieces")
-    return graphs.build(Cpu(Objects()), GRAPHS, BUCKETS, folder), folder
+    folder = tmp_path_factory.mktemp("artifact") / "pieces"
+    folder.mkdir()
+    return graphs.build(Cpu(Objects()), GRAPHS, BUCKETS, folder)
 
 
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (2, 2), (7, 3), (33, 5)])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_compiled_graph_equals_eager(name: str, T: int, S: int, built: Any) -> None:
-    pieces, folder = built
+    pieces, libraries = built
     fn, extra = GRAPHS[name]
     bucket = BUCKETS[1] if T == 1 else BUCKETS[0]
     given = graphs.inputs(extra, T, S)
     want = fn(given)
-    results = graphs.run(pieces[name, bucket], bucket, given, len(want), S, folder)
+    results = graphs.run(pieces[name, bucket], bucket, given, len(want), S, libraries)
     for found, expected in zip(results, want, strict=True):
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)

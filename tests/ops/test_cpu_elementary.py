@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from graphllm.host.compiler import OPS, compiler_command
+from graphllm.host.compiler import compiler_command
+from graphllm.host.kernel_sources import OPS
 from tests.ops.levels import X86
 
 SOURCE = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from graphllm.host.libraries import Libraries
 from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.ops.embeddings.gguf_embedding.cpu import decoding_gguf_embedding
 from graphllm.ops.encodings.gguf_blocks import TILED, tiles, untiled
@@ -195,10 +195,11 @@ def test_rows_are_exact(level: str, threads: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", FEW)
 def test_tiles_are_made_as_specified(library: Path, kind: str) -> None:
     """Whole and broken tiles of rows; they hold the bytes of the file and nothing else."""
-    assert hasattr(ctypes.CDLL(str(library)), f"graphllm_gguf_tiles_{kind}")
+    libraries = Libraries([library])
+    assert libraries.find(f"graphllm_gguf_tiles_{kind}") is not None
     for rows, inner in ((1, 256), (16, 512), (53, 768)):
         blocks = _blocks(kind, rows, inner)
-        made = fast_tiles(blocks, kind, library)
+        made = fast_tiles(blocks, kind, libraries)
         assert torch.equal(made, tiles(blocks, kind))
         assert torch.equal(untiled(made, kind)[:rows], blocks)
         assert made.shape[0] * 16 * blocks.shape[1] == made.numel()
@@ -236,8 +237,9 @@ def test_tiles_loaded_without_torch_are_those_of_the_loader(library: Path, kind:
         Entry("head", encoding_of(f"tiled_{kind}").parts[0].shape(3000, 768), "uint8", Tie("embed.tiles")),
     ))  # fmt: skip
     checkpoint = Checkpoint(tmp_path, tensors)
-    wanted = load_weights(plan, checkpoint, kernels=library)
-    loader = host_loader(plan, checkpoint, library)
+    libraries = Libraries([library])
+    wanted = load_weights(plan, checkpoint, libraries=libraries)
+    loader = host_loader(plan, checkpoint, libraries)
     assert loader is not None
     found = loader.load()
     assert found.keys() == wanted.keys()
@@ -248,7 +250,7 @@ def test_tiles_loaded_without_torch_are_those_of_the_loader(library: Path, kind:
         assert np.array_equal(array.numbers, bits.numpy()), name
     assert found["head"] is found["embed.tiles"]
     more = Checkpoint(tmp_path, {**tensors, "strange": tensors["norm"]})
-    assert host_loader(plan, more, library) is None  # the general loader says what is wrong
+    assert host_loader(plan, more, libraries) is None  # the general loader says what is wrong
     with (tmp_path / "file").open("r+b") as file:
         file.truncate(len(data) - 1)
     with pytest.raises(WeightError, match="ends too early"):

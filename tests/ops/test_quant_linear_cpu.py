@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from graphllm.host.libraries import Libraries
 from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.ops.gemm.quant_linear.cpu import streaming_quant_linear
 from graphllm.ops.gemm.quant_linear.op import dequantize
@@ -19,7 +20,7 @@ from graphllm.ops.moe.fused_moe.operands import ExpertLora, Route
 from graphllm.ops.moe.quant_moe import quant_moe
 from graphllm.ops.moe.quant_moe.cpu import experts_in_turn
 from graphllm.ops.moe.quant_moe.op import QuantExperts
-from graphllm.weights.formats.integers import INTEGERS, pack, routines
+from graphllm.weights.formats.integers import INTEGERS, pack
 from tests.ops.levels import AMX, LEVELS, PARAMS
 from tests.ops.rounding import MANY, TOLERANCE, gated, rounded_x
 
@@ -215,7 +216,8 @@ def _parts(rows: int, inner: int, name: str) -> tuple[torch.Tensor, torch.Tensor
 def test_packing_is_bit_by_bit_the_specification(library: Path, name: str, dtype: torch.dtype) -> None:
     """Any size, from any row and group on; strided and transposed; zeros of both signs, subnormal and huge groups."""
     encoding = INTEGERS[name]
-    assert hasattr(routines(library), f"graphllm_pack_{name}_f32")
+    libraries = Libraries([library])
+    assert libraries.find(f"graphllm_pack_{name}_f32") is not None
     torch.manual_seed(0)
     for rows, inner, row, entry in (
         *((1, 1, 0, 0), (16, 64, 0, 0), (5, 31, 13, 64), (33, 133, 7, 0), (70, 640, 16, 128), (3, 4864, 2, 0)),
@@ -230,7 +232,7 @@ def test_packing_is_bit_by_bit_the_specification(library: Path, name: str, dtype
         numbers = numbers.to(dtype)
         for given in (numbers[:rows, :inner], numbers[1:, 3:], numbers.T.contiguous().T[:rows, :inner]):
             found, said = (_parts(row + rows + 5, entry + inner + 70, name) for _ in range(2))
-            pack(given, encoding, *found, row, entry, library)
+            pack(given, encoding, *found, row, entry, libraries)
             pack(given, encoding, *said, row, entry)
             finite = said[1].isfinite()
             assert torch.equal(found[0], said[0]) or not finite.all()
@@ -245,17 +247,17 @@ def test_packing_what_is_not_finite(library: Path, name: str, bad: float) -> Non
     numbers = torch.ones(16, 192)
     numbers[3, 70] = bad
     found, said = (_parts(16, 192, name) for _ in range(2))
-    pack(numbers, INTEGERS[name], *found, library=library)
+    pack(numbers, INTEGERS[name], *found, libraries=Libraries([library]))
     pack(numbers, INTEGERS[name], *said)
     one, other = (dequantize(*packed, 16, 192) for packed in (found, said))
     assert not one.isfinite().all()
     torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def test_packing_without_a_library(tmp_path: Path) -> None:
+def test_packing_without_a_library() -> None:
     numbers, encoding = torch.randn(20, 96), INTEGERS["int8"]
     found, said = _parts(20, 96, "int8"), _parts(20, 96, "int8")
-    pack(numbers, encoding, *found, library=tmp_path / "kernels.so")
+    pack(numbers, encoding, *found, libraries=Libraries())
     pack(numbers, encoding, *said)
     assert torch.equal(found[0], said[0])
     assert torch.equal(found[1], said[1])

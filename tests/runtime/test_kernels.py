@@ -10,6 +10,7 @@ import pytest
 
 from graphllm.compile.codegen.calls import call_source
 from graphllm.host.compiler import compiler_command
+from graphllm.host.libraries import Libraries
 from graphllm.runtime.kernels import CpuKernels, Launch
 
 # Each appends the digits of its arguments to a number in memory, so order and values can be read from it.
@@ -33,7 +34,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> CpuKernels:
     (folder / "kernels.cpp").write_text(KERNELS)
     (folder / "calls.cpp").write_text(call_source(ARGUMENTS))
     subprocess.run(compiler_command([folder / "kernels.cpp", folder / "calls.cpp"], folder / "all.so"), check=True)
-    return CpuKernels(folder / "all.so")
+    return CpuKernels(Libraries([folder / "all.so"]))
 
 
 def test_arguments_and_order(kernels: CpuKernels) -> None:
@@ -65,5 +66,5 @@ def test_arguments_and_order(kernels: CpuKernels) -> None:
 
 
 def test_nothing_to_join() -> None:
-    assert CpuKernels(None).join([]) == []
-    assert CpuKernels(None).done == 0
+    assert CpuKernels(Libraries()).join([]) == []
+    assert CpuKernels(Libraries()).done == 0

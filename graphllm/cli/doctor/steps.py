@@ -16,7 +16,7 @@ from graphllm.weights.plan.plan import WeightPlan
 def full_steps(artifact: Artifact) -> dict[str, float]:
     """Median seconds of a full step of each bucket, with random weights."""
     plan = WeightPlan.from_json(artifact.weights)
-    weights = random_weights(plan, artifact.device, kernels=artifact.kernels)
+    weights = random_weights(plan, artifact.device, libraries=artifact.libraries)
     executor = Executor(artifact, weights, 2)
     found = {}
     program = "plain" if executor.task == "generate" else executor.task

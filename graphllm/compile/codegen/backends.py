@@ -17,7 +17,7 @@ from graphllm.compile.codegen.lower import lower_piece
 from graphllm.compile.codegen.objects import Objects
 from graphllm.compile.codegen.translate import Bundle, translate
 from graphllm.config import Bucket, CompileConfig
-from graphllm.host.compiler import OPS
+from graphllm.host.kernel_sources import OPS
 from graphllm.ir.graph_form import digest
 from graphllm.ir.kernels import c_kernel
 from graphllm.rewrite import ImplChoice
@@ -28,7 +28,7 @@ class Backend(Protocol):
 
     prepare: import what building needs.
     build: compile a piece, given by its canonical JSON, with the ``choices`` that were measured.
-    assemble: write the files all pieces share into ``folder``.
+    assemble: write the files all pieces share into ``folder``; the names of prebuilt libraries that they need.
     """
 
     def prepare(self) -> None: ...
@@ -37,7 +37,7 @@ class Backend(Protocol):
         self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
     ) -> Built: ...
 
-    def assemble(self, built: Iterable[Built], folder: Path) -> None: ...
+    def assemble(self, built: Iterable[Built], folder: Path) -> tuple[str, ...]: ...
 
 
 class Generated(NamedTuple):
@@ -99,8 +99,9 @@ class Eager:
         plain = {"inputs": inputs, "outputs": outputs, "code": [*code, ["ir", inputs, outputs]], "kernels": {}}
         return Built(plain | {"ir": piece}, {}, {}, ("all: reference",), "")
 
-    def assemble(self, built: Iterable[Built], folder: Path) -> None:
+    def assemble(self, built: Iterable[Built], folder: Path) -> tuple[str, ...]:
         """Nothing is shared."""
+        return ()
 
 
 class Cpu:
@@ -127,7 +128,7 @@ class Cpu:
         described = {name: {part: v for part, v in k.items() if part != "cpp"} for name, k in kernels.items()}
         return made.built(described, sources, {})
 
-    def assemble(self, built: Iterable[Built], folder: Path) -> None:
+    def assemble(self, built: Iterable[Built], folder: Path) -> tuple[str, ...]:
         """Compile the generated kernels and how they are called, and link ``kernels.so``."""
         bodies: dict[str, str] = {}
         own = {OPS / "cpu" / "elementary.cpp"}
@@ -144,6 +145,7 @@ class Cpu:
         calls = call_source(arguments)
         assert self._objects is not None
         self._objects.link(own, bodies.values(), header, inductor.cpp_compile_command, calls, library)
+        return ()
 
 
 def _own(kernels: Mapping[str, Any]) -> set[Path]:

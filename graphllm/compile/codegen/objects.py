@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from graphllm.host.compiler import compiler_command, content
+from graphllm.host.compiler import compiler_command
+from graphllm.host.kernel_sources import content, link_command, sources
 from graphllm.host.machine import compiler_version, detect_target, usable_cores, versions
-from graphllm.host.prebuilt import link_command, sources
 
 _KERNELS_A_UNIT = 24  # generated kernels: their header takes a compiler as long as this many kernels
 

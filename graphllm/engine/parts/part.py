@@ -27,6 +27,7 @@ from graphllm.runtime.commands.command import Command
 if TYPE_CHECKING:
     from graphllm.engine.experts.expert_balancer import ExpertBalancer
     from graphllm.engine.experts.lockstep import CoreWaves
+    from graphllm.engine.parts.takeover import Successor
     from graphllm.engine.requests.options import LogitsProcessor
     from graphllm.engine.step.adapter_memory import AdapterMemory
     from graphllm.engine.structured.compilers import GrammarCompilers
@@ -47,6 +48,7 @@ class CoreSetup:
     adapters: reads the files of adapters; None: tables are given.
     balancer: says which experts move; None where they do not.
     waves: of the cores that step together with this one; None for a single core.
+    successor: waits for better programs; None where the engine keeps what it has.
     """
 
     grammars: GrammarCompilers | None = None
@@ -55,6 +57,7 @@ class CoreSetup:
     adapters: AdapterMemory | None = None
     balancer: ExpertBalancer | None = None
     waves: CoreWaves | None = None
+    successor: Successor | None = None
 
 
 NOTHING_MORE = CoreSetup()

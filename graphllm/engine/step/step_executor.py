@@ -14,6 +14,7 @@ from graphllm.runtime.memory.staging import Sampling, StepInput
 from graphllm.weights.adapters.adapted import AdaptedLinear
 
 if TYPE_CHECKING:
+    from graphllm.program.artifact import Artifact
     from graphllm.runtime.step_handle import StepResult
 
 
@@ -73,6 +74,9 @@ class StepExecutor(DeviceStates, Protocol):
 
     def warm_up(self, bucket: Bucket) -> None:
         """See `Executor.warm_up`."""
+
+    def take(self, artifact: Artifact) -> None:
+        """See `Executor.take`."""
 
     def check_health(self) -> None:
         """Raise when a process that runs the steps is gone."""

@@ -12,12 +12,14 @@ import operator
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from graphllm.config import Bucket, CompileConfig, ConfigError, EngineArgs, Env, ParallelConfig, definitions
 from graphllm.config.setting import assemble, key_fields, plain
 from graphllm.host.build_lock import build_lock
 from graphllm.host.compiler import check_compiler
+from graphllm.host.prebuilt import find_library
+from graphllm.loading.artifact.behind import compile_behind
 from graphllm.loading.artifact.resolve import check_devices, compile_config, kernel_threads
 from graphllm.loading.checkpoint.source import Source
 from graphllm.loading.memory import check_cache_memory
@@ -28,6 +30,7 @@ from graphllm.weights.loading.baked_on_host import check_source
 _log = logging.getLogger(__name__)
 Policy = Literal["build", "use", "require", "rebuild"]
 POLICIES = get_args(Policy)
+OPTIMIZE = ("behind", "next_start", "first")
 Progress = Callable[[str, int, int], None]
 
 
@@ -86,6 +89,8 @@ def _find(source: Source, place: Path) -> Artifact | None:
     found = Artifact.open(place)
     found.check_machine()
     _check_model(found, source)
+    if found.config.backend == "prebuilt" and not all(map(find_library, found.program.libraries)):
+        return None  # made again, with the libraries
     return found
 
 
@@ -116,9 +121,23 @@ def _check_model(found: Artifact, source: Source) -> None:
         check_source(found.folder, source.checkpoint)
 
 
-def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> tuple[Artifact, int | None]:
-    """`find_or_build` for what a user may say, a policy or the folder of an artifact: a verified artifact, and the
-    threads of its kernels. Settings that do not fit the machine are refused before anything is built."""
+class Taken(NamedTuple):
+    """What an engine begins with.
+
+    artifact: verified.
+    threads: of its kernels.
+    successor: where the model's optimized artifact is being compiled; None where nothing better will come, or it waits
+        for the next start.
+    """
+
+    artifact: Artifact
+    threads: int | None
+    successor: Path | None = None
+
+
+def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> Taken:
+    """`find_or_build` for what a user may say, a policy or the folder of an artifact. Settings that do not fit the
+    machine are refused before anything is built."""
     folder = None if args.artifact in POLICIES else Path(args.artifact)
     if folder is not None and not (folder / "manifest.json").exists():
         raise ConfigError(
@@ -133,10 +152,26 @@ def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> tuple
     threads = kernel_threads(args.threads, device, cores)
     check_devices(device, cores, config.tensor_parallel_size * args.pipeline_parallel_size)
     check_cache_memory(args, device)
-    found = find_or_build(source, config, Env.read(), policy, progress, folder)
+    env = Env.read()
+    optimize = args.optimize or env.optimize
+    if optimize not in OPTIMIZE:
+        raise ConfigError(f"GRAPHLLM_OPTIMIZE is {optimize!r:.80}: give one of {', '.join(OPTIMIZE)}")
+    if policy == "build" and optimize != "first" and begins_prebuilt(source, config, env):
+        place = artifact_folder(source, config, env)
+        soon = find_or_build(source, replace(config, backend="prebuilt"), env, "build", progress)
+        compile_behind(source, config, env, place)
+        return Taken(soon, threads, place if optimize == "behind" else None)
+    found = find_or_build(source, config, env, policy, progress, folder)
     if folder is not None:
         _check_said(found, args)
-    return found, threads
+    return Taken(found, threads)
+
+
+def begins_prebuilt(source: Source, config: CompileConfig, env: Env) -> bool:
+    """Whether an engine begins with prebuilt kernels: on a CPU, where the optimized artifact is not there."""
+    native = config.target.device == "cpu" and config.backend == "inductor"
+    # Other kernels round otherwise, and a deterministic engine's texts must not depend on when they are taken.
+    return native and not config.deterministic and _find(source, artifact_folder(source, config, env)) is None
 
 
 def _check_said(found: Artifact, args: EngineArgs) -> None:

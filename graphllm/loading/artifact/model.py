@@ -76,7 +76,7 @@ def resolve_model(
     sentences = source.files.sentences
     vectors = vectors_of(source.config, sentences.pooling(source.config, args.pooling_type))
     warn_unread(generation, sentences, tokenizer, tokenizer.config if tokenizer else {})
-    artifact, threads = take_artifact(source, args, progress or log_progress())
+    taken = take_artifact(source, args, progress or log_progress())
     scheduler = args.scheduler_cls
     proposer = args.draft_proposer
     functions = [p for p in args.logits_processors if not isinstance(p, str)]
@@ -84,8 +84,9 @@ def resolve_model(
         "model": str(source.folder),
         "speculative_model": None if source.draft is None else str(source.draft),
         "tokenizer": None if folder is None else str(folder),
-        "artifact": str(artifact.folder),
-        "threads": threads,
+        "artifact": str(taken.artifact.folder),
+        "threads": taken.threads,
+        "successor": None if taken.successor is None else str(taken.successor),
         "logits_processors": tuple(p for p in args.logits_processors if isinstance(p, str)),
         "scheduler_cls": scheduler if isinstance(scheduler, str | None) else name_of("scheduler_cls", scheduler),
         "draft_proposer": proposer if isinstance(proposer, str | None) else name_of("draft_proposer", proposer),

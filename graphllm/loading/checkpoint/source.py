@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Source:
     name: the model's name, for people.
     commit: of the hub's repository; None for a folder of the user's own.
     draft: the folder of the draft model that joins it.
+    asked: what `open_source` was given, by name, as JSON.
     """
 
     files: ModelFiles
@@ -56,6 +57,7 @@ class Source:
     name: str = ""
     commit: str | None = None
     draft: Path | None = None
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -144,7 +146,7 @@ def open_source(
     folder: str | Path | None,
     load_format: str = "auto",
     draft: str | Path | None = None,
-    config_folder: Path | None = None,
+    config_folder: str | Path | None = None,
     overrides: Fields | None = None,
     method: str | None = None,
     pooling_type: str | None = None,
@@ -166,8 +168,15 @@ def open_source(
     Without tensors the folder may still do, for an artifact that holds its weights. Raises ConfigError naming what else
     is missing or unreadable.
     """
+    asked = {
+        "folder": None if folder is None else str(Path(folder).resolve()), "load_format": load_format,
+        "draft": None if draft is None else str(Path(draft).resolve()),
+        "config_folder": None if config_folder is None else str(Path(config_folder).resolve()),
+        "overrides": None if overrides is None else dict(overrides), "method": method, "pooling_type": pooling_type,
+        "runner": runner, "convert": convert,
+    }  # fmt: skip
     files = _read(folder, runner)
-    config = stored_config(ModelFiles.read(config_folder) if config_folder else files)
+    config = stored_config(ModelFiles.read(Path(config_folder)) if config_folder else files)
     config = overridden(config, overrides or {})
     config = with_architecture(text_of(config, overrides or {}))
     config = with_quantization(config, files)
@@ -187,6 +196,7 @@ def open_source(
         tensors.absent,
         name=files.folder.resolve().name,
         draft=None if drafter is None else drafter.folder,
+        asked=asked,
     )
 
 

@@ -67,8 +67,8 @@ def begin_weights(
     rank = place.tensor if peers is None else peers.rank
     reads = None if place.stage is None else stage_reads(artifact.program, place.stage)
     if checkpoint is not None:
-        return loader.begin_weights(stored.plan, checkpoint, device, stored.artifact.kernels, rank, reads)
-    weights = random_weights(stored.plan.chosen(reads), device, kernels=stored.artifact.kernels)
+        return loader.begin_weights(stored.plan, checkpoint, device, stored.artifact.libraries, rank, reads)
+    weights = random_weights(stored.plan.chosen(reads), device, libraries=stored.artifact.libraries)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return Loading(weights)

@@ -13,12 +13,12 @@ import json
 import math
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
+from graphllm.host.libraries import Libraries
 from graphllm.ops.encodings.encoded_weights import packed
 from graphllm.weights.encodings import Encoding, Part, register_encoding
 from graphllm.weights.plan.expr import ANY
@@ -98,7 +98,9 @@ def _int8(parts: Mapping[str, Tensor], rows: int, inner: int) -> Tensor:
     return parts["values"].float() * (parts["scales"].float() / 127).unsqueeze(1)
 
 
-def _repacked(parts: Mapping[str, Tensor], rows: int, inner: int, library: Path | None = None) -> Mapping[str, Tensor]:
+def _repacked(
+    parts: Mapping[str, Tensor], rows: int, inner: int, libraries: Libraries | None = None
+) -> Mapping[str, Tensor]:
     values = packed(parts["values"].view(torch.uint8), "int8", 0)
     return {"values": values, "scales": (parts["scales"].float() / 127).unsqueeze(0)}
 

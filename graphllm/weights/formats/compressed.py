@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from graphllm.host.libraries import Libraries
 from graphllm.weights.encodings import Encoding, Part, register_family
 from graphllm.weights.formats.bits import unpacked
 from graphllm.weights.formats.float8 import scaled
@@ -40,7 +40,9 @@ def _packed(zeros: bool, order: bool, dtype: str, name: str, bits: int, group: i
             numbers = numbers - (unpacked(parts["zeros"], bits, 0, rows) - (1 << bits - 1))[:, of]
         return numbers.float() * parts["scales"].float()[:, of]
 
-    def repack(parts: Mapping[str, Tensor], rows: int, inner: int, library: Path | None = None) -> Mapping[str, Tensor]:
+    def repack(
+        parts: Mapping[str, Tensor], rows: int, inner: int, libraries: Libraries | None = None
+    ) -> Mapping[str, Tensor]:
         half = 1 << bits - 1
         zero_points = (unpacked(parts["zeros"], bits, 0, rows) - half).T if zeros else None
         return grouped_integers(

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from graphllm.host.libraries import Libraries
 from graphllm.ops.encodings.encoded_weights import packed
 from graphllm.weights.encodings import Encoding, Part, register_family
 
@@ -42,7 +42,7 @@ def scaled(
                 scales = scales.repeat_interleave(block, dim).narrow(dim, 0, extent)
         return parts["values"].float() * scales
 
-    def repack(parts: Mapping[str, Tensor], r: int, i: int, library: Path | None = None) -> Mapping[str, Tensor]:
+    def repack(parts: Mapping[str, Tensor], r: int, i: int, libraries: Libraries | None = None) -> Mapping[str, Tensor]:
         scales = parts["scales"].float().repeat_interleave(rows or r, 0)[:r]
         return {"values": packed(parts["values"].view(torch.uint8), form, inner), "scales": scales.T.contiguous()}
 

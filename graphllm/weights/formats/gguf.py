@@ -11,18 +11,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphllm.host.libraries import Libraries
 from graphllm.ops.encodings.gguf_blocks import NUMBERS, dequantize, tiles
 from graphllm.ops.encodings.gguf_tiles import ROWS, TILED
 from graphllm.weights.checkpoint.gguf import TYPES, Blocks
 from graphllm.weights.encodings import Encoding, Part, register_encoding, register_family
 from graphllm.weights.formats.grouped import grouped_integers, grouped_name
-from graphllm.weights.formats.integers import routines
 
 Parts = Mapping[str, Tensor]
 
@@ -36,10 +34,10 @@ def _encoding(kind: Blocks, name: str, head: int = 1) -> Encoding:
     def in_order(stored: Tensor) -> Tensor:
         return stored if head == 1 else stored.unflatten(0, (-1, head // 2, 2)).transpose(1, 2).flatten(0, 2)
 
-    def to_tiles(parts: Parts, rows: int, inner: int, library: Path | None = None) -> Parts:
-        return {"tiles": fast_tiles(in_order(parts["blocks"]), kind.name, library)}
+    def to_tiles(parts: Parts, rows: int, inner: int, libraries: Libraries | None = None) -> Parts:
+        return {"tiles": fast_tiles(in_order(parts["blocks"]), kind.name, libraries)}
 
-    def to_nibbles(parts: Parts, rows: int, inner: int, library: Path | None = None) -> Parts:
+    def to_nibbles(parts: Parts, rows: int, inner: int, libraries: Libraries | None = None) -> Parts:
         d, codes = parts["blocks"].reshape(-1, kind.nbytes).split((2, 16), 1)
         numbers = torch.cat([codes & 15, codes >> 4], 1).to(torch.int8) - 8
         numbers, scales = (in_order(each.reshape(rows, -1)) for each in (numbers, d.contiguous().view(torch.float16)))
@@ -72,10 +70,10 @@ def _tiled(kind: str) -> Encoding:
     )  # fmt: skip
 
 
-def fast_tiles(blocks_RN: Tensor, kind: str, library: Path | None) -> Tensor:
-    """`graphllm.ops.encodings.gguf_blocks.tiles`, by a routine of an artifact's library if that has the kernels of the
-    kind."""
-    function: Any = getattr(routines(library), f"graphllm_gguf_tiles_{kind}", None)
+def fast_tiles(blocks_RN: Tensor, kind: str, libraries: Libraries | None) -> Tensor:
+    """`graphllm.ops.encodings.gguf_blocks.tiles`, by a routine of the artifact's libraries if these have the kernels
+    of the kind."""
+    function = libraries.find(f"graphllm_gguf_tiles_{kind}") if libraries else None
     if function is None or blocks_RN.device.type != "cpu":
         return tiles(blocks_RN, kind)
     blocks_RN, form = blocks_RN.contiguous(), TILED[kind]

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
+from graphllm.host.libraries import Libraries
 from graphllm.weights.encodings import Encoding, Part, register_family
 from graphllm.weights.formats.bits import unpacked
 from graphllm.weights.formats.grouped import SCALES, grouped_integers, grouped_name
@@ -69,7 +69,9 @@ def _gptq(name: str, bits: int, group: int, more: int | None, index: bool, order
         numbers, zeros, of = numbers_of(parts, rows, inner)
         return ((numbers - zeros[of]).float() * parts["scales"].float()[of]).T
 
-    def repack(parts: Mapping[str, Tensor], rows: int, inner: int, library: Path | None = None) -> Mapping[str, Tensor]:
+    def repack(
+        parts: Mapping[str, Tensor], rows: int, inner: int, libraries: Libraries | None = None
+    ) -> Mapping[str, Tensor]:
         numbers, zeros, _ = numbers_of(parts, rows, inner)
         return grouped_integers(numbers.T - half, bits, group, parts["scales"], zeros - half)
 
@@ -95,7 +97,9 @@ def _awq(name: str, group: int, scales: str) -> Encoding:
         numbers, zeros = rows_of(parts["qweight"]), rows_of(parts["qzeros"])
         return ((numbers - zeros[of]).float() * parts["scales"].float()[of]).T
 
-    def repack(parts: Mapping[str, Tensor], rows: int, inner: int, library: Path | None = None) -> Mapping[str, Tensor]:
+    def repack(
+        parts: Mapping[str, Tensor], rows: int, inner: int, libraries: Libraries | None = None
+    ) -> Mapping[str, Tensor]:
         return grouped_integers(
             rows_of(parts["qweight"]).T - 8, 4, group, parts["scales"], rows_of(parts["qzeros"]) - 8
         )

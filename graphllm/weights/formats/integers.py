@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphllm.host.libraries import Libraries
 from graphllm.ops.gemm.quant_linear.op import dequantize
 from graphllm.weights.encodings import Encoding, Part, register_encoding
 
@@ -36,8 +35,8 @@ def _encoding(name: str, bits: int, group: int, dtype: str) -> Encoding:
     def decode(parts: Mapping[str, Tensor], rows: int, inner: int) -> Tensor:
         return dequantize(parts["values"], parts["scales"], rows, inner)
 
-    def write(numbers: Tensor, parts: Mapping[str, Tensor], row: int, entry: int, library: Path | None) -> None:
-        pack(numbers, found, parts["values"], parts["scales"], row, entry, library)
+    def write(numbers: Tensor, parts: Mapping[str, Tensor], row: int, entry: int, libraries: Libraries | None) -> None:
+        pack(numbers, found, parts["values"], parts["scales"], row, entry, libraries)
 
     found = Encoding(
         name,
@@ -52,11 +51,6 @@ def _encoding(name: str, bits: int, group: int, dtype: str) -> Encoding:
 INTEGERS = {e.name: e for e in (_encoding("int8", 8, 64, "int8"), _encoding("int4", 4, 32, "uint8"))}
 
 
-def routines(library: Path | None) -> ctypes.CDLL | None:
-    """An artifact's library, opened, if it is there."""
-    return ctypes.CDLL(str(library)) if library is not None and library.exists() else None
-
-
 def pack(
     numbers: Tensor,
     encoding: Encoding,
@@ -64,15 +58,15 @@ def pack(
     scales: Tensor,
     row: int = 0,
     entry: int = 0,
-    library: Path | None = None,
+    libraries: Libraries | None = None,
 ) -> None:
     """Quantize ``numbers`` [R, I], of any floating dtype, and write them into a packed matrix.
 
     values, scales: the whole packed matrix. row, entry: where the first number belongs in it; entry is a multiple of
-    the group. Rows and entries that pad a group or a block are left as they are. library: see `Encoding`.
+    the group. Rows and entries that pad a group or a block are left as they are. libraries: see `Encoding`.
     """
     kind = "bf16" if numbers.dtype == torch.bfloat16 else "f32"
-    function: Any = getattr(routines(library), f"graphllm_pack_{encoding.name}_{kind}", None)
+    function = libraries.find(f"graphllm_pack_{encoding.name}_{kind}") if libraries else None
     if function is None or values.device.type != "cpu":
         _pack(numbers, encoding, values, scales, row, entry)
         return

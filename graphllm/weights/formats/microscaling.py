@@ -9,10 +9,10 @@ the whole matrix as compressed-tensors stores it; nvfp4_modelopt: multiplied wit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch import Tensor
 
+from graphllm.host.libraries import Libraries
 from graphllm.ops.encodings.encoded_weights import packed
 from graphllm.weights.encodings import Encoding, Part, register_encoding
 from graphllm.weights.formats.bits import e2m1, nibbles, spread
@@ -23,7 +23,9 @@ def _mxfp4(name: str, values: str, scales: str) -> Encoding:
         powers = parts["scales"].int().sub(127).float().exp2()
         return e2m1(nibbles(parts["values"])) * spread(powers, inner)
 
-    def repack(parts: Mapping[str, Tensor], rows: int, inner: int, library: Path | None = None) -> Mapping[str, Tensor]:
+    def repack(
+        parts: Mapping[str, Tensor], rows: int, inner: int, libraries: Libraries | None = None
+    ) -> Mapping[str, Tensor]:
         return {"values": packed(nibbles(parts["values"]), "e2m1", 32), "scales": parts["scales"].T.contiguous()}
 
     return Encoding(

@@ -8,11 +8,11 @@ a float, both stored [groups, rows].
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from graphllm.host.libraries import Libraries
 from graphllm.weights.encodings import Encoding, Part, register_family
 from graphllm.weights.formats.bits import nibbles
 from graphllm.weights.formats.float8 import scaled
@@ -31,7 +31,7 @@ def _zeros(name: str, rows: int, inner: int) -> Encoding:
         spread = plain.decode({"values": ones, "scales": parts["zeros"]}, r, i)
         return (parts["values"] - spread) * plain.decode({"values": ones, "scales": parts["scales"]}, r, i)
 
-    def repack(parts: Mapping[str, Tensor], r: int, i: int, library: Path | None = None) -> Mapping[str, Tensor]:
+    def repack(parts: Mapping[str, Tensor], r: int, i: int, libraries: Libraries | None = None) -> Mapping[str, Tensor]:
         return grouped_integers(parts["values"].int(), 8, inner, parts["scales"].float().T, parts["zeros"].T)
 
     same = ((grouped_name(8, "float32", inner, zeros=True), repack),) if rows == 1 else ()

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from graphllm.config.setting import size_text
-from graphllm.program.artifact import KERNELS
+from graphllm.program.artifact import libraries_of
 from graphllm.program.baked_table import DATA, FORMAT, PAGE, TABLE, BakedError, check, stamp
+from graphllm.program.program import read_program
 from graphllm.weights.checkpoint.checkpoint import Checkpoint, fingerprint
 from graphllm.weights.loading.baked_on_host import mapped, sample
 from graphllm.weights.loading.loader import begin_tensors, load_weights
@@ -35,7 +36,7 @@ def bake(artifact: Path, checkpoint: Checkpoint) -> None:
     Raises WeightError when the checkpoint does not fit the plan, BakedError when the disk is full.
     """
     plan = WeightPlan.from_json((artifact / "weights.json").read_text())
-    tensors = load_weights(plan, checkpoint, "cpu", kernels=artifact / KERNELS)
+    tensors = load_weights(plan, checkpoint, "cpu", libraries=libraries_of(artifact, read_program(artifact).libraries))
     places, size = _lay_out(tensors)
     try:
         digest = _write(artifact / DATA, places, tensors, size)

@@ -1,7 +1,7 @@
 """Loads weights into a CPU's memory without torch: what checkpoints in GGUF, and plain ones that nothing rounds, need.
 
 It knows the expressions that only move bytes, cast plain numbers, or put blocks of a GGUF file in the order in which
-kernels read them, by a routine of the artifact's library. `host_loader` is for plans of nothing else; the general
+kernels read them, by a routine of the artifact's libraries. `host_loader` is for plans of nothing else; the general
 loader (`graphllm.weights.loading.loader`) takes the others, and gives every error.
 """
 
@@ -12,13 +12,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from graphllm.host.compiler import open_library
 from graphllm.host.hugepages import zeros
+from graphllm.host.libraries import Libraries
 from graphllm.host.machine import usable_cores
 from graphllm.ops.encodings.gguf_tiles import ROWS, TILED, Tiled
 from graphllm.weights.checkpoint.checkpoint import Checkpoint
@@ -72,11 +71,11 @@ _Fill = Callable[[HostArray], Iterator[_Job]]
 
 
 class HostLoader:
-    """Loads what a plan makes of a checkpoint. library: of the artifact's kernels. Use `host_loader`."""
+    """Loads what a plan makes of a checkpoint. libraries: of the artifact's kernels. Use `host_loader`."""
 
-    def __init__(self, plan: WeightPlan, checkpoint: Checkpoint, library: Path) -> None:
+    def __init__(self, plan: WeightPlan, checkpoint: Checkpoint, libraries: Libraries) -> None:
         self._plan, self._tensors = plan, checkpoint.tensors
-        self._library = open_library(library)
+        self._libraries = libraries
         self._unread = set(checkpoint.tensors)
         self._fills = {entry.name: self._fill(entry) for entry in plan if not entry.tie}
         if self._unread:
@@ -124,7 +123,7 @@ class HostLoader:
     def _tiles(self, expr: Encode, entry: Entry) -> _Fill:
         """Blocks of a GGUF file in the order in which kernels read them."""
         kind = expr.encoding.removeprefix("tiled_")
-        routine: Any = getattr(self._library, f"graphllm_gguf_tiles_{kind}", None)
+        routine: Any = self._libraries.find(f"graphllm_gguf_tiles_{kind}")
         if kind not in TILED or routine is None:
             raise _OtherError
         form, infos, heads = TILED[kind], list[TensorInfo](), list[int]()
@@ -165,10 +164,10 @@ class HostLoader:
         return info
 
 
-def host_loader(plan: WeightPlan, checkpoint: Checkpoint, library: Path) -> HostLoader | None:
+def host_loader(plan: WeightPlan, checkpoint: Checkpoint, libraries: Libraries) -> HostLoader | None:
     """What loads the plan without torch; None where that cannot be, such as for a checkpoint that does not fit it."""
     try:
-        return HostLoader(plan, checkpoint, library)
+        return HostLoader(plan, checkpoint, libraries)
     except (_OtherError, OSError):
         return None
 

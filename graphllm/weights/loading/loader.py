@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from graphllm.host.hugepages import zeros
+from graphllm.host.libraries import Libraries
 from graphllm.weights.checkpoint.checkpoint import Checkpoint
 from graphllm.weights.checkpoint.files import opened
 from graphllm.weights.dtypes import BY_TAG
@@ -41,12 +42,12 @@ def load_weights(
     checkpoint: Checkpoint,
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
-    kernels: Path | None = None,
+    libraries: Libraries | None = None,
     rank: int = 0,
     names: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
     """The finished parameters of `begin_weights`. progress: see `read_all`."""
-    with begin_weights(plan, checkpoint, device, kernels, rank, names, progress) as loading:
+    with begin_weights(plan, checkpoint, device, libraries, rank, names, progress) as loading:
         return loading.finish()
 
 
@@ -54,7 +55,7 @@ def begin_weights(
     plan: WeightPlan,
     checkpoint: Checkpoint,
     device: str | torch.device,
-    kernels: Path | None = None,
+    libraries: Libraries | None = None,
     rank: int = 0,
     names: Collection[str] | None = None,
     progress: Progress | None = None,
@@ -63,7 +64,7 @@ def begin_weights(
     On a GPU they are still being read, in the place of zeros, if that takes no more of its memory: kernels may run
     with them, but their results mean nothing until then.
 
-    names: those that are loaded, with what they are tied to; None for all. kernels: the artifact's library, which makes
+    names: those that are loaded, with what they are tied to; None for all. libraries: the artifact's, which make
     encoding fast; see `Encoding`. Raises WeightError before anything big is allocated, naming everything about the
     checkpoint that does not fit the plan.
     """
@@ -77,7 +78,7 @@ def begin_weights(
     tensors = allocate(plan, device)
     with contextlib.ExitStack() as stack:
         fds = stack.enter_context(opened(sorted({info.file for info in checkpoint.tensors.values()})))
-        lowering = _Lowering(checkpoint, fds, kernels, _EVALUATED[device.type])
+        lowering = _Lowering(checkpoint, fds, libraries, _EVALUATED[device.type])
         for entry in plan:
             if not entry.tie:
                 lowering.place(entry.expr, tensors[entry.name])
@@ -153,7 +154,7 @@ class _Packed(Chunk):
     row: int
     entry: int
     transpose: bool
-    library: Path | None
+    libraries: Libraries | None
 
     @property
     def direct(self) -> bool:
@@ -162,7 +163,7 @@ class _Packed(Chunk):
     def put(self, numbers: Tensor) -> None:
         assert self.encoding.pack is not None
         numbers = numbers.T if self.transpose else numbers
-        self.encoding.pack(numbers, self.parts, self.row, self.entry, self.library)
+        self.encoding.pack(numbers, self.parts, self.row, self.entry, self.libraries)
 
 
 @dataclass(frozen=True)
@@ -201,11 +202,14 @@ class _Evaluation:
 
 
 class _Lowering:
-    """Turns simplified expressions and the memory that they shall fill into jobs. library: see `Encoding`. most: bytes
-    to be evaluated at once, where an expression can be cut."""
+    """Turns simplified expressions and the memory that they shall fill into jobs.
 
-    def __init__(self, checkpoint: Checkpoint, fds: Mapping[Path, int], library: Path | None, most: int) -> None:
-        self._checkpoint, self._fds, self._library, self._most = checkpoint, fds, library, most
+    libraries: see `Encoding`.
+    most: bytes to be evaluated at once, where an expression can be cut.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, fds: Mapping[Path, int], libraries: Libraries | None, most: int) -> None:
+        self._checkpoint, self._fds, self._libraries, self._most = checkpoint, fds, libraries, most
         self._jobs: list[ReadJob] = []
         self._encoded: dict[tuple[str, ex.Expr], list[dict[str, Tensor]]] = {}
 
@@ -265,7 +269,7 @@ class _Lowering:
         rows, inner = matrix.shape
 
         def fill(part: ex.Expr, start: int, stop: int, fetch: Callable[[Region], Tensor]) -> None:
-            made = encoded(encoding.name, part, fetch, self._library)
+            made = encoded(encoding.name, part, fetch, self._libraries)
             for name, dst in parts.items():
                 where = encoding.along(encoding.part(name), 0, (rows, inner)) if (start, stop) != (0, rows) else None
                 if where is not None:
@@ -300,7 +304,7 @@ class _Lowering:
         if region is None:
 
             def put(numbers: Tensor, row: int, entry: int) -> None:
-                pack(numbers, parts, row, entry, self._library)
+                pack(numbers, parts, row, entry, self._libraries)
 
             units = _units(matrix)
             for dim, start, _, part in self._cut(matrix, (units[0], math.lcm(units[1], encoding.block[1]))):
@@ -314,7 +318,7 @@ class _Lowering:
             some = source.rows(i, min(i + count, source.shape[0]))
             at = (row, i) if transpose else (row + i, 0)
             shape = torch.empty(some.shape, device="meta")
-            self._jobs.append(_Packed(some, shape, encoding, parts, *at, transpose, self._library))
+            self._jobs.append(_Packed(some, shape, encoding, parts, *at, transpose, self._libraries))
 
     def _evaluate(self, expr: ex.Expr, put: Callable[[Tensor], object]) -> None:
         self._job(expr, lambda fetch: put(evaluate(expr, fetch)))

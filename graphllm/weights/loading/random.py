@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from graphllm.host.libraries import Libraries
 from graphllm.weights.encodings import Encoding, encoding_of
 from graphllm.weights.loading.loader import allocate
 from graphllm.weights.plan.evaluate import evaluate
@@ -21,12 +21,12 @@ _SHIFTS = 1 << 14
 
 
 def random_weights(
-    plan: WeightPlan, device: str | torch.device = "cpu", seed: int = 0, kernels: Path | None = None
+    plan: WeightPlan, device: str | torch.device = "cpu", seed: int = 0, libraries: Libraries | None = None
 ) -> dict[str, Tensor]:
     """Normal numbers with deviation 0.02, norms are ones, computed ones are what the plan says; encoded ones stand for
     such numbers.
 
-    kernels: see `load_weights`.
+    libraries: see `load_weights`.
     """
     device = torch.device(device)
     noise = _Noise(device, seed)
@@ -49,7 +49,7 @@ def random_weights(
             noise.fill(tensor)
     for (name, matrix), parts in matrices.items():
         rows, inner = matrix.shape
-        _fill_encoded(encoding_of(name), parts, rows, inner, noise, kernels)
+        _fill_encoded(encoding_of(name), parts, rows, inner, noise, libraries)
     return tensors
 
 
@@ -103,12 +103,12 @@ def _encoded(expr: Expr, dst: Tensor) -> Iterator[tuple[Encode, Tensor]]:
 
 
 def _fill_encoded(
-    encoding: Encoding, parts: dict[str, Tensor], rows: int, inner: int, noise: _Noise, kernels: Path | None
+    encoding: Encoding, parts: dict[str, Tensor], rows: int, inner: int, noise: _Noise, libraries: Libraries | None
 ) -> None:
     """The first rows are random, at most as many as there is noise for, and the others repeat them."""
     unit = encoding.block[0]
     some = min(rows, max(1, _BLOCK // inner // unit) * unit)
-    made = encoding.encoded(noise.matrix(some, inner), kernels)
+    made = encoding.encoded(noise.matrix(some, inner), libraries)
     for name, dst in parts.items():
         where = encoding.along(encoding.part(name), 0, (rows, inner)) if some < rows else None
         if where is None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
+from graphllm.host.libraries import Libraries
 from graphllm.weights.encodings import encoding_of
 from graphllm.weights.plan import expr as ex
 from graphllm.weights.plan.simplify import Region, region_of
@@ -65,13 +65,13 @@ def _named(matrix: ex.Decode) -> Iterator[None]:
 
 
 def encoded(
-    name: str, matrix: ex.Expr, fetch: Callable[[Region], Tensor], library: Path | None = None
+    name: str, matrix: ex.Expr, fetch: Callable[[Region], Tensor], libraries: Libraries | None = None
 ) -> Mapping[str, Tensor]:
     """The parts of a matrix in an encoding: repacked where the checkpoint stores it in one that stands for the same
-    numbers, else rounded. library: see `Encoding`."""
+    numbers, else rounded. libraries: see `Encoding`."""
     if isinstance(matrix, ex.Decode) and (repack := encoding_of(matrix.encoding).repacker(name)) is not None:
         names = (p.name for p in encoding_of(matrix.encoding).parts)
         parts = {n: evaluate(p, fetch) for n, p in zip(names, matrix.parts, strict=True)}
         with _named(matrix):
-            return repack(parts, *matrix.matrix, library)
-    return encoding_of(name).encoded(evaluate(matrix, fetch), library)
+            return repack(parts, *matrix.matrix, libraries)
+    return encoding_of(name).encoded(evaluate(matrix, fetch), libraries)

@@ -17,7 +17,8 @@ from graphllm.compile.codegen.objects import Objects
 from graphllm.compile.codegen.prebuilt.program import KERNEL
 from graphllm.compile.codegen.prebuilt.writer import bundle_of
 from graphllm.config import Bucket, CompileConfig
-from graphllm.host.prebuilt import LOOPS, find_library, library_name, made_here
+from graphllm.host.kernel_sources import LOOPS, library_name
+from graphllm.host.prebuilt import find_library, made_here
 from graphllm.ir.kernels import c_kernel
 from graphllm.rewrite import ImplChoice
 
@@ -34,17 +35,15 @@ class Prebuilt:
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
     ) -> Built:
-        """A piece for a bucket. Its kernels name the libraries that they are in."""
+        """A piece for a bucket."""
         lowered, reports = lower_piece(piece, bucket, config, choices, decompositions())
         text = lowered.graph.print_readable(print_output=False)
         made = bundle_of(lowered)
-        for kernel in made.kernels.values():
-            kernel["library"] = library_name(_source(kernel["c"]))
         plain = {"inputs": made.inputs, "outputs": made.outputs, "code": made.code, "kernels": made.kernels}
         return Built(plain, {}, {}, lowered.chosen, text, reports)
 
-    def assemble(self, built: Iterable[Built], folder: Path) -> None:
-        """Make the libraries that nobody has made. Raises BuildError where g++ is missing or fails."""
+    def assemble(self, built: Iterable[Built], folder: Path) -> tuple[str, ...]:
+        """Make the libraries that nobody has made; the names of all. Raises BuildError when g++ fails."""
         kernels = {k["c"]: k["args"] for b in built for k in b.bundle["kernels"].values()}
         wanted = {_source(symbol): library_name(_source(symbol)) for symbol in (KERNEL, *kernels)}
         missing = {source: name for source, name in wanted.items() if find_library(name) is None}
@@ -55,6 +54,7 @@ class Prebuilt:
             own = {symbol: kinds for symbol, kinds in kernels.items() if _source(symbol) == source}
             calls = "" if source == LOOPS or has_calls(source) else call_source(own, run=False)
             self._objects.library(source, made_here() / name, calls)
+        return tuple(wanted.values())
 
 
 def _source(symbol: str) -> Path:

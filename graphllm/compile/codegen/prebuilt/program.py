@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from graphllm.compile.codegen.prebuilt.loop import DTYPES, Access, Loop, Register, Step, registers_read
-from graphllm.host.compiler import OPS
+from graphllm.host.kernel_sources import OPS
 from graphllm.program.specs import Dim
 
 KERNEL = "graphllm_loop"

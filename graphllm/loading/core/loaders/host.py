@@ -63,5 +63,5 @@ def _weights(stored: StoredWeights) -> Load | None:
     if stored.is_baked:
         return functools.partial(open_on_host, stored.artifact.folder)
     checkpoint = stored.tensors.checkpoint
-    loader = None if checkpoint is None else host_loader(stored.plan, checkpoint, stored.artifact.kernels)
+    loader = None if checkpoint is None else host_loader(stored.plan, checkpoint, stored.artifact.libraries)
     return None if loader is None else loader.load

@@ -15,8 +15,10 @@ from graphllm.engine.requests.request import Adapter, EngineRequest
 from graphllm.engine.step.adapter_memory import AdapterMemory
 from graphllm.engine.structured.compilers import GrammarCompilers
 from graphllm.host.importing import imported
+from graphllm.loading.artifact.successor import ArtifactSuccessor
 from graphllm.loading.core.core_start import CoreStart
 from graphllm.runtime.executor import Executor
+from graphllm.runtime.memory.memory import HostMemory
 from graphllm.weights.adapters.adapters import adapter_digest, read_adapter
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def make_core(start: CoreStart, executor: Executor, waves: CoreWaves | None = No
         adapters=_adapter_memory(executor, config, compiled.dtype),
         balancer=None if executor.experts is None else ExpertBalancer(executor.experts, config.parallel),
         waves=waves,
+        successor=_successor(start, executor),
     )
     return EngineCore(
         executor,
@@ -70,6 +73,14 @@ def make_core(start: CoreStart, executor: Executor, waves: CoreWaves | None = No
         executor.min_batch_per_stage,
         cold,
     )
+
+
+def _successor(start: CoreStart, executor: Executor) -> ArtifactSuccessor | None:
+    """What waits for the model's own code; None where none comes, and with several ranks, which take it later."""
+    place = start.config.successor
+    if place is None or start.ranks is not None or start.config.peers is not None:
+        return None
+    return ArtifactSuccessor(Path(place), start.artifact, not isinstance(executor.memory, HostMemory))
 
 
 def _adapter_memory(executor: Executor, config: CoreConfig, dtype: str) -> AdapterMemory:

@@ -1,0 +1,64 @@
+"""`ArtifactSuccessor`: waits in a thread for an artifact that another process compiles, and opens it. No torch."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+from graphllm.program.artifact import Artifact
+
+_log = logging.getLogger(__name__)
+_LOOK = 0.5  # seconds between two looks at the folder
+
+
+class ArtifactSuccessor:
+    """See `graphllm.engine.parts.takeover.Successor`.
+
+    place: the folder of the artifact.
+    present: what runs until then.
+    torch: whether this process has torch, and its tensors.
+    """
+
+    def __init__(self, place: Path, present: Artifact, torch: bool) -> None:
+        self._place, self._present, self._torch = place, present, torch
+        self._found: Artifact | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._wait, name="graphllm-successor", daemon=True).start()
+
+    def ready(self) -> Artifact | None:
+        """The artifact, opened."""
+        return self._found
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+    def _wait(self) -> None:
+        while not (self._place / "manifest.json").exists():
+            if self._ended.wait(_LOOK):
+                return
+        try:
+            found = Artifact.open(self._place)
+            found.check_machine()
+            other = self._difference(found)
+            if other is None:
+                found.libraries.find("graphllm_run")
+                self._found = found
+                return
+        except Exception as failure:  # the engine goes on as it is
+            other = str(failure)
+        _log.info("the model's own code is compiled, and taken at the next start (%s)", other)
+
+    def _difference(self, found: Artifact) -> str | None:
+        """What the engine that runs does not have; None where it can take the programs."""
+        ours, theirs = self._present.program, found.program
+        if theirs.torch and not self._torch:
+            return "it needs torch"
+        if found.weights != self._present.weights:
+            return "its weights are packed otherwise"
+        same = ours.states == theirs.states and ours.blocks == theirs.blocks and ours.entries == theirs.entries
+        graphs = [(g.name, g.task, g.inputs, g.buckets, g.optional) for g in ours.graphs]
+        if not same or graphs != [(g.name, g.task, g.inputs, g.buckets, g.optional) for g in theirs.graphs]:
+            return "its states or inputs are others"
+        return None
