@@ -1,4 +1,4 @@
-"""A model without an artifact begins with prebuilt kernels; its own code is compiled behind and taken when all is idle."""
+"""A model without an artifact begins with prebuilt kernels; its own code is compiled behind, taken between requests."""
 
 from __future__ import annotations
 

@@ -194,6 +194,7 @@ def _load(args: EngineArgs, quiet: bool) -> Iterator[Loaded]:
     begun = time.perf_counter()
     status = contextlib.nullcontext() if quiet else console.status("loading, and compiling where that is needed")
     with status, build_errors():
+        args = replace(args, optimize=args.optimize or "first")  # what is measured does not change meanwhile
         if not (find_tokenizer(args, find_source(args)) / "tokenizer.json").is_file():
             args = replace(args, skip_tokenizer_init=True)
         resolved = resolve_model(args)

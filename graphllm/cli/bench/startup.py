@@ -43,7 +43,7 @@ def bench_startup(
     report.check_output(output)
     if math.isnan(timeout):
         raise ConfigError(f"timeout is {timeout}: give seconds from 1")
-    arguments = [model, *options]
+    arguments = [model, *([] if "--optimize" in options else ["--optimize", "first"]), *options]
     starts = []
     for number in track(range(runs + 1), "starts", console=console, transient=True, disable=quiet):
         try:
