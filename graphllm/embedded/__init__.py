@@ -7,6 +7,8 @@ from pathlib import Path
 
 MODEL_DIR = Path(__file__).resolve().parent / "model"
 """A Llama."""
+ARTIFACT_DIR = MODEL_DIR.with_name("model_artifact")
+"""What it runs on before its own code is compiled; made by `python -m bench.training.artifact`."""
 MOE_DIR = Path(__file__).resolve().parent / "moe"
 """A Qwen3-MoE that knows the same: each token goes to 2 of 8 experts."""
 _HERE = Path(__file__).resolve().parent

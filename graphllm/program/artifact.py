@@ -277,6 +277,11 @@ class Artifact:
         return libraries_of(self.folder, self.program.libraries)
 
     @property
+    def is_portable(self) -> bool:
+        """Whether it calls nothing but prebuilt kernels: then it runs wherever these are."""
+        return self.config.backend == "prebuilt" and not self.program.torch
+
+    @property
     def is_baked(self) -> bool:
         """Whether it holds its weights."""
         return baked_table.is_baked(self.folder)
@@ -300,6 +305,10 @@ class Artifact:
         """Raise ArtifactError unless it was made for this machine and these versions."""
         factors = self.manifest.factors
         compiled = factors.compile.target
+        if self.is_portable:
+            if lacking := sorted({*compiled.arch} - {*detect_target("cpu").arch}):
+                raise ArtifactError(f"{self.folder} needs a CPU with {', '.join(lacking)}; compile again")
+            return
         try:
             target = detect_target(compiled.device)
         except ConfigError as none:

@@ -290,6 +290,7 @@ class Executor:
             graph.release()
         self.states.release()
         self.worker.parameters = {}
+        self._outside.clear()
         if self.device.type == "cuda":
             gc.collect()  # what was bound is held in circles
             give_back()

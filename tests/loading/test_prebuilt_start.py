@@ -16,6 +16,7 @@ import pytest
 
 from graphllm import LLM, SamplingParams
 from graphllm.config import ConfigError, EngineArgs, Env
+from graphllm.embedded import ARTIFACT_DIR
 from graphllm.host.build_lock import build_lock
 from graphllm.loading.artifact.behind import Order, failure_of
 from graphllm.loading.artifact.build import artifact_folder, begins_prebuilt, take_artifact
@@ -33,9 +34,7 @@ TAKEN, LATER = "runs from here on", "taken at the next start"
 @pytest.fixture
 def args(checkpoint: Path, prebuilt_artifact: Path, cache: Path) -> EngineArgs:
     """Of a model without an artifact, with kernels that were made for other tests."""
-    made = prebuilt_artifact.parents[1] / "kernels"
-    if made.is_dir():
-        shutil.copytree(made, cache / "kernels")
+    _give_kernels(prebuilt_artifact, cache)
     return EngineArgs(str(checkpoint), target="cpu", optimize="behind", **LIMITS)
 
 
@@ -132,7 +131,6 @@ def test_without_a_compiler(args: EngineArgs, cache: Path) -> None:
     assert done.returncode == 0, done.stderr
     (only,) = (cache / "artifacts").iterdir()
     assert Artifact.open(only).config.backend == "prebuilt"
-    assert "torch" not in Artifact.open(only).program.libraries
 
 
 def test_a_compiler_that_fails_is_said_once(
@@ -180,3 +178,36 @@ def test_compiled_behind(args: EngineArgs, place: Path, checkpoint: Path, caplog
 
 def _quiet(stage: str, done: int, total: int) -> None:
     """Nobody looks."""
+
+
+def test_the_artifact_that_ships_is_of_this_tree(tmp_path: Path) -> None:
+    """It is what the compiler makes now, and calls the kernels that are here now."""
+    from bench.training.artifact import make
+
+    made = make(tmp_path / "artifact")
+    for file in ("program.json", "weights.json", *(f"pieces/{p.name}" for p in sorted((made / "pieces").iterdir()))):
+        there = ARTIFACT_DIR / file
+        fresh = there.exists() and there.read_text() == (made / file).read_text()
+        assert fresh, f"{file}: run: python -m bench.training.artifact"
+
+
+def test_the_embedded_model_needs_neither_compiler_nor_torch(cache: Path, prebuilt_artifact: Path) -> None:
+    """Its first answer, with nothing in the cache and nothing on PATH."""
+    _give_kernels(prebuilt_artifact, cache)
+    program = (
+        "import sys; from graphllm import LLM, SamplingParams; llm = LLM(target='cpu');"
+        "print(llm.generate('What is 12 + 7?', SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids);"
+        "print('torch' in sys.modules)"
+    )
+    clean = {k: v for k, v in os.environ.items() if k != "GRAPHLLM_OPTIMIZE"} | {"PATH": str(cache)}
+    done = subprocess.run([sys.executable, "-c", program], env=clean, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False"
+    assert not (cache / "artifacts").exists()
+
+
+def _give_kernels(artifact: Path, cache: Path) -> None:
+    """Those that were made for other tests, where the package has none of its own."""
+    made = artifact.parents[1] / "kernels"
+    if made.is_dir():
+        shutil.copytree(made, cache / "kernels")

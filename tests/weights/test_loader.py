@@ -26,7 +26,11 @@ from graphllm.weights.loading import loader
 from graphllm.weights.loading.loader import load_weights
 from graphllm.weights.loading.random import random_weights
 from graphllm.weights.loading.readers import Loading, Progress
-from graphllm.weights.plan.plan import make_plan
+from graphllm.weights.plan.evaluate import evaluate
+from graphllm.weights.plan.expr import Read, Slice, walk
+from graphllm.weights.plan.plan import WeightPlan, make_plan
+from graphllm.weights.plan.simplify import at_rank, simplify
+from tests.artifacts import artifact_of
 from tests.tiers import draws, thorough
 from tests.waiting import until
 from tests.weights.fakes import plan_of, small_reads
@@ -252,6 +256,24 @@ def test_random_weights(device: str) -> None:
     again, other = random_weights(plan, device, seed=1), random_weights(plan, device, seed=2)
     assert all(torch.equal(w[n], again[n]) for n in w)
     assert not torch.equal(w["embed.tokens"], other["embed.tokens"])
+
+
+def test_random_weights_of_ranks(checkpoint: Path) -> None:
+    """Each rank draws what it has of its own, and has the same of the rest; what the plan computes is computed."""
+    place = artifact_of(checkpoint, backend="eager", tensor_parallel_size=2)
+    plan = WeightPlan.from_json((place / "weights.json").read_text())
+    first, second = (random_weights(plan, rank=rank) for rank in range(2))
+    computed = [e for e in plan if not e.tie and not any(isinstance(part, Read) for part in walk(e.expr))]
+    for e in computed:
+        for rank, found in enumerate((first, second)):
+            wanted = evaluate(simplify(at_rank(e.expr, rank)), lambda region: torch.empty(0))
+            torch.testing.assert_close(found[e.name].double(), wanted.double(), msg=e.name)
+    assert any(not torch.equal(first[e.name], second[e.name]) for e in computed), "ranks begin at other tokens"
+    for e in plan:
+        if e in computed or e.tie or "norm" in e.name:
+            continue
+        divided = any(isinstance(part, Slice) and part.per_rank for part in walk(e.expr))
+        assert torch.equal(first[e.name], second[e.name]) != divided, e.name
 
 
 _MEASURE = """

@@ -20,7 +20,9 @@ from rich.table import Table
 from graphllm.cli.doctor.timing import times_of
 from graphllm.cli.late import call
 from graphllm.config import ConfigError, Env
+from graphllm.host.kernel_sources import LOOPS, library_name, sources
 from graphllm.host.machine import available_memory, compiler_version, detect_target, usable_cores
+from graphllm.host.prebuilt import find_library
 from graphllm.program.artifact import Artifact
 from graphllm.version import __version__
 
@@ -82,8 +84,21 @@ def _machine(console: Console) -> Iterator[Finding]:
     console.print(
         f"rates     memory is read at {read / 1e9:.1f} GB/s, {dtype} products run at {products / 1e12:.2f} TFLOP/s"
     )
+    libraries = [find_library(library_name(source)) for source in (*sources(), LOOPS)]
+    there = sorted({str(file.parent) for file in libraries if file is not None})
+    console.print(
+        f"kernels   {sum(map(bool, libraries))} of {len(libraries)} are prebuilt for this CPU"
+        + (f", in {', '.join(there)}" if there else ""),
+        soft_wrap=True,
+    )
     if compiler_version() == "none":
-        yield Finding("there is no g++", "models for a CPU cannot be compiled; install it: apt install g++", True)
+        whole = all(libraries)
+        slower = (
+            "models for a CPU run on prebuilt kernels only, a bit slower"
+            if whole
+            else "some models cannot run on a CPU"
+        )
+        yield Finding("there is no g++", f"{slower}; install it: apt install g++", not whole)
     if target.device == "cpu" and Path("/dev/nvidia0").exists():
         remedy = f"install a CUDA build of torch {versions['torch'].partition('+')[0]} from download.pytorch.org"
         yield Finding("there is an NVIDIA GPU, but torch is built for CPUs or the driver does not answer", remedy)
@@ -136,6 +151,8 @@ def _artifact(console: Console, folder: Path) -> Iterator[Finding]:
             "it is interpreted (backend eager)", "compile with --backend inductor, which is many times as fast"
         )
         return
+    if compiled.backend == "prebuilt":
+        yield Finding("it runs on prebuilt kernels", "graphllm compile makes code of the model's own, which is faster")
     rates = _rates(artifact.device, compiled.dtype)
     table = Table("step", "expected, ms", "seen, ms", "times", title="full steps of each bucket, nothing in the cache")
     far = []

@@ -21,13 +21,12 @@ from graphllm.engine.schedule.scheduler import Scheduler
 from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.engine.step.batch import Batch, SamplingTable
 from graphllm.engine.step.started_step import LogitsEdit, StartedStep
-from graphllm.engine.step.step_executor import StepExecutor
+from graphllm.engine.step.step_executor import StepExecutor, Successor
 from graphllm.runtime.commands.command import Command
 
 if TYPE_CHECKING:
     from graphllm.engine.experts.expert_balancer import ExpertBalancer
     from graphllm.engine.experts.lockstep import CoreWaves
-    from graphllm.engine.parts.takeover import Successor
     from graphllm.engine.requests.options import LogitsProcessor
     from graphllm.engine.step.adapter_memory import AdapterMemory
     from graphllm.engine.structured.compilers import GrammarCompilers

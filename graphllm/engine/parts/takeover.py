@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
 
 from graphllm.engine.parts.part import Part, PartContext
 from graphllm.engine.requests.request import EngineCoreOutput, EngineRequest
 
-if TYPE_CHECKING:
-    from graphllm.program.artifact import Artifact
-
 _log = logging.getLogger(__name__)
-
-
-class Successor(Protocol):
-    """What waits for an artifact that is being compiled."""
-
-    def ready(self) -> Artifact | None:
-        """The artifact, when it is there and fits; at once."""
-        ...
-
-    def close(self) -> None:
-        """Wait no more."""
 
 
 class Takeover(Part):

@@ -28,6 +28,17 @@ class Handle(Protocol):
         """Its results, once. Raises what the device reported."""
 
 
+class Successor(Protocol):
+    """What waits for an artifact that is being compiled, for `StepExecutor.take`."""
+
+    def ready(self) -> Artifact | None:
+        """The artifact, when it is there and fits; at once."""
+        ...
+
+    def close(self) -> None:
+        """Wait no more."""
+
+
 class StepExecutor(DeviceStates, Protocol):
     """task: of the main graph.
 

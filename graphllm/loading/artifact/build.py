@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from graphllm.config import Bucket, CompileConfig, ConfigError, EngineArgs, Env, ParallelConfig, definitions
 from graphllm.config.setting import assemble, key_fields, plain
+from graphllm.embedded import ARTIFACT_DIR, MODEL_DIR
 from graphllm.host.build_lock import build_lock
 from graphllm.host.compiler import check_compiler
 from graphllm.host.prebuilt import find_library
@@ -157,8 +158,9 @@ def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> Taken
     if optimize not in OPTIMIZE:
         raise ConfigError(f"GRAPHLLM_OPTIMIZE is {optimize!r:.80}: give one of {', '.join(OPTIMIZE)}")
     if policy == "build" and optimize != "first" and begins_prebuilt(source, config, env):
-        place = artifact_folder(source, config, env)
-        soon = find_or_build(source, replace(config, backend="prebuilt"), env, "build", progress)
+        place, soon = artifact_folder(source, config, env), shipped(source, config)
+        if soon is None:
+            soon = find_or_build(source, replace(config, backend="prebuilt"), env, "build", progress)
         compile_behind(source, config, env, place)
         return Taken(soon, threads, place if optimize == "behind" else None)
     found = find_or_build(source, config, env, policy, progress, folder)
@@ -172,6 +174,22 @@ def begins_prebuilt(source: Source, config: CompileConfig, env: Env) -> bool:
     native = config.target.device == "cpu" and config.backend == "inductor"
     # Other kernels round otherwise, and a deterministic engine's texts must not depend on when they are taken.
     return native and not config.deterministic and _find(source, artifact_folder(source, config, env)) is None
+
+
+def shipped(source: Source, config: CompileConfig) -> Artifact | None:
+    """The artifact of prebuilt kernels that comes with the embedded model; None where the settings are others, and
+    where its kernels are not there."""
+    if source.folder != MODEL_DIR or not (ARTIFACT_DIR / "manifest.json").exists():
+        return None
+    found = Artifact.open(ARTIFACT_DIR)
+    wanted, there = (
+        key_fields(c) | {"target": c.target.device} for c in (replace(config, backend="prebuilt"), found.config)
+    )
+    lacking = {*found.config.target.arch} - {*config.target.arch}
+    if wanted != there or lacking or not all(map(find_library, found.program.libraries)):
+        return None
+    found.check_model(source.config, source.tensors)
+    return found
 
 
 def _check_said(found: Artifact, args: EngineArgs) -> None:

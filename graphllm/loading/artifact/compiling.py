@@ -15,6 +15,8 @@ from graphllm.compile.tuning.workers import open_workers
 from graphllm.config import CompileConfig, ConfigError, Env
 from graphllm.host.garbage_collection import keep_all, no_collections
 from graphllm.loading.checkpoint.source import Source
+from graphllm.program.artifact import libraries_of
+from graphllm.program.program import read_program
 from graphllm.weights.plan.match import check_checkpoint
 from graphllm.weights.plan.plan import make_plan
 from graphllm.weights.plan.schemes import as_quantized
@@ -42,12 +44,17 @@ def build(
         _check(pipeline.find_model(source.config), source, config)
         complete = None
         if bake:
-            baked = importlib.import_module("graphllm.weights.loading.baked")
-            complete = functools.partial(baked.bake, checkpoint=source.checkpoint)
+            complete = functools.partial(_bake, source)
         origin = {"name": source.name, "commit": source.commit}
         tools = pipeline.Tools(objects, workers, env.cache_dir / "tuned")
         stored = source.checkpoint.tensors if source.checkpoint else None
         pipeline.compile_model(source.config, tensors, config, place, progress, tools, complete, origin, stored)
+
+
+def _bake(source: Source, building: Path) -> None:
+    """Add the finished weights to the artifact."""
+    libraries = libraries_of(building, read_program(building).libraries)
+    importlib.import_module("graphllm.weights.loading.baked").bake(building, source.checkpoint, libraries)
 
 
 def _check(model: Any, source: Source, config: CompileConfig) -> None:

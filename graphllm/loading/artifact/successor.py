@@ -13,7 +13,7 @@ _LOOK = 0.5  # seconds between two looks at the folder
 
 
 class ArtifactSuccessor:
-    """See `graphllm.engine.parts.takeover.Successor`.
+    """See `graphllm.engine.step.step_executor.Successor`.
 
     place: the folder of the artifact.
     present: what runs until then.

@@ -68,7 +68,7 @@ def begin_weights(
     reads = None if place.stage is None else stage_reads(artifact.program, place.stage)
     if checkpoint is not None:
         return loader.begin_weights(stored.plan, checkpoint, device, stored.artifact.libraries, rank, reads)
-    weights = random_weights(stored.plan.chosen(reads), device, libraries=stored.artifact.libraries)
+    weights = random_weights(stored.plan.chosen(reads), device, libraries=stored.artifact.libraries, rank=rank)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return Loading(weights)

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from graphllm.config.setting import size_text
-from graphllm.program.artifact import libraries_of
+from graphllm.host.libraries import Libraries
 from graphllm.program.baked_table import DATA, FORMAT, PAGE, TABLE, BakedError, check, stamp
-from graphllm.program.program import read_program
 from graphllm.weights.checkpoint.checkpoint import Checkpoint, fingerprint
 from graphllm.weights.loading.baked_on_host import mapped, sample
 from graphllm.weights.loading.loader import begin_tensors, load_weights
@@ -30,13 +29,14 @@ from graphllm.weights.plan.plan import WeightPlan
 _HUGE = 2 << 20  # written at once, so that the operating system can keep and map it as one page
 
 
-def bake(artifact: Path, checkpoint: Checkpoint) -> None:
-    """Make the parameters of an artifact that is being built, by its weight plan, and add them to it.
+def bake(artifact: Path, checkpoint: Checkpoint, libraries: Libraries | None = None) -> None:
+    """Make the parameters of an artifact that is being built, by its weight plan, and add them to it. libraries: see
+    `load_weights`.
 
     Raises WeightError when the checkpoint does not fit the plan, BakedError when the disk is full.
     """
     plan = WeightPlan.from_json((artifact / "weights.json").read_text())
-    tensors = load_weights(plan, checkpoint, "cpu", libraries=libraries_of(artifact, read_program(artifact).libraries))
+    tensors = load_weights(plan, checkpoint, "cpu", libraries=libraries)
     places, size = _lay_out(tensors)
     try:
         digest = _write(artifact / DATA, places, tensors, size)

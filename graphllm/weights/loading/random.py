@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -11,8 +12,9 @@ from graphllm.host.libraries import Libraries
 from graphllm.weights.encodings import Encoding, encoding_of
 from graphllm.weights.loading.loader import allocate
 from graphllm.weights.plan.evaluate import evaluate
-from graphllm.weights.plan.expr import Concat, Encode, Expr, Stack, Values
+from graphllm.weights.plan.expr import Concat, Encode, Expr, Read, Slice, Stack, walk
 from graphllm.weights.plan.plan import WeightPlan
+from graphllm.weights.plan.simplify import at_rank, simplify
 
 # A CPU draws only some 50 million normal numbers a second: random weights there repeat one block of them, each tensor
 # from a start of its own. The length is prime, so that the rows of a matrix all differ.
@@ -21,24 +23,30 @@ _SHIFTS = 1 << 14
 
 
 def random_weights(
-    plan: WeightPlan, device: str | torch.device = "cpu", seed: int = 0, libraries: Libraries | None = None
+    plan: WeightPlan,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    libraries: Libraries | None = None,
+    rank: int = 0,
 ) -> dict[str, Tensor]:
     """Normal numbers with deviation 0.02, norms are ones, computed ones are what the plan says; encoded ones stand for
     such numbers.
 
     libraries: see `load_weights`.
+    rank: of a parallel group. What ranks divide is different on each, what all have is the same on all.
     """
     device = torch.device(device)
-    noise = _Noise(device, seed)
+    noise = _Noise(device)
     tensors = allocate(plan, device)
     matrices: dict[tuple[str, Expr], dict[str, Tensor]] = {}
     for e in plan:
         tensor = tensors[e.name]
         if e.tie:
             continue
-        if isinstance(e.expr, Values):
-            tensor.copy_(evaluate(e.expr, lambda region: torch.empty(0)))
+        if not any(isinstance(part, Read) for part in walk(e.expr)):  # computed: nothing of a checkpoint is in it
+            tensor.copy_(evaluate(simplify(at_rank(e.expr, rank)), lambda region: torch.empty(0)))
             continue
+        noise.seed(seed, e.name, rank if _is_divided(e.expr) else None)
         encoded = list(_encoded(e.expr, tensor))
         if encoded:
             for part, into in encoded:
@@ -49,18 +57,29 @@ def random_weights(
             noise.fill(tensor)
     for (name, matrix), parts in matrices.items():
         rows, inner = matrix.shape
+        noise.seed(seed, str(matrix), rank if _is_divided(matrix) else None)
         _fill_encoded(encoding_of(name), parts, rows, inner, noise, libraries)
     return tensors
+
+
+def _is_divided(expr: Expr) -> bool:
+    """Whether ranks have parts of their own."""
+    return any(isinstance(part, Slice) and part.per_rank for part in walk(expr))
 
 
 class _Noise:
     """Normal numbers with deviation 0.02."""
 
-    def __init__(self, device: torch.device, seed: int) -> None:
-        self._generator = torch.Generator(device).manual_seed(seed)
+    def __init__(self, device: torch.device) -> None:
+        self._generator = torch.Generator(device)
         self._device, self._on_cpu = device, device.type == "cpu"
         length = _BLOCK + _SHIFTS if self._on_cpu else 0
         self._block = torch.empty(length, device=device).normal_(0.0, 0.02, generator=self._generator)
+
+    def seed(self, *of: object) -> None:
+        """What is drawn from here on depends on ``of`` alone."""
+        digest = hashlib.sha256(" ".join(map(str, of)).encode()).digest()
+        self._generator.manual_seed(int.from_bytes(digest[:7]))
 
     def fill(self, tensor: Tensor) -> None:
         """Any tensor: integers get random bits."""

@@ -12,7 +12,7 @@ namespace graphllm {
 namespace {
 
 constexpr i64 kMostDimensions = 6, kMostTensors = 64, kMostRegisters = 256;
-constexpr i64 kEnough = 1 << 18;  // instructions times elements that are worth a parallel region
+constexpr i64 kEnough = 1 << 15;  // instructions times elements that are worth a parallel region
 
 // The words of a program, one after another. A size is a constant, or one of the kernel's arguments.
 class Words {
@@ -100,12 +100,15 @@ class Machine {
 
   void run(i64 row, i64 block) {
     first_ = block * p_.block;
-    count_ = std::min(p_.block, p_.inner - first_);
+    const i64 count = std::min(p_.block, p_.inner - first_);
+    if (count != count_) {
+      count_ = count;
+      for (i64 r = 0; r < p_.registers; r++) at_[r].count = whole_[r] ? count : 1;
+    }
     for (i64 d = p_.dimensions - 1; d >= 0; d--) {
       place_[d] = row % p_.sizes[d];
       row /= p_.sizes[d];
     }
-    for (i64 r = 0; r < p_.registers; r++) at_[r].count = whole_[r] ? count_ : 1;
     for (i64 i = 0; i < p_.instructions; i++) step(p_.instruction[i]);
   }
 

@@ -153,7 +153,7 @@ def test_bench_startup(
     monkeypatch.setattr("graphllm.cli.bench.startup.ServerProcess", fake_process)
     arguments = ["startup", "--model", "/models/x", "--runs", "2", "--output", str(tmp_path / "r.json"), "--quiet"]
     bench_app([*arguments, "--", "--max-model-len", "64"], standalone_mode=False)
-    assert asked == [["/models/x", "--max-model-len", "64"]] * 3
+    assert asked == [["/models/x", "--optimize", "first", "--max-model-len", "64"]] * 3
     result = json.loads((tmp_path / "r.json").read_text())
     assert len(result["starts"]) == result["runs"] == 2
     ready = [s["ready"] for s in result["starts"]]
