@@ -66,6 +66,7 @@ class EngineSettings(TypedDict, total=False):
     count_expert_tokens: bool
     deterministic: bool
     tune: bool | None
+    tune_all: bool
     dump: Path | None
     jobs: int
     kv_cache_memory_bytes: int | str | None
@@ -163,6 +164,7 @@ class EngineArgs:
     count_expert_tokens: bool
     deterministic: bool
     tune: bool | None
+    tune_all: bool
     dump: Path | None
     jobs: int
     kv_cache_memory_bytes: int | None

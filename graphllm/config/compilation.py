@@ -291,6 +291,9 @@ class CompileConfig:
         "however its prompt is divided, and whether it comes from the cache or is computed again; a little slower.",
     )
     tune: bool = setting(False, auto="on for a GPU", help="Choose kernels by timing them while compiling (GPU).")
+    tune_all: bool = setting(
+        False, help="Of tune: time every candidate, also where the package's tables know what is fast on this GPU."
+    )
     dump: Path | None = setting(
         None,
         help="Write the readable IR of every stage into this folder.",

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.training import tuning_table
 from graphllm.compile.codegen.example_inputs import example
 from graphllm.compile.codegen.jobs import Candidate
 from graphllm.compile.codegen.lower import lower
@@ -29,7 +30,7 @@ from graphllm.compile.pipeline import compile_model, run_passes
 from graphllm.compile.row_order import require_row_orders
 from graphllm.compile.specialize import specialize
 from graphllm.compile.trace import trace_model, trace_unit
-from graphllm.compile.tuning import tune
+from graphllm.compile.tuning import known, tune
 from graphllm.compile.tuning.workers import Workers
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target, default_buckets
 from graphllm.config.compilation import check
@@ -282,6 +283,83 @@ def test_what_was_found_is_kept(
     monkeypatch.setattr(tune, "measure", lambda site, candidates: (None, [f"{c.impl}: no room" for c in candidates]))
     with pytest.raises(BuildError, match=r"no implementation of \w+ runs on this GPU with .*: \w+: no room"):
         tuned(few, tmp_path / "other")
+
+
+def _stretched(site: tune.Tunable) -> tune.Tunable:
+    """Another site of the same kind: longer rows."""
+    longer = {
+        name: dataclasses.replace(spec, shape=tuple(d + 8 if isinstance(d, int) else d for d in spec.shape))
+        for name, spec in site.tensors.items()
+    }
+    return site._replace(tensors=longer)
+
+
+def test_what_a_table_knows_is_not_timed(
+    linked: Linked, config: CompileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At sites that are like some of the table, what was the fastest there is timed, and the first candidate."""
+    pieces = [(p.json, bucket) for bucket in config.buckets for p in linked.pieces.values()]
+    sites = tune.tunables(pieces, config)
+    chosen = {key: site.candidates[-1] for key, site in sites.items()}
+    same, like, gone, other = (
+        known.Table.of([known.known_site(change(s), pick(s)) for s in sites.values()])
+        for change, pick in (
+            (lambda s: s, lambda s: s.candidates[-1]),
+            (_stretched, lambda s: s.candidates[-1]),
+            (lambda s: s, lambda s: ImplChoice("gone", {})),
+            (lambda s: s._replace(op="other"), lambda s: s.candidates[-1]),
+        )
+    )
+    for site in sites.values():
+        first, last = site.candidates[0], site.candidates[-1]
+        assert (same.chosen(site), like.chosen(site), gone.chosen(site), other.chosen(site)) == (last, None, None, None)
+        few = like.likely(site)
+        assert few[0] == first
+        assert last in few
+        assert len(few) <= 4  # of three neighbours
+        assert gone.likely(site) == other.likely(site) == site.candidates
+
+    def added(table: known.Table) -> tune.Tuner:
+        monkeypatch.setattr(tune, "table_of", lambda target: table)
+        tuner = tune.Tuner(config, None, lambda done, total: None, None)
+        waiting = tuner.add(sites)
+        assert waiting | set(tuner.measured) == set(sites)
+        return tuner
+
+    assert {key: m.choice for key, m in added(same).measured.items()} == chosen
+    assert added(same).counts["timed"] == 0
+    likely, all_of_them = added(like).counts, added(other).counts
+    assert likely["timed"] == all_of_them["timed"]
+    assert likely["candidates"] < all_of_them["candidates"]
+    monkeypatch.setattr(tune, "table_of", lambda target: same)
+    every = tune.Tuner(dataclasses.replace(config, tune_all=True), None, lambda done, total: None, None)
+    assert every.add(sites) == set(sites)
+
+
+def test_tables_are_made_of_what_was_timed(
+    linked: Linked, config: CompileConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all sites, once each; those that are there stay."""
+    monkeypatch.setattr(tune, "fingerprint", lambda config: "here")
+    monkeypatch.setattr(tune, "measure", lambda site, candidates: (tune.Measured(candidates[-1], {"a": 1.0}), []))
+    every = dataclasses.replace(config, tune_all=True)
+    sites = dict[str, tune.Tunable]()
+    for bucket in config.buckets:
+        tuner = tune.Tuner(every, None, lambda done, total: None, tmp_path / "tuned")
+        for piece in linked.pieces.values():
+            sites |= (found := tuner.find(piece.json, bucket)())
+            tuner.add(found)
+        assert list(tuner.results())
+    monkeypatch.setattr(tuning_table, "TABLES", tmp_path / "tables")
+    monkeypatch.setattr(known, "TABLES", tmp_path / "tables")
+    monkeypatch.setattr(tuning_table, "detect_target", lambda device: config.target)
+    monkeypatch.setattr(sys, "argv", ["tuning_table", str(tmp_path)])
+    tuning_table.main()
+    tuning_table.main()
+    table = known.table_of(config.target)
+    assert set(table.exact) == {known.digest_of(site) for site in sites.values()}
+    assert all(table.chosen(site) == site.candidates[-1] for site in sites.values())
+    assert known.table_of(dataclasses.replace(config.target, name="another")) == known.NOTHING
 
 
 def test_equal_calls_are_timed_once(config: CompileConfig, linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from graphllm.compile.codegen.example_inputs import example
@@ -27,6 +28,7 @@ from graphllm.compile.codegen.jobs import Candidate, Tunable
 from graphllm.compile.codegen.objects import BuildError
 from graphllm.compile.passes import pipeline
 from graphllm.compile.specialize import specialize
+from graphllm.compile.tuning.known import NOTHING, KnownSite, Table, known_site, table_of
 from graphllm.compile.tuning.workers import Workers
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.op import all_ops, op_of
@@ -39,7 +41,7 @@ _SHORT_ROW = 1024  # numbers
 
 
 class Measured(NamedTuple):
-    """What was chosen at a site, and what each candidate took, by description."""
+    """What was chosen at a site, and what each candidate took, by description; nothing where a table knew it."""
 
     choice: ImplChoice
     microseconds: dict[str, float]
@@ -73,6 +75,7 @@ class Tuner:
         self._config, self._workers, self._progress = config, workers, progress
         self._file = folder / f"{fingerprint(config)}.json" if folder else None
         self._kept = read_measured(self._file) if self._file else {}
+        self._known = NOTHING if config.tune_all else table_of(config.target)
         self._problems: dict[str, _Problem] = {}
         self.measured: dict[str, Measured] = {}
         self.seconds = 0.0
@@ -87,7 +90,10 @@ class Tuner:
         """Have the candidates of these sites compiled; the keys of those that are not known yet."""
         self.measured |= {key: self._kept[key] for key in sites if key in self._kept}
         for key, site in sites.items():
+            if key not in self.measured and (choice := self._known.chosen(site)) is not None:
+                self.measured[key] = Measured(choice, {})
             if key not in self.measured:
+                site = site._replace(candidates=self._known.likely(site))
                 same = self._problems.get(text := _equal_to(site))
                 if same is None:
                     self._problems[text] = same = _Problem(site, [], self._compile(site))
@@ -106,6 +112,9 @@ class Tuner:
             yield from problem.keys
         if self._file and self._problems:
             write_measured(self._file, self._kept | self.measured)
+            if self._config.tune_all:
+                rows = [known_site(p.site, self.measured[p.keys[0]].choice) for p in self._problems.values()]
+                write_sites(self._file.with_suffix(".sites"), rows)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -210,6 +219,14 @@ def write_measured(file: Path, found: Mapping[str, Measured]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(found, indent=0))
+    partial.replace(file)
+
+
+def write_sites(file: Path, found: Sequence[KnownSite]) -> None:
+    """Add rows for tables to what earlier compiles found."""
+    earlier = msgspec.json.decode(file.read_bytes(), type=list[KnownSite]) if file.exists() else []
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(msgspec.json.encode(list(Table.of([*earlier, *found]).exact.values())))
     partial.replace(file)
 
 
