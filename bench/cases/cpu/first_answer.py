@@ -60,19 +60,7 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
 
 def starts(model: str, runs: int, place: Path) -> dict[str, Any]:
     """Medians of each kind of start."""
-    ask = [
-        *GRAPHLLM,
-        "run",
-        "--model",
-        model,
-        "--prompt",
-        PROMPT,
-        "--max-tokens",
-        f"{TOKENS}",
-        "--temperature",
-        "0",
-        "-q",
-    ]
+    ask = [*GRAPHLLM, "run", "--model", model, "--prompt", PROMPT, "--max-tokens", f"{TOKENS}", "--temperature", "0", "-q"]
     found: dict[str, list[float]] = {"nothing": [], "again": [], "waiting": []}
     for number in range(runs):
         own, soon = place / f"own{number}", place / f"soon{number}"

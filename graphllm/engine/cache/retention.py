@@ -66,10 +66,11 @@ class FullBlocks:
         return max(0, -(-end // self.unit) - int(self.held[slot]))
 
     def extend(self, slot: int, end: int) -> None:
-        """Allocate them. Raises KeyError when there are not enough."""
-        for i in range(int(self.held[slot]), -(-end // self.unit)):
-            self.table[slot, i] = self._pool.allocate()
-            self.held[slot] = i + 1
+        """Allocate them. The pool must have as many free ones."""
+        held, more = int(self.held[slot]), self.missing(slot, end)
+        made = [self._pool.allocate() for _ in range(more)]
+        self.table[slot, held : held + more] = made
+        self.held[slot] = held + more
 
     def reach(self, slot: int) -> int:
         """How many tokens the slot's blocks have room for."""

@@ -98,10 +98,11 @@ class RequestTable:
         def column(kind: type = np.int32) -> np.ndarray:
             return np.zeros(max_num_seqs, dtype=kind)
 
-        self.num_tokens, self.num_computed_tokens, self.num_in_flight = column(), column(), column()
-        self.num_unsure, self.num_drafts, self.last_token, self.epoch = column(), column(), column(), column()
-        self.num_prompt_tokens, self.limit, self.adapter_id, self.stoppable = column(), column(), column(), column()
-        self.seen_start, self.seen_length, self.num_made, self.run = column(), column(), column(), column()
+        self._counts = np.zeros((9, max_num_seqs), dtype=np.int32)  # zero without a request
+        self.num_tokens, self.num_computed_tokens, self.num_in_flight, self.num_unsure = self._counts[:4]
+        self.num_drafts, self.num_made, self.run, self.num_prompt_tokens, self.limit = self._counts[4:]
+        self.last_token, self.epoch, self.adapter_id, self.stoppable = column(), column(), column(), column()
+        self.seen_start, self.seen_length = column(), column()
         self.sampled_at = column(np.int64)
         self.temperature, self.seed = column(np.float32), column(np.int64)
         self.scoring, self.verifiable = column(bool), column(bool)
@@ -109,7 +110,14 @@ class RequestTable:
         self.by_slot: list[RequestState | None] = [None] * max_num_seqs
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.running: list[RequestState] = []  # in order
-        self.order = np.zeros(0, dtype=np.int32)  # their slots
+        self._order: np.ndarray | None = None  # their slots, when they are known
+
+    @property
+    def order(self) -> np.ndarray:
+        """The slots of running requests, in their order."""
+        if self._order is None:
+            self._order = np.fromiter((state.slot for state in self.running), np.int32, len(self.running))
+        return self._order
 
     @property
     def has_free_slot(self) -> bool:
@@ -135,9 +143,8 @@ class RequestTable:
             self._stops = np.concatenate([self._stops, more])
         self._stops[:, slot] = -1
         self._stops[: len(stops), slot] = stops
-        place = bisect.bisect(self.running, state)
-        self.running.insert(place, state)
-        self.order = np.insert(self.order, place, slot)
+        bisect.insort(self.running, state)
+        self._order = None
         return slot
 
     def place_items(self, state: RequestState) -> None:
@@ -150,15 +157,13 @@ class RequestTable:
         """Take a request's slot."""
         slot, state.slot = state.slot, -1
         state.drafts = []
-        for column in (self.num_tokens, self.num_computed_tokens, self.num_in_flight, self.num_unsure,
-                       self.num_drafts, self.num_made, self.run, self.num_prompt_tokens, self.limit, self.scoring,
-                       self.verifiable):  # fmt: skip
-            column[slot] = 0
+        self._counts[:, slot] = 0
+        self.scoring[slot] = self.verifiable[slot] = False
         self.by_slot[slot] = None
         self.epoch[slot] += 1
         self._free_slots.append(slot)
         self.running.remove(state)
-        self.order = self.order[self.order != slot]
+        self._order = None
 
     def propose(self, state: RequestState, drafts: list[int]) -> None:
         """Remember the tokens that are expected after all known ones of a request. They are verified as far as they

@@ -259,7 +259,7 @@ def activated(found: np.ndarray, activation: str) -> np.ndarray:
     """Rows of length 1, or probabilities; the numbers themselves for "identity". float32."""
     wide = found.astype(np.float64)
     if activation == "normalize":
-        wide /= np.maximum(np.linalg.norm(wide, axis=-1, keepdims=True), 1e-12)
+        wide /= np.maximum(np.sqrt((wide * wide).sum(-1, keepdims=True)), 1e-12)
     elif activation == "softmax":
         wide = np.exp(wide - wide.max(-1, keepdims=True))
         wide /= wide.sum(-1, keepdims=True)
