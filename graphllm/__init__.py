@@ -4,6 +4,7 @@ public name is imported when it is first used."""
 import importlib
 from typing import TYPE_CHECKING
 
+from graphllm.host.environment import set_environment
 from graphllm.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from graphllm.entrypoints.metrics_reader import Counter, Gauge, Histogram, Metric, Vector
     from graphllm.entrypoints.vllm_config import EngineArgs
     from graphllm.entrypoints.vllm_config import EngineArgs as AsyncEngineArgs
+
+set_environment()
 
 __all__ = [
     "LLM",

@@ -9,19 +9,6 @@ import os
 import sys
 
 
-def set_environment() -> None:
-    """What the libraries read when they are loaded, where the user has not said it."""
-    # Kernels of one parallel region wait for each other by spinning; unbounded spinning collapses as soon as another
-    # process takes one of the cores, so it is bounded before the OpenMP runtime is loaded. A user's own setting wins.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-    # Where there are more OpenMP threads than CPUs, a wait then spins 1,000 times and not 100: over the gaps in a step.
-    os.environ.setdefault("OMP_WAIT_POLICY", "active")
-    # oneDNN and torch's layer above it keep a kernel for every shape they have met, 1,024 each, and steps have many
-    # shapes: a gigabyte after some hours of serving.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
-    os.environ.setdefault("LRU_CACHE_CAPACITY", "128")
-
-
 def command() -> None:
     """The ``graphllm`` command as a process: `main`, and where it has compiled, no more than that.
 
@@ -52,7 +39,6 @@ def main() -> None:
     ``graphllm serve`` begins with the process of its engine, before the command line is read: on a GPU nothing takes
     longer than its import of torch.
     """
-    set_environment()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that lacks a character shows its escape
         sys.stdout.reconfigure(errors="backslashreplace")
     from graphllm.cli.endings import endings

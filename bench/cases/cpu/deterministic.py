@@ -9,15 +9,12 @@ best.
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as the command line sets it, before the OpenMP runtime loads
 
 import numpy as np
 

@@ -5,7 +5,7 @@
 Each run is a new process that answers one prompt with 24 tokens, greedily. nothing: an empty cache, prebuilt kernels of
 the package, no compiler on PATH. waiting: an empty cache, and the model's own code is compiled first (`--optimize
 first`). again: what the run before has left. llama.cpp: a GGUF file with llama-cpp-python, where it is there. torch:
-a process that only imports torch. speed: tokens/s of decoding 1 and 8 sequences and of a prompt of 1,024, prebuilt and
+a process that only imports torch. speed: tokens/s of decoding 1 and 8 sequences and of a prompt of 960, prebuilt and
 own code in turn, in processes of their own. taken: an engine answers short requests while its own code is compiled
 behind it; the longest of those around the change, beside the median. The texts before and after must be the same.
 """
@@ -37,12 +37,14 @@ print(llm(sys.argv[3], max_tokens=int(sys.argv[4]), temperature=0)["choices"][0]
 """
 
 
-def seconds_of(command: list[str], **environment: str) -> float:
-    """Of a process that must succeed, from its start to its end."""
+def seconds_of(command: list[str], texts: set[str] | None = None, **environment: str) -> float:
+    """Of a process that must succeed, from its start to its end. texts: gets what it printed."""
     begin = time.perf_counter()
     done = subprocess.run(command, env={**worker_environment(), **environment}, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
+    if texts is not None:
+        texts.add(done.stdout)
     return round(time.perf_counter() - begin, 3)
 
 
@@ -60,15 +62,17 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
 
 def starts(model: str, runs: int, place: Path) -> dict[str, Any]:
     """Medians of each kind of start."""
-    ask = [*GRAPHLLM, "run", "--model", model, "--prompt", PROMPT, "--max-tokens", f"{TOKENS}", "--temperature", "0", "-q"]
+    ask = [*GRAPHLLM, "run", f"--model={model}", f"--prompt={PROMPT}", f"--max-tokens={TOKENS}", "--temperature=0"]
+    texts = set[str]()
     found: dict[str, list[float]] = {"nothing": [], "again": [], "waiting": []}
     for number in range(runs):
         own, soon = place / f"own{number}", place / f"soon{number}"
-        found["waiting"].append(seconds_of([*ask, "--optimize", "first"], GRAPHLLM_CACHE=str(own)))
+        found["waiting"].append(seconds_of([*ask, "--optimize=first"], texts, GRAPHLLM_CACHE=str(own)))
         shutil.copytree(own / "kernels", soon / "kernels") if (own / "kernels").is_dir() else soon.mkdir()
         for kind in ("nothing", "again"):
-            command = [*ask, "--optimize", "next_start"]
-            found[kind].append(seconds_of(command, GRAPHLLM_CACHE=str(soon), PATH="/nonexistent"))
+            command = [*ask, "--optimize=next_start"]
+            found[kind].append(seconds_of(command, texts, GRAPHLLM_CACHE=str(soon), PATH="/nonexistent"))
+    assert [len(text) > 20 for text in texts] == [True], "the work is not real: every start must give the same text"
     if model.endswith(".gguf") and importlib.util.find_spec("llama_cpp"):
         threads = str(len(os.sched_getaffinity(0)))
         command = [sys.executable, "-c", LLAMA, model, threads, PROMPT, f"{TOKENS}"]
@@ -98,7 +102,7 @@ def speed(model: str, backend: str) -> dict[str, float]:
     """Tokens/s."""
     from graphllm import LLM, SamplingParams
 
-    with LLM(model, backend=backend, target="cpu", max_model_len=2048, enable_prefix_caching=False) as llm:
+    with LLM(model, backend=backend, target="cpu", max_model_len=1024, enable_prefix_caching=False) as llm:
 
         def seconds(count: int, length: int, out: int) -> float:
             prompts = [{"prompt_token_ids": [5 + (7 * i + 13 * n) % 900 for i in range(length)]} for n in range(count)]
@@ -113,7 +117,7 @@ def speed(model: str, backend: str) -> dict[str, float]:
         return {
             "decode 1": 64 / (seconds(1, 16, 65) - seconds(1, 16, 1)),
             "decode 8": 8 * 64 / (seconds(8, 16, 65) - seconds(8, 16, 1)),
-            "prefill 1024": 1024 / min(seconds(1, 1024, 1) for _ in range(2)),
+            "prefill 960": 960 / min(seconds(1, 960, 1) for _ in range(2)),
         }
 
 
@@ -140,7 +144,7 @@ def change(model: str) -> dict[str, Any]:
     logging.getLogger("graphllm").setLevel(logging.INFO)
     asked: list[tuple[float, float]] = []
     texts = set()
-    with LLM(model, target="cpu", optimize="behind", max_model_len=2048) as llm:
+    with LLM(model, target="cpu", optimize="behind", max_model_len=1024) as llm:
         begin, after = time.perf_counter(), 0
         while after < 20:
             start = time.perf_counter()

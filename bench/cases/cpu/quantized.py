@@ -122,8 +122,7 @@ def logits(ours: Stepper, ids: list[int]) -> torch.Tensor:
 
 def started(folder: Path, place: Path) -> Process:
     """The process of an artifact."""
-    env = {"GOMP_SPINCOUNT": "20000", **worker_environment()}
-    return Process(worker_command("serve", serve, folder, place), env)
+    return Process(worker_command("serve", serve, folder, place), worker_environment())
 
 
 def errors(folder: Path, places: dict[str, Path]) -> dict[str, Any]:

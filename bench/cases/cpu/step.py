@@ -10,15 +10,12 @@ than the step by what the host does outside of kernels. Medians, and the best.
 from __future__ import annotations
 
 import functools
-import os
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as the command line sets it, before the OpenMP runtime loads
 
 import numpy as np
 import torch
