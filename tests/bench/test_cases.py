@@ -53,7 +53,7 @@ def test_list_names_every_case_and_loads_none() -> None:
     lines = done.stdout.splitlines()
     assert {line.split()[1] for line in lines[2:]} == CASES.keys()
     assert {"cpu", "gpu_table", "paired", "scheduler", "serve_streams"} <= CASES.keys()
-    assert not {name for name in ("torch", "numpy", "graphllm") if f" {name}\n" in done.stderr}
+    assert not {name for name in ("torch", "numpy", "msgspec") if f" {name}\n" in done.stderr}
     assert bench("no_such_case").returncode != 0
     assert len(lines) == len(listing(CASES).splitlines())
 

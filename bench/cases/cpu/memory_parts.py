@@ -55,9 +55,6 @@ def prompts(count: int, length: int, seed: int) -> list[list[int]]:
 
 def ours(artifact_path: str, file_path: str, sequences: int, length: int) -> dict[str, Any]:
     """In this process."""
-    from graphllm.cli import set_environment
-
-    set_environment()
     artifact, file = Path(artifact_path), Path(file_path)
     parts, last = {"interpreter": status("VmRSS")}, status("VmRSS")
 

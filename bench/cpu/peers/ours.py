@@ -79,9 +79,6 @@ def _compile(model: Workload, source: Path, folder: Path, *more: str) -> None:
 
 
 def _open(model: Workload, artifact: Path) -> Any:
-    from graphllm.cli import set_environment
-
-    set_environment()  # before torch is loaded
     from graphllm.config import EngineArgs
     from graphllm.loading.artifact.model import resolve_model
 
