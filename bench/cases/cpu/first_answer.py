@@ -56,12 +56,16 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
     for model in case.models:
         name = Path(model).stem if model.endswith(".gguf") else model
         with tempfile.TemporaryDirectory() as place:
-            rows[name] = {**starts(model, case.runs, Path(place)), "speed": speeds(model), "taken": taken(model, place)}
+            rows[name] = {
+                **starts(model, case.runs, Path(place), model if name != model else ""),
+                "speed": speeds(model),
+                "taken": taken(model, place),
+            }
         yield rows
 
 
-def starts(model: str, runs: int, place: Path) -> dict[str, Any]:
-    """Medians of each kind of start."""
+def starts(model: str, runs: int, place: Path, file: str = "") -> dict[str, Any]:
+    """Medians of each kind of start. file: llama.cpp's, where there is one."""
     ask = [*GRAPHLLM, "run", f"--model={model}", f"--prompt={PROMPT}", f"--max-tokens={TOKENS}", "--temperature=0"]
     texts = set[str]()
     found: dict[str, list[float]] = {"nothing": [], "again": [], "waiting": []}
@@ -73,9 +77,9 @@ def starts(model: str, runs: int, place: Path) -> dict[str, Any]:
             command = [*ask, "--optimize=next_start"]
             found[kind].append(seconds_of(command, texts, GRAPHLLM_CACHE=str(soon), PATH="/nonexistent"))
     assert [len(text) > 20 for text in texts] == [True], "the work is not real: every start must give the same text"
-    if model.endswith(".gguf") and importlib.util.find_spec("llama_cpp"):
+    if file and importlib.util.find_spec("llama_cpp"):
         threads = str(len(os.sched_getaffinity(0)))
-        command = [sys.executable, "-c", LLAMA, model, threads, PROMPT, f"{TOKENS}"]
+        command = [sys.executable, "-c", LLAMA, file, threads, PROMPT, f"{TOKENS}"]
         found["llama.cpp"] = [seconds_of(command) for _ in range(runs)]
     return {kind: {"s": round(statistics.median(s), 2), "runs": s} for kind, s in found.items()}
 

@@ -24,10 +24,10 @@ class _LlamaCpp(Peer):
         return [gguf_file(model, self._kind)]
 
     def load(self, model: Workload) -> Runner:
-        return _Loaded(gguf_file(model, self._kind), model)
+        return Loaded(gguf_file(model, self._kind), model)
 
 
-class _Loaded(Runner):
+class Loaded(Runner):
     def __init__(self, file: Path, model: Workload) -> None:
         import llama_cpp
         import numpy as np
@@ -60,20 +60,33 @@ class _Loaded(Runner):
             steps.tick()
         return steps.times
 
+    def logits(self, ids: list[int]) -> Any:
+        """After each token of one sequence, float32 [len(ids), vocabulary]."""
+        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
+        rows = [self._row(i).copy() for i in self._decode([ids], 0, every=True)]
+        return self._np.stack(rows)
+
     def _step(self, tokens: list[list[int]], start: int) -> list[int]:
-        batch, last, n = self._batch, [], 0
+        return [int(self._row(i).argmax()) for i in self._decode(tokens, start)]
+
+    def _row(self, place: int) -> Any:
+        return self._np.ctypeslib.as_array(self._lib.llama_get_logits_ith(self._context, place), (self._vocab,))
+
+    def _decode(self, tokens: list[list[int]], start: int, every: bool = False) -> list[int]:
+        """Compute a batch; the places of its logits: of each sequence's last token, or of every token."""
+        batch, places, n = self._batch, [], 0
         for sequence, row in enumerate(tokens):
             for i, token in enumerate(row):
                 batch.token[n], batch.pos[n] = token, start + i
                 batch.n_seq_id[n], batch.seq_id[n][0] = 1, sequence
-                batch.logits[n] = i == len(row) - 1
+                batch.logits[n] = every or i == len(row) - 1
+                if batch.logits[n]:
+                    places.append(n)
                 n += 1
-            last.append(n - 1)
         batch.n_tokens = n
         if self._lib.llama_decode(self._context, batch):
             raise RuntimeError("llama_decode failed")
-        rows = (self._lib.llama_get_logits_ith(self._context, i) for i in last)
-        return [int(self._np.ctypeslib.as_array(row, (self._vocab,)).argmax()) for row in rows]
+        return places
 
 
 PEERS = tuple(map(_LlamaCpp, GGUF_BITS))

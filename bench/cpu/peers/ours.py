@@ -60,7 +60,7 @@ class _OursGguf(Peer):
         return [_artifact(model, self._kind), gguf_file(model, self._kind)]
 
     def load(self, model: Workload) -> Runner:
-        return _Llm(model._replace(checkpoint=gguf_file(model, self._kind)), _artifact(model, self._kind))
+        return InLlm(model._replace(checkpoint=gguf_file(model, self._kind)), _artifact(model, self._kind))
 
 
 def _artifact(model: Workload, kind: str) -> Path:
@@ -78,11 +78,11 @@ def _compile(model: Workload, source: Path, folder: Path, *more: str) -> None:
     subprocess.run(command, check=True)
 
 
-def _open(model: Workload, artifact: Path) -> Any:
+def _open(model: Workload, artifact: Path | None, **more: Any) -> Any:
     from graphllm.config import EngineArgs
     from graphllm.loading.artifact.model import resolve_model
 
-    return resolve_model(EngineArgs(model.checkpoint, artifact=artifact, target="cpu"))
+    return resolve_model(EngineArgs(model.checkpoint, artifact=artifact, target="cpu", **more))
 
 
 class _Stamped:
@@ -106,24 +106,25 @@ class _Stamped:
         return news
 
 
-class _Llm(Runner):
-    def __init__(self, model: Workload, artifact: Path) -> None:
-        resolved = _open(model, artifact)
+class InLlm(Runner):
+    def __init__(self, model: Workload, artifact: Path | None, **more: Any) -> None:
+        """artifact: None takes the cache's, with more settings."""
+        resolved = _open(model, artifact, **more)
         from graphllm.entrypoints.llm import LLM
         from graphllm.loading.core.load import load_core
 
         core: Any = _Stamped(load_core(resolved.config))
-        self._core, self._llm = core, LLM.from_core(core, resolved.tokenizer)
+        self._core, self.llm = core, LLM.from_core(core, resolved.tokenizer)
 
     def run(self, prompts: Sequence[list[int]], count: int) -> Times:
         from graphllm.config.requests.sampling_params import SamplingParams
 
         self._core.times.clear()
-        self._llm.generate(list(prompts), SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
+        self.llm.generate(list(prompts), SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
         return list(self._core.times.values())
 
     def close(self) -> None:
-        self._llm.close()
+        self.llm.close()
 
 
 class _Executor(Runner):
@@ -209,7 +210,7 @@ def _by_token(pieces: list[float], count: int) -> list[float]:
     return [pieces[min(i * len(pieces) // count, len(pieces) - 1)] for i in range(count - 1)] + [pieces[-1]]
 
 
-_RUNNERS: dict[Way, Any] = {"LLM": _Llm, "executor": _Executor, "HTTP server": _Server}
+_RUNNERS: dict[Way, Any] = {"LLM": InLlm, "executor": _Executor, "HTTP server": _Server}
 
 PEERS = (
     *(_Ours(bits, way) for bits in _FORMATS for way in _RUNNERS),
