@@ -77,6 +77,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return unit_of(nodeid)
 
+        def _reschedule(self, node: Any) -> None:
+            if node in self.registered_collections:  # else it has just begun in place of one that died
+                super()._reschedule(node)
+
+        def remove_node(self, node: Any) -> str | None:
+            """A test that ended its worker has failed, and is not run again; others get the rest of its file."""
+            units = self.assigned_work.pop(node)
+            left = [test for unit in units.values() for test, done in unit.items() if not done]
+            for unit in units.values() if left else ():
+                unit |= {left[0]: True} if left[0] in unit else {}
+            self.workqueue.update({name: unit for name, unit in units.items() if not all(unit.values())})
+            for other in self.assigned_work:
+                self._reschedule(other)
+            return left[0] if left else None
+
     config.option.loadscopereorder = False  # by numbers of tests, which say little
     return LongestFirst(config, log)
 
