@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from graphllm.entrypoints.driver import Driver, Step
 from graphllm.entrypoints.llm_engine import LLMEngine, refuse
 from graphllm.entrypoints.offline import Show, bars, each, listed
 
+Made = TypeVar("Made")
 Params = PoolingParams | Sequence[PoolingParams]
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
@@ -65,8 +66,7 @@ class PoolingOfflineMixin:
         refuse(tokenization_kwargs=tokenization_kwargs)
         params = truncated(pooling_params, truncate_prompt_tokens)
         field = "encode" if pooling_task is None or not self._pooling.tasks else "pooling_task"
-        found = self._vectors(listed(prompts), params, use_tqdm, pooling_task, field, prompt_name, lora_request)
-        return [pooling_output(asked, vector, output.cached) for asked, vector, output in found]
+        return self._outputs(_pooled, listed(prompts), params, use_tqdm, pooling_task, field, prompt_name, lora_request)
 
     def embed(
         self,
@@ -82,11 +82,7 @@ class PoolingOfflineMixin:
         """The embedding of every prompt as ``outputs.embedding``, a list of floats."""
         refuse(tokenization_kwargs=tokenization_kwargs)
         params = truncated(pooling_params, truncate_prompt_tokens)
-        found = self._vectors(listed(prompts), params, use_tqdm, "embed", "embed", prompt_name, lora_request)
-        return [
-            EmbeddingRequestOutput(a.id, EmbeddingOutput(vector.tolist()), a.request.prompt, output.cached, True)
-            for a, vector, output in found
-        ]
+        return self._outputs(_embedded, listed(prompts), params, use_tqdm, "embed", "embed", prompt_name, lora_request)
 
     def classify(
         self,
@@ -101,11 +97,7 @@ class PoolingOfflineMixin:
         """The probabilities of the classes of every prompt as ``outputs.probs``."""
         refuse(tokenization_kwargs=tokenization_kwargs)
         params = truncated(pooling_params, truncate_prompt_tokens)
-        found = self._vectors(listed(prompts), params, use_tqdm, "classify", "classify", None, lora_request)
-        return [
-            ClassificationRequestOutput(a.id, ClassificationOutput(v.tolist()), a.request.prompt, o.cached, True)
-            for a, v, o in found
-        ]
+        return self._outputs(_classified, listed(prompts), params, use_tqdm, "classify", "classify", None, lora_request)
 
     def reward(
         self,
@@ -122,8 +114,7 @@ class PoolingOfflineMixin:
         raw = truncated(raw, truncate_prompt_tokens)
         refuse(tokenization_kwargs=tokenization_kwargs)
         task = "token_classify" if self._pooling.tokenwise else "classify"
-        found = self._vectors(listed(prompts), raw, use_tqdm, task, "reward", None, lora_request)
-        return [pooling_output(asked, vector, output.cached) for asked, vector, output in found]
+        return self._outputs(_pooled, listed(prompts), raw, use_tqdm, task, "reward", None, lora_request)
 
     def score(
         self,
@@ -146,9 +137,11 @@ class PoolingOfflineMixin:
         first, second = listed(data_1), listed(data_2)
         scoring = pooling.scoring(first, second, ("data_1", "data_2"))
         params = replace(truncated(pooling_params or PoolingParams(), truncate_prompt_tokens), task=None)
-        found = self._vectors(scoring.prompts, params, use_tqdm, "score", "score", None, lora_request, scoring.places)
-        scores = scoring.scores([vector for _, vector, _ in found])
-        together = [[asked] for asked, _, _ in found]
+        found = self._outputs(
+            _kept, scoring.prompts, params, use_tqdm, "score", "score", None, lora_request, scoring.places
+        )
+        scores = scoring.scores([vector for _, vector in found])
+        together = [[asked] for asked, _ in found]
         if not isinstance(scoring.prompts[0], Pair):
             queries = together[: len(first)] * (len(second) // len(first))
             together = [a + b for a, b in zip(queries, together[len(first) :], strict=True)]
@@ -163,8 +156,9 @@ class PoolingOfflineMixin:
     def _pooling(self) -> Pooling:
         return self.llm_engine.pooling
 
-    def _vectors(
+    def _outputs(
         self,
+        made: Callable[[PoolingRequest, np.ndarray, EngineCoreOutput], Made],
         prompts: Sequence[Any],
         given: Params | None,
         use_tqdm: Show,
@@ -173,8 +167,9 @@ class PoolingOfflineMixin:
         prompt_name: str | None = None,
         lora_request: Adapters = None,
         places: Sequence[ErrorPlace] | None = None,
-    ) -> list[tuple[PoolingRequest, np.ndarray, EngineCoreOutput]]:
-        """Run a request for each prompt. places: of these in what the caller was given, None for a list of prompts."""
+    ) -> list[Made]:
+        """Run a request for each prompt. made: makes its output. places: of the prompts in what the caller was given,
+        None for a list of prompts."""
         pooling = self._pooling
         meant = pooling.task(task, field)
         params = each("pooling_params", given if given is not None else PoolingParams(), PoolingParams, len(prompts))
@@ -195,7 +190,7 @@ class PoolingOfflineMixin:
         show = bars(use_tqdm)
         with show(total=len(prompts), desc="Processed prompts") if show else contextlib.nullcontext() as bar:
             done = (lambda: bar.update(1)) if bar is not None else (lambda: None)
-            return run_pooling(self.llm_engine.driver, pooling, requests(), done)
+            return run_pooling(self.llm_engine.driver, pooling, requests(), made, done)
 
 
 def truncated(given: Any, tokens: int | None) -> Any:
@@ -208,12 +203,17 @@ def truncated(given: Any, tokens: int | None) -> Any:
 
 
 def run_pooling(
-    driver: Driver, pooling: Pooling, requests: Iterable[PoolingRequest], done: Callable[[], None]
-) -> list[tuple[PoolingRequest, np.ndarray, EngineCoreOutput]]:
-    """Run requests for vectors to their end, in their order; see `Driver.run`. Requests are made, and vectors get the
-    form that was asked for, while the device works. Raises RuntimeError for a request that did not end as it should."""
+    driver: Driver,
+    pooling: Pooling,
+    requests: Iterable[PoolingRequest],
+    made: Callable[[PoolingRequest, np.ndarray, EngineCoreOutput], Made],
+    done: Callable[[], None],
+) -> list[Made]:
+    """Run requests for vectors to their end, in their order; see `Driver.run`. Requests are made, and ``made`` makes
+    outputs of vectors, while the device works. Raises RuntimeError for a request that did not end as it should."""
     added: dict[str, PoolingRequest] = {}
-    finished: dict[str, tuple[np.ndarray | None, EngineCoreOutput]] = {}
+    finished: dict[str, Made] = {}
+    failed: dict[str, EngineCoreOutput] = {}
 
     def noted() -> Iterator[PoolingRequest]:
         for asked in requests:
@@ -222,14 +222,34 @@ def run_pooling(
 
     def take(step: Step) -> None:
         for output in step[0]:
-            if output.finish_reason is not None:
-                vector = pooling.result(added[output.id], output) if output.pooled else None
-                finished[output.id] = vector, output
-                done()
+            if output.finish_reason is None:
+                continue
+            if output.pooled:
+                asked = added[output.id]
+                finished[output.id] = made(asked, pooling.result(asked, output), output)
+            else:
+                failed[output.id] = output
+            done()
 
     driver.run(noted(), take, ahead=True)
-    found = []
-    for id, asked in added.items():
-        vector, output = finished[id]
-        found.append((asked, pooling.result(asked, output) if vector is None else vector, output))
-    return found
+    for id, output in failed.items():
+        pooling.result(added[id], output)
+    return [finished[id] for id in added]
+
+
+def _pooled(asked: PoolingRequest, vector: np.ndarray, output: EngineCoreOutput) -> PoolingRequestOutput:
+    return pooling_output(asked, vector, output.cached)
+
+
+def _embedded(asked: PoolingRequest, vector: np.ndarray, output: EngineCoreOutput) -> EmbeddingRequestOutput:
+    made = EmbeddingOutput(vector.tolist())
+    return EmbeddingRequestOutput(asked.id, made, asked.request.prompt, output.cached, True)
+
+
+def _classified(asked: PoolingRequest, probs: np.ndarray, output: EngineCoreOutput) -> ClassificationRequestOutput:
+    made = ClassificationOutput(probs.tolist())
+    return ClassificationRequestOutput(asked.id, made, asked.request.prompt, output.cached, True)
+
+
+def _kept(asked: PoolingRequest, vector: np.ndarray, output: EngineCoreOutput) -> tuple[PoolingRequest, np.ndarray]:
+    return asked, vector

@@ -34,10 +34,18 @@ class BlockPool:
 
     def allocate(self) -> int:
         """A block for one holder; what it held is forgotten. Raises KeyError when there is none."""
-        block, _ = self._free.popitem(last=False)
-        self._forget(block)
-        self.references[block] = 1
-        return block
+        return self.allocate_all(1)[0]
+
+    def allocate_all(self, count: int) -> list[int]:
+        """So many. Raises KeyError, and allocates none, when there are fewer."""
+        if count > len(self._free):
+            raise KeyError(count)
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            if self._key_of[block] is not None:
+                self._forget(block)
+            self.references[block] = 1
+        return blocks
 
     def hold(self, block: int) -> None:
         """One more holder of a block, which may be free and cached."""

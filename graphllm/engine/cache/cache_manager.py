@@ -111,7 +111,7 @@ class CacheManager:
         if not self.caching or state.scoring or state.request.params.skip_reading_prefix_cache:
             return none
         end = (state.num_tokens - 1) // self.boundary * self.boundary
-        self.hasher.digest(state, end)
+        self.hasher.digest(state, state.num_tokens - self._ahead)  # all at once: a step will store the rest
         return self.find(state.digests, end) or none
 
     def find(self, digests: list[bytes], end: int) -> Hit | None:
@@ -183,7 +183,7 @@ class CacheManager:
             return False
         if (reach != (ends - 1) // group.unit * group.unit).any():
             return False
-        group.table[slots, reach // group.unit] = [self.pool.allocate() for _ in range(len(slots))]
+        group.table[slots, reach // group.unit] = self.pool.allocate_all(len(slots))
         group.held[slots] += 1
         self.reach[slots] += group.unit
         return True

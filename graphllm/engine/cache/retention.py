@@ -66,11 +66,11 @@ class FullBlocks:
         return max(0, -(-end // self.unit) - int(self.held[slot]))
 
     def extend(self, slot: int, end: int) -> None:
-        """Allocate them. The pool must have as many free ones."""
+        """Allocate them. Raises KeyError, and allocates none, when there are not enough."""
         held, more = int(self.held[slot]), self.missing(slot, end)
-        made = [self._pool.allocate() for _ in range(more)]
-        self.table[slot, held : held + more] = made
-        self.held[slot] = held + more
+        if more:
+            self.table[slot, held : held + more] = self._pool.allocate_all(more)
+            self.held[slot] = held + more
 
     def reach(self, slot: int) -> int:
         """How many tokens the slot's blocks have room for."""
