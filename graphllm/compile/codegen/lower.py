@@ -93,12 +93,9 @@ def lower(
 
 
 def lower_piece(
-    piece: Mapping[str, Any],
-    bucket: Bucket,
-    config: CompileConfig,
-    choices: Mapping[str, ImplChoice],
+    piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice],
     decompositions: Decompositions,
-) -> tuple[Lowered, list[dict[str, Any]]]:
+) -> tuple[Lowered, list[dict[str, Any]]]:  # fmt: skip
     """A piece, specialized and lowered with the ``choices`` that were measured by site, and the passes' reports."""
     unit, reports = specialize(piece, bucket, config, pipeline().pieces)
 

@@ -42,8 +42,7 @@ class BlockPool:
             raise KeyError(count)
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
-            if self._key_of[block] is not None:
-                self._forget(block)
+            self._forget(block)
             self.references[block] = 1
         return blocks
 

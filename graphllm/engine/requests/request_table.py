@@ -103,8 +103,7 @@ class RequestTable:
         self.num_drafts, self.num_made, self.run, self.num_prompt_tokens, self.limit = self._counts[4:]
         self.last_token, self.epoch, self.adapter_id, self.stoppable = column(), column(), column(), column()
         self.seen_start, self.seen_length = column(), column()
-        self.sampled_at = column(np.int64)
-        self.temperature, self.seed = column(np.float32), column(np.int64)
+        self.sampled_at, self.temperature, self.seed = column(np.int64), column(np.float32), column(np.int64)
         self.scoring, self.verifiable = column(bool), column(bool)
         self._stops = np.full((_STOPS, max_num_seqs), -1, dtype=np.int32)
         self.by_slot: list[RequestState | None] = [None] * max_num_seqs
@@ -116,7 +115,7 @@ class RequestTable:
     def order(self) -> np.ndarray:
         """The slots of running requests, in their order."""
         if self._order is None:
-            self._order = np.fromiter((state.slot for state in self.running), np.int32, len(self.running))
+            self._order = np.array([state.slot for state in self.running], dtype=np.int32)
         return self._order
 
     @property
