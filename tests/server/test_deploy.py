@@ -88,6 +88,7 @@ def test_images_differ_in_what_they_must() -> None:
     copied = {name for what, said in cpu if what == "COPY" and "--from" not in said for name in said.split()[:-1]}
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert copied == kept, "what .dockerignore leaves is what the images copy"
+    assert {"setup.py", "pyproject.toml"} <= copied, "both build the package"
 
 
 def test_images_are_built_for_every_dockerfile() -> None:
