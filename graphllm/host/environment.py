@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 
-# Kernels of one parallel region wait for each other by spinning. Unbounded spinning collapses as soon as another
-# process takes one of the cores, so it is bounded before the OpenMP runtime is loaded.
-_SPINNING = {"GOMP_SPINCOUNT": "20000"}
-# Where there are more OpenMP threads than CPUs, a wait then spins 1,000 times and not 100: over the gaps in a step.
-_WAITING = {"OMP_WAIT_POLICY": "active"}
-# oneDNN and torch's layer above it keep a kernel for every shape they have met, 1,024 each, and steps have many shapes:
-# a gigabyte after some hours of serving.
-_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
+_VALUES = {
+    # Kernels of one parallel region wait for each other by spinning. Unbounded spinning collapses as soon as another
+    # process takes one of the cores, so it is bounded before the OpenMP runtime is loaded.
+    "GOMP_SPINCOUNT": "20000",
+    # Where there are more OpenMP threads than CPUs, a wait then spins 1,000 times and not 100: over the gaps in a step.
+    "OMP_WAIT_POLICY": "active",
+    # oneDNN and torch's layer above it keep a kernel for every shape they have met, 1,024 each, and steps have many
+    # shapes: a gigabyte after some hours of serving.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+    "LRU_CACHE_CAPACITY": "128",
+}
 
 
 def set_environment() -> None:
     """Set what the user has not set."""
-    for name, value in (_SPINNING | _WAITING | _CACHES).items():
+    for name, value in _VALUES.items():
         os.environ.setdefault(name, value)

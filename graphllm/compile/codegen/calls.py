@@ -8,10 +8,12 @@ from pathlib import Path
 _TYPES = {"ptr": "void*", "i64": "std::int64_t", "f64": "double"}
 
 # What `graphllm.runtime.kernels.CpuKernels` lays out: a cell of 8 bytes for each argument, and calls one after another.
-_RUN = """\
+_ARGUMENT = """\
 #include <cstdint>
 
 union Argument { void* ptr; std::int64_t i64; double f64; };
+"""
+_RUN = """\
 struct Call { void (*kernel)(const Argument*); const Argument* arguments; };
 
 extern "C" {
@@ -30,7 +32,7 @@ void graphllm_run(const Call* calls, std::int64_t count) {
 def call_source(kernels: Mapping[str, Sequence[str]], run: bool = True) -> str:
     """A source of its own with ``call_<name>`` for every kernel, which takes its arguments from memory; and with
     ``graphllm_run`` and ``graphllm_done``. kernels: kinds of the arguments ("ptr", "i64", "f64") by name."""
-    head = _RUN if run else _RUN[: _RUN.index("struct Call")]
+    head = _ARGUMENT + _RUN if run else _ARGUMENT
     return "\n".join([head, *(_call(name, kinds) for name, kinds in sorted(kernels.items()))])
 
 
