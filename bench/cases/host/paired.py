@@ -52,7 +52,9 @@ class Tree:
     """A checkout: its compiled artifact and a process that has it loaded."""
 
     def __init__(self, root: Path, folder: Path, case: Case, cache: Path) -> None:
-        self.environment = {**os.environ, "PYTHONPATH": str(root), "GRAPHLLM_CACHE": str(cache)}
+        caches = {"GRAPHLLM_CACHE": cache, "TRITON_CACHE_DIR": cache / "triton",
+                  "TORCHINDUCTOR_CACHE_DIR": cache / "inductor"}  # fmt: skip
+        self.environment = {**os.environ, "PYTHONPATH": str(root), **{name: str(at) for name, at in caches.items()}}
         # Packages that only PYTHONPATH names come after the tree.
         if also := os.environ.get("PYTHONPATH"):
             self.environment["PYTHONPATH"] += os.pathsep + also

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.driving import add
-from bench.harness import Case, in_process
+from bench.driving import add, outputs
+from bench.harness import Case, check_tokens, in_process, void_unless
 from bench.models import compile_to, write_config
 
 IN_PROCESS = "in process"
@@ -72,8 +72,9 @@ def measure(case: str, artifact: str, folder: str, device: str, requests: int, r
             rates.append(round(sum(limits) / seconds, 1))
             shares.append([now - was for now, was in zip(tokens(core, case), before, strict=True)])
             print(case, turn, rates[-1], shares[-1], file=sys.stderr, flush=True)
+    void = void_unless(check_tokens, outputs(core, prompts[:8], 16, GREEDY))
     core.close()
-    return {"output tokens/s": rates, "output tokens by core": shares, "start s": round(started, 2)}
+    return {"output tokens/s": rates, "output tokens by core": shares, "start s": round(started, 2), **void}
 
 
 def tokens(core: Any, case: str) -> list[int]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.driving import busy_time
-from bench.harness import Case
+from bench.harness import Case, check_tokens
 from bench.models import SHAPES
 from graphllm import LLM, SamplingParams
 
@@ -89,8 +89,11 @@ def rates(llm: LLM, cases: Cases, vocab: int) -> dict[str, float]:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         llm.generate(prompts, params)
         begun = time.perf_counter()
-        llm.generate(prompts, params)
-        return time.perf_counter() - begun
+        outputs = llm.generate(prompts, params)
+        seconds = time.perf_counter() - begun
+        if tokens > 1:
+            check_tokens([output.outputs[0].token_ids for output in outputs])
+        return seconds
 
     found = {}
     for requests in cases.counts:
