@@ -244,6 +244,32 @@ def test_attention_is_tuned_on_a_step_as_they_are(linked: Linked, config: Compil
     assert torch.equal(before, other["kv_cache"])
 
 
+def test_what_was_found_is_not_for_a_deterministic_model(
+    linked: Linked, config: CompileConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what a compile has kept nor a table: its candidates are some of all, and must stay the only ones."""
+    bucket = config.buckets[1]
+    alike = dataclasses.replace(config, deterministic=True)
+    every = tune.tunables([(p.json, bucket) for p in linked.pieces.values()], config)
+    some = tune.tunables([(p.json, bucket) for p in linked.pieces.values()], alike)
+    few = {
+        key: some[key]
+        for key in some.keys() & every
+        if any(c not in some[key].candidates for c in every[key].candidates)
+    }
+    assert few
+    assert tune.fingerprint(config) != tune.fingerprint(alike)
+    wrong = {key: next(c for c in every[key].candidates if c not in site.candidates) for key, site in few.items()}
+    monkeypatch.setattr(tune, "fingerprint", lambda config: "one")
+    tune.write_measured(tmp_path / "one.json", {key: tune.Measured(choice, {}) for key, choice in wrong.items()})
+    rows = [known.known_site(every[key], choice) for key, choice in wrong.items()]
+    monkeypatch.setattr(tune, "table_of", lambda target: known.Table.of(rows))
+    tuner = tune.Tuner(alike, None, lambda done, total: None, tmp_path)
+    assert tuner.add(few) == set(few)
+    back = known.Table.of([known.known_site(site, site.candidates[0]) for site in few.values()])
+    assert all(back.chosen(every[key]) is None and back.likely(every[key]) == every[key].candidates for key in few)
+
+
 @pytest.mark.thorough
 def test_what_was_found_is_kept(
     linked: Linked, config: CompileConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -45,6 +45,7 @@ class Tunable(NamedTuple):
 
     tensors, plain: the arguments that are tensors, and the others.
     sizes: T and S to run at.
+    deterministic: see `CallSite`; what is the fastest of some candidates only is not the fastest of all.
     """
 
     op: str
@@ -52,6 +53,7 @@ class Tunable(NamedTuple):
     plain: dict[str, Any]
     sizes: dict[str, int]
     candidates: list[ImplChoice]
+    deterministic: bool = False
 
 
 class Find(msgspec.Struct, tag=True):

@@ -96,7 +96,7 @@ def kind_of(site: Tunable) -> str:
     """What sites that can be compared have in common: the op, types, and what is no number."""
     types = [f"{name} {spec.dtype} {len(spec.shape)}" for name, spec in sorted(site.tensors.items())]
     words = [f"{name} {given}" for name, given in sorted(site.plain.items()) if not _is_number(given)]
-    return ", ".join([site.op, *types, *words])
+    return ", ".join([*_mode(site), site.op, *types, *words])
 
 
 def sizes_of(site: Tunable) -> list[int]:
@@ -110,8 +110,12 @@ def digest_of(site: Tunable) -> str:
         name: [spec.dtype, *([value(d, site.sizes) for d in dims] for dims in (spec.shape, spec.stride))]
         for name, spec in sorted(site.tensors.items())
     }
-    text = json.dumps([site.op, tensors, sorted((k, repr(v)) for k, v in site.plain.items())])
+    text = json.dumps([*_mode(site), site.op, tensors, sorted((k, repr(v)) for k, v in site.plain.items())])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _mode(site: Tunable) -> list[str]:
+    return ["deterministic"] if site.deterministic else []
 
 
 def _is_number(given: object) -> bool:

@@ -88,8 +88,9 @@ class Tuner:
 
     def add(self, sites: Mapping[str, Tunable]) -> set[str]:
         """Have the candidates of these sites compiled; the keys of those that are not known yet."""
-        self.measured |= {key: self._kept[key] for key in sites if key in self._kept}
         for key, site in sites.items():
+            if key in self._kept and self._kept[key].choice in site.candidates:
+                self.measured[key] = self._kept[key]
             if key not in self.measured and (choice := self._known.chosen(site)) is not None:
                 self.measured[key] = Measured(choice, {})
             if key not in self.measured:
@@ -192,18 +193,20 @@ def tunables(pieces: Sequence[tuple[Mapping[str, Any], Bucket]], config: Compile
                 specs = {n: unit.shapes.spec(v) for n, v in site.args.items() if isinstance(v, torch.Tensor)}
                 plain = {n: v for n, v in site.args.items() if n not in specs}
                 key = site_key(node, op, unit.shapes, bucket)
-                found[key] = Tunable(op.name, specs, plain, sizes, offered)
+                found[key] = Tunable(op.name, specs, plain, sizes, offered, site.deterministic)
     return found
 
 
 def fingerprint(config: CompileConfig) -> str:
-    """What choices depend on, apart from the site: the GPU, the versions, the kernels' sources."""
+    """What choices depend on, apart from the site: the GPU, the versions, the kernels' sources, and whether all
+    candidates were there."""
     import triton
 
     sources = hashlib.sha256()
     for file in sorted({f for op in all_ops().values() for f in op.folder.glob("*.py")}):
         sources.update(file.read_bytes())
     factors = [config.target.name, *config.target.arch, torch.__version__, triton.__version__, sources.hexdigest()]
+    factors += ["deterministic"] if config.deterministic else []
     return hashlib.sha256("\n".join(factors).encode()).hexdigest()[:16]
 
 
