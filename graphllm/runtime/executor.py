@@ -14,15 +14,13 @@ import numpy as np
 
 from graphllm.config import Bucket
 from graphllm.program.artifact import Artifact
-from graphllm.program.linking import EXCHANGE, ZEROED
+from graphllm.program.linking import EXCHANGE
 from graphllm.program.specs import InputSpec
 from graphllm.program.stages import BEHIND, Stage, message_bytes, stage_reads
 from graphllm.runtime.commands.command import Answered, Command, Query
 from graphllm.runtime.commands.worker import Worker
 from graphllm.runtime.cuda_functions import CudaFunctions
-from graphllm.runtime.drafting import DRAFT_STATES, RUNS_OF_A_STEP, drafter_of
-from graphllm.runtime.graphs import GraphPrograms
-from graphllm.runtime.host_results import HostResults
+from graphllm.runtime.drafting import DRAFT_STATES
 from graphllm.runtime.kernels import CpuKernels
 from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
 from graphllm.runtime.memory.memory import Array, Memory
@@ -30,6 +28,7 @@ from graphllm.runtime.memory.staging import Sampling, StepInput, ragged
 from graphllm.runtime.memory.states import States
 from graphllm.runtime.opening import exchange, expert_slots, give_back, open_kernels, reserve_links, torch_memory
 from graphllm.runtime.profiling import PROFILE, drop_profile, named
+from graphllm.runtime.programs import Programs
 from graphllm.runtime.staged_stream import StagedStream
 from graphllm.runtime.step_handle import StepHandle, StepResult
 from graphllm.runtime.stream import Job
@@ -78,8 +77,7 @@ class Executor:
         reads = None if stage is None else stage_reads(program, stage)
         self.states = States(program, self.memory, num_blocks, num_snapshots, cache, reads)
         self.layout = program.cache_layout(config, num_blocks, num_snapshots)
-        self._kernels, stream = open_kernels(artifact, self.memory, threads, functions)
-        self._stage = stage
+        kernels, stream = open_kernels(artifact, self.memory, threads, functions)
         self.pipeline_depth = 1 if stage is None else stage.total
         self.in_flight = self.pipeline_depth + 1  # one more is prepared before the first of them has ended
         self.min_batch_per_stage = _MIN_BATCH_PER_STAGE[self.device.type]
@@ -91,7 +89,7 @@ class Executor:
         self._outside = {**weights, **self.states.tensors}
         if (table := exchange(self.device.type, config.tensor_parallel_size)) is not None:
             self._outside[EXCHANGE] = table
-        self._open_programs(artifact)
+        self._adopt(Programs(artifact, self._outside, self.memory, kernels, self.layout, self.in_flight, stage))
         self.device_drafts = self._drafter.drafts or self.layout.history > 0
         self._draft_states = self.states.named(DRAFT_STATES)
         self.outputs: Collection[str] = self._main.outputs
@@ -109,38 +107,23 @@ class Executor:
         self._tables = [n for n, spec in self._main.inputs.items() if spec.provider == "block_table"]
         self.block_bytes, self.snapshot_bytes = [self.states.block_bytes], [self.states.snapshot_bytes]  # by rank
 
-    def _open_programs(self, artifact: Artifact) -> None:
-        """The programs of an artifact, with memory for what they make."""
-        program, config = artifact.program, artifact.config
-        self._outside[ZEROED] = self.memory.zeros((max(artifact.memory.zeroed, 1),), "int32")
-        arena = self.memory.zeros((max(artifact.memory.arena, 1),), "uint8")
-        self._graphs = {
-            g.name: GraphPrograms(
-                artifact.pieces,
-                g,
-                self._outside,
-                arena,
-                self.memory,
-                self._kernels,
-                self.max_num_seqs,
-                config.longest_query,
-                self.in_flight * RUNS_OF_A_STEP.get(g.task, 1),
-                self._stage,
-            )
-            for g in program.graphs
-        }
-        self._main = next(iter(self._graphs.values()))
-        self._drafter = drafter_of(self._graphs.values(), self.layout, program.drafts)
-        self._on_host = HostResults(self.memory, self._main, self.in_flight)
+    def _adopt(self, programs: Programs) -> None:
+        self._programs, self._graphs, self._main = programs, programs.graphs, programs.main
+        self._drafter, self._on_host = programs.drafter, programs.on_host
 
-    def take(self, artifact: Artifact) -> None:
-        """Run the programs of another artifact of the same model from here on, on a CPU. Its weights, states and inputs
-        are the same, and no step is in flight."""
+    def prepare(self, artifact: Artifact) -> Programs:
+        """Programs of another artifact of the same model, for `take`, on a CPU. In any thread, while steps run."""
+        found = Programs(
+            artifact, self._outside, self.memory, CpuKernels(artifact.libraries), self.layout, self.in_flight
+        )
+        found.bind_as(self._programs)
+        return found
+
+    def take(self, programs: Programs) -> None:
+        """Run these programs from here on. No step is in flight."""
         self.synchronize()
-        for graph in self._graphs.values():
-            graph.release()
-        self._kernels = CpuKernels(artifact.libraries)
-        self._open_programs(artifact)
+        self._programs.release()
+        self._adopt(programs)
 
     def start(self, step: StepInput, program: str = "plain", drafts: bool = False) -> StepHandle:
         """Start a step of the main graph; returns at once. A program with parts stops at its first one, and `sample`
@@ -272,7 +255,7 @@ class Executor:
     @property
     def kernels_done(self) -> int:
         """See `Kernels.done`; any thread may ask."""
-        return self._kernels.done
+        return self._programs.kernels.done
 
     def check_health(self) -> None:
         """Nothing else runs the steps: this process is there."""
@@ -286,8 +269,7 @@ class Executor:
         which a group of ranks cannot be left, weights and states: another engine of this process needs the room."""
         drop_profile(self.worker)
         self.stream.close()
-        for graph in self._graphs.values():
-            graph.release()
+        self._programs.release()
         self.states.release()
         self.worker.parameters = {}
         self._outside.clear()

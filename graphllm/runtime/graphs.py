@@ -114,6 +114,10 @@ class GraphPrograms:
         self._bound.move_to_end(key)
         return self._bound[key]
 
+    def bound_last(self, count: int) -> list[tuple[str, Size]]:
+        """Programs and sizes that were asked for last. In any thread."""
+        return list(self._bound)[-count:]
+
     def has_run(self, name: str, size: Size, part: str = "") -> bool:
         """Whether a part of a program has run at a size, or at any where it is not captured: what it needs is loaded,
         and nothing is left to be captured. On a CPU nothing is."""

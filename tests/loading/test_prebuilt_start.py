@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from graphllm.loading.artifact.build import artifact_folder, begins_prebuilt, ta
 from graphllm.loading.artifact.resolve import compile_config
 from graphllm.loading.checkpoint.source import Source, find_source
 from graphllm.program.artifact import Artifact
+from graphllm.runtime import graphs
+from graphllm.runtime.binding import bind
 from tests.artifacts import LIMITS, artifact_of
 from tests.waiting import PATIENCE, until
 
@@ -77,6 +80,32 @@ def test_taken_between_requests(
     with LLM(str(checkpoint), target="cpu", optimize="behind", **LIMITS) as again:  # it is there from the start
         assert _texts(again) == before
     assert caplog.text.count(TAKEN) == 1
+
+
+def test_no_request_waits_for_the_programs_to_be_bound(
+    args: EngineArgs,
+    place: Path,
+    compiled_artifact: Path,
+    checkpoint: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread has them ready for what ran before; the requests around the change bind nothing."""
+    caplog.set_level(logging.INFO)
+    by: list[str] = []
+
+    def noted(*given: Any) -> Any:
+        by.append(threading.current_thread().name)
+        return bind(*given)
+
+    with build_lock(place):
+        llm = LLM(str(checkpoint), target="cpu", optimize="behind", **LIMITS)
+    with llm:
+        _texts(llm, PROMPTS[:1])
+        monkeypatch.setattr(graphs, "bind", noted)
+        _copied(compiled_artifact, place)
+        until(lambda: _texts(llm, PROMPTS[:1]) and TAKEN in caplog.text)
+    assert set(by) == {"graphllm-successor"}
 
 
 @pytest.mark.parametrize("optimize", ["next_start", "first"])

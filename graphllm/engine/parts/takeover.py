@@ -18,6 +18,8 @@ class Takeover(Part):
     def __init__(self, context: PartContext) -> None:
         super().__init__(context)
         self._successor = context.setup.successor
+        if self._successor is not None:
+            self._successor.begin(context.executor.prepare)
 
     @classmethod
     def applies(cls, context: PartContext) -> bool:

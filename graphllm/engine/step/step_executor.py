@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from graphllm.config import Bucket
@@ -15,6 +15,7 @@ from graphllm.weights.adapters.adapted import AdaptedLinear
 
 if TYPE_CHECKING:
     from graphllm.program.artifact import Artifact
+    from graphllm.runtime.programs import Programs
     from graphllm.runtime.step_handle import StepResult
 
 
@@ -31,8 +32,11 @@ class Handle(Protocol):
 class Successor(Protocol):
     """What waits for an artifact that is being compiled, for `StepExecutor.take`."""
 
-    def ready(self) -> Artifact | None:
-        """The artifact, when it is there and fits; at once."""
+    def begin(self, prepare: Callable[[Artifact], Programs]) -> None:
+        """Wait, and have the artifact prepared when it is there, in another thread than that of the steps."""
+
+    def ready(self) -> Programs | None:
+        """Its programs, once they are prepared; at once."""
         ...
 
     def close(self) -> None:
@@ -86,7 +90,11 @@ class StepExecutor(DeviceStates, Protocol):
     def warm_up(self, bucket: Bucket) -> None:
         """See `Executor.warm_up`."""
 
-    def take(self, artifact: Artifact) -> None:
+    def prepare(self, artifact: Artifact) -> Programs:
+        """See `Executor.prepare`."""
+        ...
+
+    def take(self, programs: Programs) -> None:
         """See `Executor.take`."""
 
     def check_health(self) -> None:

@@ -1,12 +1,14 @@
-"""`ArtifactSuccessor`: waits in a thread for an artifact that another process compiles, and opens it. No torch."""
+"""`ArtifactSuccessor`: a thread that waits for an artifact and has it prepared. No torch."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from graphllm.program.artifact import Artifact
+from graphllm.runtime.programs import Programs
 
 _log = logging.getLogger(__name__)
 _LOOK = 0.5  # seconds between two looks at the folder
@@ -22,19 +24,23 @@ class ArtifactSuccessor:
 
     def __init__(self, place: Path, present: Artifact, torch: bool) -> None:
         self._place, self._present, self._torch = place, present, torch
-        self._found: Artifact | None = None
+        self._found: Programs | None = None
         self._ended = threading.Event()
-        threading.Thread(target=self._wait, name="graphllm-successor", daemon=True).start()
 
-    def ready(self) -> Artifact | None:
-        """The artifact, opened."""
+    def begin(self, prepare: Callable[[Artifact], Programs]) -> None:
+        """Start the thread."""
+        threading.Thread(target=self._wait, args=(prepare,), name="graphllm-successor", daemon=True).start()
+
+    def ready(self) -> Programs | None:
+        """The programs, prepared."""
         return self._found
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and keep no memory."""
         self._ended.set()
+        self._found = None
 
-    def _wait(self) -> None:
+    def _wait(self, prepare: Callable[[Artifact], Programs]) -> None:
         while not (self._place / "manifest.json").exists():
             if self._ended.wait(_LOOK):
                 return
@@ -43,8 +49,9 @@ class ArtifactSuccessor:
             found.check_machine()
             other = self._difference(found)
             if other is None:
-                found.libraries.find("graphllm_run")
-                self._found = found
+                self._found = prepare(found)
+                if self._ended.is_set():
+                    self._found = None
                 return
         except Exception as failure:  # the engine goes on as it is
             other = str(failure)
