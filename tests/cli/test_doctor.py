@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from graphllm.cli.doctor import doctor
 from graphllm.program.artifact import Artifact
 
 
@@ -60,12 +61,18 @@ def test_findings(
     """No compiler; an artifact of another version; one that is too large; one that is interpreted; no artifact."""
     bare = tmp_path / "bin"
     bare.mkdir()
-    with monkeypatch.context() as without:
-        without.setenv("PATH", str(bare))
-        done = cli("doctor")
-    assert done.code == 1
-    assert "there is no g++" in done.out
-    assert "apt install g++" in done.out
+    for kernels, code, says in (
+        (lambda name: tmp_path / name, 0, "on prebuilt kernels only"),
+        (lambda name: None, 1, "some models cannot run on a CPU"),
+    ):
+        with monkeypatch.context() as without:
+            without.setenv("PATH", str(bare))
+            without.setattr(doctor, "find_library", kernels)
+            done = cli("doctor")
+        assert done.code == code
+        assert "there is no g++" in done.out
+        assert says in done.out
+        assert "apt install g++" in done.out
 
     def changed(name: str, edit: Callable[[dict[str, Any]], None]) -> Any:
         folder = shutil.copytree(eager_artifact, tmp_path / name)

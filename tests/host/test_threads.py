@@ -79,7 +79,7 @@ def work():
     return torch.get_num_threads()
 
 before = native()
-load = LoadConfig(sys.argv[2], "dummy", int(sys.argv[3]) or None)
+load = LoadConfig(sys.argv[2], load_format="dummy", threads=int(sys.argv[3]) or None)
 settings = CoreConfig(ModelConfig(sys.argv[1]), load, CacheConfig(kv_cache_memory_bytes=1 << 20))
 core = load_core(settings)
 held = core.executor.stream.submit(work).result()

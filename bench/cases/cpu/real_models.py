@@ -1,6 +1,6 @@
 """Real models on a CPU, beside llama.cpp on the same GGUF file.
 
-    python -m bench real_models --files SmolLM2-135M-Instruct.Q4_1.gguf [--rounds 3]
+    python -m bench real_models SmolLM2-135M-Instruct.Q4_1.gguf [--rounds 3]
 
 starts: see first_answer. speed: tokens/s of decoding 1 and 8 sequences and of a prompt of 1,024, both systems loaded,
 in turn, in an order that is drawn. divergence: the mean, over the tokens of a text, of the Kullback-Leibler divergence
@@ -29,7 +29,7 @@ from bench.cpu.worker import make_prompts
 from bench.harness import CPUS, Case, in_process, in_turn, worker_command, worker_environment
 from bench.process import Commands, Process
 
-CASES = [("real_models", {"files": (), "rounds": 3, "runs": 3, "threads": CPUS, "quantization": ""})]
+CASES = [("real_models", {"files": [str], "rounds": 3, "runs": 3, "threads": CPUS, "quantization": ""})]
 HELP = {"files": "GGUF files", "quantization": "of models that graphllm reads from `exact`"}
 UNREAD = ("gemma3",)  # architectures that graphllm does not read in GGUF
 _MAX_LEN, _BATCH, _IDS = 1152, 8, 20_000  # _IDS: of random prompts, in every model's vocabulary

@@ -111,7 +111,9 @@ def embed(shape: str, folder: str, lengths: list[int], prompts: int, runs: int, 
         outputs = llm.embed(given, use_tqdm=False)
         seconds = time.perf_counter() - begin
         assert all(abs(np.linalg.norm(output.outputs.embedding) - 1) < 1e-2 for output in outputs)
-        assert np.ptp([output.outputs.embedding[0] for output in outputs]), "the work is not real: all vectors are equal"
+        assert np.ptp([output.outputs.embedding[0] for output in outputs]), (
+            "the work is not real: all vectors are equal"
+        )
         return prompts * length / seconds
 
     found = {}
