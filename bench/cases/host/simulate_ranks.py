@@ -14,9 +14,9 @@ Sums over two and four H200s are measured (all_reduce.json of results/h200-x2 an
 trips are measured on H100s, with as fast links (results/h100-x4). They are taken with the norm that follows them in one
 kernel, or in place where that is not done. Of more GPUs of one host nobody has measured them here: they are taken from
 the sums of four, each byte as if it passed 2 (n - 1) / n times, and the begin half as long again for each doubling.
-Ranks sample from their shares of the logits, so they exchange one sum of few numbers more. The rows of two and four
-H200s are of trees before that, where all logits were gathered. For these rows the model gathers, too, in the time that
-is measured (the same files; of four GPUs on H100s). Between hosts the inputs of a stage go at a NIC's rate.
+Ranks sample from their shares of the logits, so they exchange one sum of few numbers more. The rows of four H200s are
+of a tree before that, where all logits were gathered. For these rows the model gathers, too, in the time that is
+measured on four H100s. Between hosts the inputs of a stage go at a NIC's rate.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
     rates = fitted(points, sums)
     for name, ranks in itertools.product(("llama3.1-8b", "llama3-70b"), (2, 4)):
         several = read(f"h200-x{ranks}", f"gpu_table_tp{ranks}")
-        cases.append((Model(name, ranks, gathers=True), f"{name} tp{ranks}", rows_of(f"{name} tp{ranks}", several)))
+        cases.append((Model(name, ranks, gathers=ranks == 4), f"{name} tp{ranks}", rows_of(f"{name} tp{ranks}", several)))
     reached = {
         "bandwidth": round(rates.bandwidth, 3),
         "arithmetic": round(rates.arithmetic, 3),
