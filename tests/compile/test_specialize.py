@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -321,6 +322,21 @@ def _stretched(site: tune.Tunable) -> tune.Tunable:
     return site._replace(tensors=longer)
 
 
+class Compiler:
+    """Stands for processes that compile; some choices cannot be compiled."""
+
+    turns = None
+
+    def __init__(self, fails: Sequence[ImplChoice] = ()) -> None:
+        self.fails, self.asked = fails, list[Candidate]()
+
+    def problem(self, candidate: Candidate) -> concurrent.futures.Future[str]:
+        self.asked.append(candidate)
+        done: concurrent.futures.Future[str] = concurrent.futures.Future()
+        done.set_result("no room" if candidate.choice in self.fails else "")
+        return done
+
+
 def test_what_a_table_knows_is_not_timed(
     linked: Linked, config: CompileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,18 +362,34 @@ def test_what_a_table_knows_is_not_timed(
         assert len(few) <= 4  # of three neighbours
         assert gone.likely(site) == other.likely(site) == site.candidates
 
-    def added(table: known.Table) -> tune.Tuner:
+    timed: list[tune.Tunable] = []
+
+    def measure(site: tune.Tunable, candidates: list[ImplChoice]) -> tuple[tune.Measured | None, list[str]]:
+        timed.append(site)
+        return (tune.Measured(candidates[-1], {"a": 1.0}) if candidates else None), []
+
+    def tuned(table: known.Table, compiler: Any = None) -> tune.Tuner:
         monkeypatch.setattr(tune, "table_of", lambda target: table)
-        tuner = tune.Tuner(config, None, lambda done, total: None, None)
-        waiting = tuner.add(sites)
-        assert waiting | set(tuner.measured) == set(sites)
+        tuner = tune.Tuner(config, compiler, lambda done, total: None, None)
+        timed.clear()
+        assert tuner.add(sites) == set(sites) == set(tuner.results())
         return tuner
 
-    assert {key: m.choice for key, m in added(same).measured.items()} == chosen
-    assert added(same).counts["timed"] == 0
-    likely, all_of_them = added(like).counts, added(other).counts
-    assert likely["timed"] == all_of_them["timed"]
+    monkeypatch.setattr(tune, "measure", measure)
+    assert {key: m.choice for key, m in tuned(same).measured.items()} == chosen
+    assert timed == []
+    assert tuned(same).counts["timed"] == 0
+    likely, all_of_them = tuned(like).counts, tuned(other).counts
+    assert likely["timed"] == all_of_them["timed"] == len(timed)
     assert likely["candidates"] < all_of_them["candidates"]
+    # It is compiled before whoever builds asks for it; where that fails, the others are timed.
+    compiler = Compiler()
+    tuned(same, compiler)
+    assert {str(c.choice) for c in compiler.asked} == {str(choice) for choice in chosen.values()}
+    compiler = Compiler(fails=[choice for choice in chosen.values() if choice.config])
+    tuner = tuned(same, compiler)
+    assert timed
+    assert all(m.choice not in compiler.fails for m in tuner.measured.values())
     monkeypatch.setattr(tune, "table_of", lambda target: same)
     every = tune.Tuner(dataclasses.replace(config, tune_all=True), None, lambda done, total: None, None)
     assert every.add(sites) == set(sites)

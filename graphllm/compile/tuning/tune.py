@@ -48,15 +48,22 @@ class Measured(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """Sites with equal arguments, by key, and why each candidate cannot be compiled, once that is known."""
+    """Sites with equal arguments, by key, and why each candidate cannot be compiled, once that is known.
+
+    known: a table says that the only candidate is the fastest; it is not timed.
+    others: candidates that a table says are slower; they are tried if no other can be compiled.
+    """
 
     site: Tunable
     keys: list[str]
     problems: list[concurrent.futures.Future[str]]
+    known: bool
+    others: list[ImplChoice]
 
 
 class Tuner:
     """Finds the fastest implementation and launch constants on this GPU at every site that has some to choose among.
+    What a table knows to be the fastest is only compiled, early: processes that build pieces find it in Triton's cache.
 
     workers: processes that find sites and compile candidates.
     progress: called with the number of timed candidates and of known ones.
@@ -91,13 +98,15 @@ class Tuner:
         for key, site in sites.items():
             if key in self._kept and self._kept[key].choice in site.candidates:
                 self.measured[key] = self._kept[key]
-            if key not in self.measured and (choice := self._known.chosen(site)) is not None:
-                self.measured[key] = Measured(choice, {})
             if key not in self.measured:
-                site = site._replace(candidates=self._known.likely(site))
                 same = self._problems.get(text := _equal_to(site))
                 if same is None:
-                    self._problems[text] = same = _Problem(site, [], self._compile(site))
+                    choice = self._known.chosen(site)
+                    few = [choice] if choice else self._known.likely(site)
+                    others = [other for other in site.candidates if other not in few]
+                    site = site._replace(candidates=few)
+                    same = _Problem(site, [], self._compile(site), choice is not None, others)
+                    self._problems[text] = same
                 if key not in same.keys:
                     same.keys.append(key)
         return {key for key in sites if key not in self.measured}
@@ -105,14 +114,15 @@ class Tuner:
     def results(self) -> Iterator[str]:
         """Time the candidates of what was added, as they come; each key, once `measured` has it."""
         total, done = self.counts["candidates"], 0
-        for problem in _as_compiled(self._problems.values()):
-            self._progress(done, total)
-            found = self._measured(problem)
-            self.measured |= dict.fromkeys(problem.keys, found)
-            done += len(problem.site.candidates)
+        for problem in _as_compiled(sorted(self._problems.values(), key=lambda p: not p.known)):
+            if not problem.known:
+                self._progress(done, total)
+                done += len(problem.site.candidates)
+            self.measured |= dict.fromkeys(problem.keys, self._measured(problem))
             yield from problem.keys
-        if self._file and self._problems:
-            write_measured(self._file, self._kept | self.measured)
+        timed = {key: found for key, found in self.measured.items() if found.microseconds}
+        if self._file and timed:
+            write_measured(self._file, self._kept | timed)
             if self._config.tune_all:
                 rows = [known_site(p.site, self.measured[p.keys[0]].choice) for p in self._problems.values()]
                 write_sites(self._file.with_suffix(".sites"), rows)
@@ -120,7 +130,7 @@ class Tuner:
     @property
     def counts(self) -> dict[str, int]:
         """How much there is to do: sites, sites with different arguments, and candidates at the latter."""
-        problems = self._problems.values()
+        problems = [p for p in self._problems.values() if not p.known]
         return {
             "sites": sum(len(p.keys) for p in problems),
             "timed": len(problems),
@@ -135,7 +145,12 @@ class Tuner:
     def _measured(self, problem: _Problem) -> Measured:
         site = problem.site
         problems = [future.result() for future in problem.problems] or [""] * len(site.candidates)
-        usable = [c for c, problem in zip(site.candidates, problems, strict=True) if not problem]
+        usable = [c for c, why in zip(site.candidates, problems, strict=True) if not why]
+        if problem.known and usable:
+            return Measured(usable[0], {})
+        if problem.others and not usable:
+            site = site._replace(candidates=problem.others)
+            return self._measured(problem._replace(site=site, problems=self._compile(site), known=False, others=[]))
         try:
             with turn(self._workers.turns if self._workers else None, exclusive=True):
                 begin = time.perf_counter()
