@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +33,7 @@ class Tools(NamedTuple):
     """What pieces are built with.
 
     objects: compiled C++ objects that are kept for later compiles; None keeps none.
-    workers: processes to build in, started before; they end with the build.
+    workers: processes to build in, started before; they have nothing to do after the build, and the caller closes them.
     tuned: folder that keeps what tuning found, for later compiles.
     """
 
@@ -81,7 +82,8 @@ def build_pieces(
     """Tune and build every piece for its buckets, and write the machine code into the artifact's folder."""
     pieces = folder / "pieces"
     pieces.mkdir()
-    with tools.objects or Objects() as objects, tools.workers or open_workers(config) as workers:
+    own = nullcontext(tools.workers) if tools.workers else open_workers(config)  # others end after what follows
+    with tools.objects or Objects() as objects, own as workers:
         if config.target.device == "cpu" and config.backend == "inductor":
             objects.expect(sources_of(linked))
         backend = open_backend(config, objects)

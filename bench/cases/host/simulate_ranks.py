@@ -310,7 +310,9 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
     rates = fitted(points, sums)
     for name, ranks in itertools.product(("llama3.1-8b", "llama3-70b"), (2, 4)):
         several = read(f"h200-x{ranks}", f"gpu_table_tp{ranks}")
-        cases.append((Model(name, ranks, gathers=ranks == 4), f"{name} tp{ranks}", rows_of(f"{name} tp{ranks}", several)))
+        cases.append(
+            (Model(name, ranks, gathers=ranks == 4), f"{name} tp{ranks}", rows_of(f"{name} tp{ranks}", several))
+        )
     reached = {
         "bandwidth": round(rates.bandwidth, 3),
         "arithmetic": round(rates.arithmetic, 3),
