@@ -19,7 +19,7 @@ from graphllm.program.specs import InputSpec
 from graphllm.program.stages import BEHIND, Stage, message_bytes, stage_reads
 from graphllm.runtime.commands.command import Answered, Command, Query
 from graphllm.runtime.commands.worker import Worker
-from graphllm.runtime.cuda_functions import CudaFunctions
+from graphllm.runtime.cuda.functions import CudaFunctions
 from graphllm.runtime.drafting import DRAFT_STATES
 from graphllm.runtime.kernels import CpuKernels
 from graphllm.runtime.memory.cpu_cache_memory import CacheMemory

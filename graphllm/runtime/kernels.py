@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from graphllm.host.cuda_driver import CudaDriver
 from graphllm.host.libraries import Libraries, openmp
 from graphllm.program.expr import value
-from graphllm.runtime.cuda_functions import CudaFunctions
+from graphllm.runtime.cuda.functions import CudaFunctions
 
 _C_TYPES = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "i32": ctypes.c_int32, "f64": ctypes.c_double,
             "f32": ctypes.c_float, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "u8": ctypes.c_uint8,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from graphllm.program.artifact import Artifact
 from graphllm.program.schema import ExpertLayout
-from graphllm.runtime.cuda_functions import CudaFunctions
+from graphllm.runtime.cuda.functions import CudaFunctions
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels
 from graphllm.runtime.memory.memory import HostMemory, Memory
 from graphllm.runtime.stream import CpuStream, CudaStream, Stream

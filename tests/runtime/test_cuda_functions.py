@@ -13,7 +13,7 @@ SCRIPT = """
 import sys, threading
 from pathlib import Path
 from graphllm.host.cuda_driver import CudaError
-from graphllm.runtime.cuda_functions import CudaFunctions
+from graphllm.runtime.cuda.functions import CudaFunctions
 functions = CudaFunctions(Path(sys.argv[1]))
 functions.begin()
 for thread in threading.enumerate():

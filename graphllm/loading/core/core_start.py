@@ -20,7 +20,7 @@ from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
 if TYPE_CHECKING:
     from graphllm.engine.core import EngineCore
     from graphllm.engine.requests.options import LogitsProcessor
-    from graphllm.runtime.cuda_functions import CudaFunctions
+    from graphllm.runtime.cuda.functions import CudaFunctions
     from graphllm.runtime.executor import Executor
     from graphllm.weights.loading.early_reading import EarlyWeights
 

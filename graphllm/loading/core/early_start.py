@@ -6,7 +6,7 @@ from __future__ import annotations
 from graphllm.loading.core.core_start import EarlyStart
 from graphllm.loading.core.stored_weights import StoredWeights
 from graphllm.program import baked_table
-from graphllm.runtime.cuda_functions import CudaFunctions
+from graphllm.runtime.cuda.functions import CudaFunctions
 from graphllm.weights.loading.early_reading import EarlyWeights
 from graphllm.weights.loading.layout import BlockLayout, baked_layout, checkpoint_layout
 

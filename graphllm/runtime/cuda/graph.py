@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
-from graphllm.runtime.kernels import Launch
+Launch: TypeAlias = Callable[[], Any]  # as in `graphllm.runtime.kernels`
 
 
 class GraphPool:

@@ -1,0 +1,1 @@
+"""A GPU: functions of cubins, and captured graphs."""
