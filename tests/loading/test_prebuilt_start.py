@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from graphllm import LLM, SamplingParams
 from graphllm.config import ConfigError, EngineArgs, Env
 from graphllm.embedded import ARTIFACT_DIR
 from graphllm.host.build_lock import build_lock
-from graphllm.loading.artifact.behind import Order, failure_of
+from graphllm.loading.artifact.behind import Order, compile_behind, failure_of
 from graphllm.loading.artifact.build import artifact_folder, begins_prebuilt, take_artifact
 from graphllm.loading.artifact.resolve import compile_config
 from graphllm.loading.checkpoint.source import Source, find_source
@@ -190,6 +191,20 @@ def test_who_waits(args: EngineArgs, source: Source, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("GRAPHLLM_OPTIMIZE", "sometimes")
     with pytest.raises(ConfigError, match=r"GRAPHLLM_OPTIMIZE is 'sometimes': give one of behind, next_start, first"):
         take_artifact(source, EngineArgs(args.model, target="cpu", **LIMITS), _quiet)
+
+
+def test_who_compiles_takes_only_idle_time(args: EngineArgs, source: Source, place: Path) -> None:
+    """Its priority counts only among processes of one session; Ctrl-C goes to a group that it is not in."""
+    compile_behind(source, compile_config(source.config, args), Env.read(), place)
+    children = [int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+    (child,) = (
+        pid for pid in children if b"graphllm.loading.artifact.behind" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    try:
+        assert (os.getsid(child), os.getpgid(child)) == (os.getsid(0), child)
+        until(lambda: os.sched_getscheduler(child) == os.SCHED_IDLE)
+    finally:
+        os.killpg(child, signal.SIGKILL)
 
 
 @pytest.mark.thorough

@@ -169,7 +169,7 @@ class _Compilers:
                 raise BuildError("stopped")
             try:
                 compiler = subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+                    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
                 )
             except FileNotFoundError as missing:
                 raise BuildError(

@@ -56,9 +56,10 @@ def compile_behind(source: Source, config: CompileConfig, env: Env, place: Path)
     if is_locked(place):
         return
     order = Order(dict(source.asked), source.name, source.commit, replace(config, dump=None), str(place))
+    # Not in a session of its own: Linux shares the CPUs among sessions first, whatever the priorities within each.
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, start_new_session=True,
+        stderr=subprocess.DEVNULL, process_group=0,
         env={**os.environ, "PYTHONPATH": import_path(), "GRAPHLLM_CACHE": str(env.cache_dir)},
     )  # fmt: skip
     assert process.stdin is not None
