@@ -2,8 +2,8 @@
 
     python -m bench real_models SmolLM2-135M-Instruct.Q4_1.gguf [--rounds 3]
 
-starts: see first_answer. speed: tokens/s of decoding 1 and 8 sequences and of a prompt of 1,024, both systems loaded,
-in turn, in an order that is drawn. divergence: the mean, over the tokens of a text, of the Kullback-Leibler divergence
+starts: see first_answer. speed: tokens/s of decoding 1 and 8 sequences and of a prompt of 1,024, of the model's own
+code, of prebuilt kernels and of llama.cpp, all loaded, in turn, in an order that is drawn. divergence: the mean, over the tokens of a text, of the Kullback-Leibler divergence
 of a system's distribution from the exact one: the file's weights in float32, by transformers.
 graphllm reads the exact weights, too, in place of a file whose architecture it does not know in GGUF; ``quantization``
 says how it then holds them.
@@ -31,6 +31,7 @@ from bench.process import Commands, Process
 
 CASES = [("real_models", {"files": [str], "rounds": 3, "runs": 3, "threads": CPUS, "quantization": ""})]
 HELP = {"files": "GGUF files", "quantization": "of models that graphllm reads from `exact`"}
+OURS: dict[str, dict[str, str]] = {"graphllm": {}, "graphllm, prebuilt": {"backend": "prebuilt"}}
 UNREAD = ("gemma3",)  # architectures that graphllm does not read in GGUF
 _MAX_LEN, _BATCH, _IDS = 1152, 8, 20_000  # _IDS: of random prompts, in every model's vocabulary
 TEXT = """The river rises in the hills above the old mill, where rain from the western slopes gathers in three small
@@ -52,9 +53,10 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
             model = str(file) if known else f"{place}/exact"
             more = {} if known or not case.quantization else {"quantization": case.quantization}
             systems = {
-                "graphllm": Process(worker_command("serve", ours, model, case.threads, more), worker_environment()),
-                "llama.cpp": Process(worker_command("serve", theirs, file, case.threads), worker_environment()),
+                name: Process(worker_command("serve", ours, model, case.threads, more | how), worker_environment())
+                for name, how in OURS.items()
             }
+            systems["llama.cpp"] = Process(worker_command("serve", theirs, file, case.threads), worker_environment())
             found = {
                 "speed": measured(systems, case.rounds),
                 "starts": starts(model, case.runs, Path(place), str(file)),
@@ -70,7 +72,7 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def measured(systems: dict[str, Process], rounds: int) -> dict[str, Any]:
-    """Medians of turns, and graphllm's share of the other's speed."""
+    """Medians of turns, and graphllm's speed by llama.cpp's."""
     speed: dict[str, dict[str, Any]] = {name: {} for name in systems}
     with contextlib.ExitStack() as stack:
         for name, system in systems.items():
@@ -84,9 +86,13 @@ def measured(systems: dict[str, Process], rounds: int) -> dict[str, Any]:
         for what in SPEEDS:
             for name, figures in in_turn(rounds, systems, partial(figure, what), order="random").items():
                 speed[name][what.name] = round(statistics.median(figures), 1)
-    ours, *others = speed.values()
-    over = {what: round(figure / other[what], 2) for other in others for what, figure in ours.items()}
-    return {**speed, "graphllm over llama.cpp": over}
+    over = {
+        f"{name} over llama.cpp": {
+            what.name: round(speed[name][what.name] / speed["llama.cpp"][what.name], 2) for what in SPEEDS
+        }
+        for name in OURS
+    }
+    return {**speed, **over}
 
 
 def architecture(file: Path) -> str:

@@ -211,8 +211,8 @@ class Workers:
 def _start(sockets: list[int]) -> subprocess.Popen[bytes]:
     """The process that forks a worker for each socket. It finds the modules this process finds, plugins among them, and
     leads a process group, so that all can be killed at once and only this process gets Ctrl-C. CUDA is not begun in
-    it, as that would not survive a fork: torch asks the driver's own tool whether there is a GPU. It stays in this session,
-    because priorities count within one only."""
+    it, as that would not survive a fork: torch asks the driver's own tool whether there is a GPU. It stays in this
+    session, because priorities count within one only."""
     command = [sys.executable, "-P", "-m", "graphllm.compile.worker"]
     environment = {**os.environ, "PYTHONPATH": import_path(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     return subprocess.Popen(
