@@ -3,10 +3,10 @@
     python -m bench real_models SmolLM2-135M-Instruct.Q4_1.gguf [--rounds 3]
 
 starts: see first_answer. speed: tokens/s of decoding 1 and 8 sequences and of a prompt of 1,024, of the model's own
-code, of prebuilt kernels and of llama.cpp, all loaded, in turn, in an order that is drawn. divergence: the mean, over the tokens of a text, of the Kullback-Leibler divergence
-of a system's distribution from the exact one: the file's weights in float32, by transformers.
-graphllm reads the exact weights, too, in place of a file whose architecture it does not know in GGUF; ``quantization``
-says how it then holds them.
+code, of prebuilt kernels and of llama.cpp, all loaded, in turn, in an order that is drawn. divergence: the mean, over
+the tokens of a text, of the Kullback-Leibler divergence of a system's distribution from the exact one: the file's
+weights in float32, by transformers. graphllm reads the exact weights, too, in place of a file whose architecture it
+does not know in GGUF; ``quantization`` says how it then holds them.
 """
 
 from __future__ import annotations
