@@ -82,7 +82,8 @@ def _open(model: Workload, artifact: Path | None, **more: Any) -> Any:
     from graphllm.config import EngineArgs
     from graphllm.loading.artifact.model import resolve_model
 
-    return resolve_model(EngineArgs(model.checkpoint, artifact=artifact, target="cpu", **more))
+    given = more if artifact is None else {"artifact": artifact, **more}
+    return resolve_model(EngineArgs(model.checkpoint, target="cpu", **given))
 
 
 class _Stamped:
