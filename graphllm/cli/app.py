@@ -139,7 +139,9 @@ def run_command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write JSONL here, - is stdout; a file is continued.")
     ] = None,
-    raw: Annotated[bool, typer.Option(help="Do not put prompts into the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option(help="Do not put prompts into the chat template. Without one, they are raw.")
+    ] = False,
     system: Annotated[str | None, typer.Option(help="System message for prompts.")] = None,
     json_schema: Annotated[str | None, typer.Option(help="Answer in JSON of this schema: a file, or text.")] = None,
     regex: Annotated[str | None, typer.Option(help="Answer in text that this matches.")] = None,

@@ -123,6 +123,35 @@ def test_template_system_and_raw(run: Run, checkpoint: Path, tmp_path: Path) -> 
         assert row["usage"]["prompt_tokens"] == len(tokenizer.encode(text))
 
 
+def test_a_model_without_a_template_gets_prompts_as_they_are(
+    cli: Run, checkpoint: Path, eager_artifact: Path, tmp_path: Path
+) -> None:
+    """As a base model: nothing has to be said. A system message or messages of a line still need a template."""
+    base = shutil.copytree(checkpoint, tmp_path / "base")
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "chat_template"}))
+    command = (
+        "run",
+        "--model",
+        base,
+        "--artifact",
+        eager_artifact,
+        "--prompt",
+        "hello",
+        "--max-tokens",
+        8,
+        "--temperature",
+        0,
+    )
+    plain, raw = cli(*command), cli(*command, "--raw")
+    assert plain.code == raw.code == 0
+    assert plain.out == raw.out != ""
+    refused = cli(*command, "--system", "be short")
+    assert refused.code == 1
+    assert "the model has no chat template" in refused.err
+
+
 def test_sampling_options(run: Run, answers: dict[str, str]) -> None:
     text = answers["hello world"]
     assert run("--prompt", "hello world", "--stop", text[4:6]).out == text[: text.find(text[4:6])] + "\n"

@@ -30,7 +30,11 @@ _BATCH_FIELDS = frozenset({"url", "body", "method"})
 
 @dataclass(frozen=True)
 class PlainItem:
-    """One prompt: text, or chat messages. fields: sampling fields of its own. model: an adapter's name, "" for none."""
+    """One prompt: text, or chat messages, or both: then the text is for a model without a chat template.
+
+    fields: sampling fields of its own.
+    model: an adapter's name, "" for none.
+    """
 
     id: str
     prompt: str | None
@@ -41,19 +45,19 @@ class PlainItem:
     cache_salt: str | None = None
     model: str = ""
 
-    def call(self, defaults: SamplingParams) -> Call:
-        """What it asks for. Raises ConfigError for fields that cannot be used."""
+    def call(self, defaults: SamplingParams, chats: bool = True) -> Call:
+        """What it asks for. chats: the model has a chat template. Raises ConfigError for fields that cannot be used."""
         params = SamplingParams.from_fields(self.fields, defaults)
         if params.max_tokens is None:
             params = replace(params, max_tokens=max(DEFAULT_MAX_TOKENS, params.min_tokens))
-        chat = self.messages is not None
-        prompts = [] if self.prompt is None else [self.prompt]
+        chat = self.messages is not None and (chats or self.prompt is None)
+        prompts = [] if chat or self.prompt is None else [self.prompt]
         template = {"tools": tools} if (tools := shown_tools(self.tools)) else {}
         return Call(
             chat,
             params,
             prompts=prompts,
-            messages=[] if self.messages is None else conversation(self.messages),
+            messages=conversation(self.messages) if chat and self.messages is not None else [],
             template=template,
             priority=self.priority,
             cache_salt=self.cache_salt,
@@ -90,8 +94,8 @@ class BatchItem:
     url: object
     body: object
 
-    def call(self, defaults: SamplingParams) -> Call:
-        """What it asks for. Raises ConfigError for a request that cannot be used."""
+    def call(self, defaults: SamplingParams, chats: bool = True) -> Call:
+        """What it asks for. chats: see `PlainItem.call`. Raises ConfigError for a request that cannot be used."""
         if self.method != "POST":
             raise ConfigError(f"method is {self.method!r:.80}: give POST")
         call = parse_call(self.url, self.body, defaults)
@@ -126,7 +130,7 @@ def digest_of(item: Item, settings: str) -> str:
     """A digest of what the answer to an item follows from: all it says but its id and what only scheduling reads.
     settings: what it does not say itself."""
     if isinstance(item, PlainItem):
-        content: list[object] = [item.prompt, item.messages, item.tools, item.fields]
+        content: list[object] = [None if item.messages else item.prompt, item.messages, item.tools, item.fields]
         content += [item.model] if item.model else []
     else:
         content = [item.method, item.url, item.body]
@@ -196,7 +200,7 @@ def _open(file: str) -> IO[str]:
 def _text_item(id: str, text: str, inputs: Inputs) -> PlainItem:
     if inputs.raw:
         return PlainItem(id, text, None, None, {})
-    return PlainItem(id, None, _chat(text, inputs.system), None, {})
+    return PlainItem(id, None if inputs.system else text, _chat(text, inputs.system), None, {})
 
 
 def _chat(text: str, system: str | None) -> list[dict[str, Any]]:

@@ -348,7 +348,7 @@ def generate(
 
 def _admit(engine: Engine, place: int, item: Item, defaults: SamplingParams, stream: bool) -> _Open:
     """Queue all requests of an item, or none."""
-    call = item.call(defaults)
+    call = item.call(defaults, chats=bool(engine.tokenizer.chat_template))
     if call.model and call.model not in engine.adapters and isinstance(item, PlainItem):
         raise ConfigError(f"model is {call.model!r:.80}: no adapter has this name; give it with --lora name=folder")
     check_priority(call, engine.scheduler)
