@@ -3,8 +3,8 @@
     python -m bench gpu_first_answer [--shapes llama3.1-8b,llama3.1-8b-awq] [--options '{"kv_cache_dtype": "fp8"}']
 
 Real shapes, random weights. Every cache is a new folder: graphllm's, Triton's, Inductor's. nothing: seconds from the
-start of the process to its first token, with the stages of the compile and how many sites the table of fast kernels did
-not know. again: the same command after it. untabled: as nothing, as if the package had no table for this GPU.
+start of the process to its first token, with the stages of the compile, how many sites the table of fast kernels did not
+know, and when jobs of the build processes began and ended. again: the same command after it. untabled: as nothing, as if the package had no table for this GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,19 @@ HELP = {
 def first_token(folder: str, settings: dict[str, Any], begun: float) -> dict[str, Any]:
     """In a process of its own. begun: the clock when it was started."""
     from graphllm import LLM, SamplingParams
+    from graphllm.compile.tuning.workers import Workers
 
+    jobs: dict[str, list[tuple[float, float]]] = {}
+    plain = Workers._run
+
+    def noted(self: Workers, crew: Any, job: Any) -> Any:
+        start = time.time() - begun
+        try:
+            return plain(self, crew, job)
+        finally:
+            jobs.setdefault(type(job).__name__, []).append((start, time.time() - begun))
+
+    Workers._run = noted  # type: ignore[method-assign]
     llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, **settings)
     loaded = time.time()
     prompts = [{"prompt_token_ids": [7 * i + 1 for i in range(128)]}]
@@ -45,7 +57,15 @@ def first_token(folder: str, settings: dict[str, Any], begun: float) -> dict[str
     texts = {tuple(output.outputs[0].token_ids) for output in outputs}
     assert len(texts) > 1, "the work is not real: all sequences have the same tokens"
     llm.close()
-    return {"s": round(done - begun, 2), "first step s": round(done - loaded, 2)}
+    found = {
+        f"jobs {name}": {
+            "count": len(spans), "first begins s": round(min(a for a, _ in spans), 2),
+            "first ends s": round(min(b for _, b in spans), 2), "last ends s": round(max(b for _, b in spans), 2),
+            "in all s": round(sum(b - a for a, b in spans), 1), "longest s": round(max(b - a for a, b in spans), 2),
+        }
+        for name, spans in jobs.items()
+    }  # fmt: skip
+    return {"s": round(done - begun, 2), "loaded s": round(loaded - begun, 2), **found}
 
 
 def run(case: Case) -> Iterator[dict[str, Any]]:
