@@ -3,8 +3,9 @@
     python -m bench gpu_first_answer [--shapes llama3.1-8b,llama3.1-8b-awq] [--options '{"kv_cache_dtype": "fp8"}']
 
 Real shapes, random weights. Every cache is a new folder: graphllm's, Triton's, Inductor's. nothing: seconds from the
-start of the process to its first token, with the stages of the compile, how many sites the table of fast kernels did not
-know, and when jobs of the build processes began and ended. again: the same command after it. untabled: as nothing, as if the package had no table for this GPU.
+start of the process to its first token, with the stages of the compile, how many sites the table of fast kernels did
+not know, and when jobs of the build processes began and ended. again: the same command after it. untabled: as nothing,
+as if the package had no table for this GPU.
 """
 
 from __future__ import annotations
