@@ -2,7 +2,8 @@
 
 Layers are copied, not traced again, so this costs milliseconds at any depth. Cutting the linked graph at attention
 makes the repeated piece "rest of layer i, start of layer i+1": norms and residuals meet inside it, across the layer
-edge.
+edge. A layer without a boundary op ends a piece, too: else all such layers would be one, whose compile time grows with
+their number.
 """
 
 from __future__ import annotations
@@ -123,7 +124,10 @@ class _Chain:
                 self._values[label].meta.update(node.meta, label=label)
             env[node] = self._values[label]
         calls = [n for n in unit.graph.nodes if n.op == "call_function"]
-        self._body += [(unit.name, n) for n in copy_nodes(calls, self._whole, env)]
+        copied = copy_nodes(calls, self._whole, env)
+        for node in copied:
+            node.meta[_LAYER] = None if layer is None else owner
+        self._body += [(unit.name, n) for n in copied]
         for name, node in zip(unit.outputs, results_of(unit), strict=True):
             self._values[name] = env[node]
 
@@ -147,8 +151,13 @@ def _cut(
 ) -> CallOrder:
     segments: list[list[tuple[str, torch.fx.Node]]] = [[]]
     placed: set[torch.fx.Node] = set()
+    layer, whole = None, False  # of the node before; whether all of that layer is in one segment
     for unit, node in body:
+        if (own := node.meta.get(_LAYER, layer)) != layer:
+            segments += [[]] if whole else []
+            layer, whole = own, own is not None
         if _is_boundary(node):
+            whole = False
             several = [n for n in node.users if n.target is operator.getitem]
             segments += [[(unit, n) for n in (node, *several)], []]
             placed.update(several)
@@ -175,6 +184,9 @@ def _cut(
         names_in = tuple(n.meta["label"] if n.op == "placeholder" else names[n] for n in inputs)
         calls.append(ProgramCall(piece.id, names_in, tuple(names[n] for n in outputs)))
     return CallOrder(tuple(calls), parts, tuple(results))
+
+
+_LAYER = "layer"  # of a node's meta: the layer that it was copied for; a pass that puts a node there says nothing
 
 
 def _is_boundary(node: torch.fx.Node) -> bool:

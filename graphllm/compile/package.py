@@ -157,6 +157,7 @@ def write_program(folder: Path, model: CompiledModel) -> MemoryTable:
         token=sum(blocks.bytes_per_block // g.block_size for g in blocks.groups),
         blocks_of_sequence=sum(-(-config.max_model_len // g.block_size) for g in blocks.groups),
         unused_of_block=blocks.tensors * max(blocks.unused, default=0),
+        state_of_sequence=sum(place_bytes(p, 1) for p in states.values() if p.axis == "slot"),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import keyword
 import os
 import subprocess
 import tempfile
@@ -35,7 +36,8 @@ class CKernel:
     SymInt/int/bool -> int64_t, float -> double, in schema order. Sizes and strides that the kernel needs are arguments.
     source: the C++ file; it may include only the headers in its folder and in the ops folder, the standard library,
     OpenMP and the compiler's intrinsics. usual: whether most models with the op call it, so that compiling it begins
-    before it is known. Raises ConfigError when the source does not exist.
+    before it is known. Raises ConfigError when the source does not exist, and for an argument that is named by a word
+    of Python, such as "from".
     """
 
     def __init__(self, symbol: str, schema: str, source: Path, usual: bool = True) -> None:
@@ -49,6 +51,11 @@ class CKernel:
         _library.impl(symbol, self._run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{C_NAMESPACE}::{symbol}", lambda *args: None, lib=_library)
         self.overload: torch._ops.OpOverload = getattr(getattr(torch.ops, C_NAMESPACE), symbol).default
+        if words := [a.name for a in self.overload._schema.arguments if keyword.iskeyword(a.name)]:
+            raise ConfigError(
+                f"kernel {symbol}: {words[0]!r} is a word of Python, which no argument can have as its name; give it "
+                "another one in the schema"
+            )
         self.argument_types = tuple(str(a.type) for a in self.overload._schema.arguments)
         self._function: Callable[..., None] | None = None
         _kernels[symbol] = self

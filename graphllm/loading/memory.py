@@ -73,13 +73,20 @@ def cache_counts(
         needed *= processes
         if needed > left:
             raise ConfigError(
-                f"memory: weights, arena and cache take {needed / 1e9:.1f} GB, there are {left / 1e9:.1f} GB left; "
-                "free some, lower --kv-cache-memory-bytes or --max-num-batched-tokens, or take a smaller model"
+                f"memory: weights, arena{_states(config, memory)} and cache take {needed / 1e9:.1f} GB, there are "
+                f"{left / 1e9:.1f} GB left; free some, lower --kv-cache-memory-bytes{_fewer(memory)} or "
+                "--max-num-batched-tokens, or take a smaller model"
             )
     if size is None and device == "cuda":
         assert gpu is not None
         free, total = gpu
         size = int(free - (1 - cache.gpu_memory_utilization) * total) - (gpu_bytes(memory, 0) - memory.weights)
+        if size < 0:
+            raise ConfigError(
+                f"memory: weights, arena{_states(config, memory)} take {size_text(-size)} more than the share of the "
+                f"GPU that --gpu-memory-utilization {cache.gpu_memory_utilization:g} leaves; raise it, lower "
+                f"--max-num-batched-tokens{_fewer(memory)}, or take a smaller model"
+            )
     elif size is None:
         size = max(0, available_memory() - processes * memory.weights) // (4 * processes)
         # A full batch of the longest sequences, and room for the prefix cache.
@@ -102,3 +109,20 @@ def cache_counts(
             f"raise --kv-cache-memory-bytes or --gpu-memory-utilization{taken}"
         )
     return CacheCounts(int(blocks if most is None else min(blocks, most)), int(snapshots))
+
+
+def _states(config: CompileConfig, memory: MemoryTable) -> str:
+    """What the states of sequences take, for messages; nothing where it is little."""
+    states = memory.state_of_sequence * (config.max_num_seqs + 1)
+    return f", states of {config.max_num_seqs} sequences ({size_text(states)})" if _counts(memory) else ""
+
+
+def _fewer(memory: MemoryTable) -> str:
+    return f", --max-num-seqs (each takes {size_text(memory.state_of_sequence)})" if _counts(memory) else ""
+
+
+def _counts(memory: MemoryTable) -> bool:
+    return memory.state_of_sequence >= _WORTH_SAYING
+
+
+_WORTH_SAYING = 1 << 20  # bytes of a sequence's states: tables of settings are smaller, recurrent states are not

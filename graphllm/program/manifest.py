@@ -23,6 +23,7 @@ class MemoryTable(msgspec.Struct, frozen=True):
     blocks_of_sequence: blocks of the longest sequence; a number.
     unused_of_block: bytes of a block that no layer uses.
     messages: of a pipeline's stage.
+    state_of_sequence: of the states, what each sequence of a step has.
     """
 
     weights: int
@@ -36,6 +37,7 @@ class MemoryTable(msgspec.Struct, frozen=True):
     blocks_of_sequence: int = msgspec.field(name="blocks of a sequence")
     unused_of_block: int = msgspec.field(name="unused of a block")
     messages: int = 0
+    state_of_sequence: int = msgspec.field(name="state of a sequence", default=0)
 
 
 class Factors(msgspec.Struct, frozen=True):

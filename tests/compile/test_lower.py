@@ -13,7 +13,7 @@ from graphllm.compile.pieces import require_implementations
 from graphllm.compile.trace import trace_unit
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target
 from graphllm.ir import CallSite, Cost, Op
-from graphllm.ir.graph import Shapes, TensorSpec
+from graphllm.ir.graph import GraphError, Shapes, TensorSpec
 from graphllm.ir.graph_form import to_json
 from graphllm.ir.registry import load_ops
 from graphllm.rewrite import choose
@@ -122,3 +122,26 @@ def test_what_nothing_can_compute_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     ):
         with pytest.raises(ConfigError, match=r"op lower_test_by_value: .* cannot be compiled. width 5: use 4"):
             check()
+
+
+def _turned(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x twice, of which the second lies column by column."""
+    return x * 2, (x.t().contiguous() * 3).t()
+
+
+def test_results_lie_as_those_of_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next piece is compiled for the body's strides: an implementation with others is copied, and one whose results
+    have another shape or type is refused."""
+    made = Op("lower_test_turned", _turned, True, (), False, lambda x: Cost(1, 1))
+    made.impl("rows", device="cpu", supports=lambda site: site.bucket.hi <= 8)(lambda x: ((x.t() * 2).t(), x * 3))
+    made.impl("other", device="cpu")(lambda x: (x * 2, x[:, :3] * 3))
+    monkeypatch.setitem(REGISTRY, made.name, made)
+    unit = trace_unit("test", {"x": SPEC}, lambda v: made(v["x"]), Shapes("cpu"))
+    lowered = lower(unit.graph, [SPEC], CompileConfig(CPU), SMALL)
+    assert lowered.chosen == ("lower_test_turned: rows",)
+    x = torch.randn(5, 16)
+    for found, wanted in zip(lowered.graph(x), _turned(x), strict=True):
+        assert torch.equal(found, wanted)
+        assert found.stride() == wanted.stride()
+    with pytest.raises(GraphError, match=r"lower_test_turned: the implementation other returns float32\[T, 3\], the"):
+        lower(unit.graph, [SPEC], CompileConfig(CPU), LARGE)

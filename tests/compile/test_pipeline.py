@@ -87,6 +87,19 @@ def test_two_kinds_of_layers_share_what_is_equal() -> None:
     assert counts == [9, 9]
 
 
+def test_layers_without_a_boundary_are_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a model whose layers the compiler makes whole: what is compiled does not grow with their number."""
+    monkeypatch.setattr(load_ops()["paged_attention"], "boundary", False)
+    few, many = (_link(LLAMA | {"num_hidden_layers": n}) for n in (3, 9))
+    assert few.pieces.keys() == many.pieces.keys()
+    plain = many.programs[0]["plain"].calls
+    assert [c.piece for c in plain[1:9]] == [plain[1].piece] * 8  # the first has what comes before it
+    assert len({c.piece for c in plain}) == len(plain) - 7
+    mixed = _link(GEMMA | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2})
+    calls = mixed.programs[0]["plain"].calls
+    assert [c.piece for c in calls[1:4]] == [calls[1].piece, calls[2].piece, calls[1].piece]
+
+
 def test_program_runs_in_order() -> None:
     """Every value is made before it is read, and what is read was made or comes from outside."""
     linked = _link(LLAMA | {"num_hidden_layers": 3})

@@ -159,3 +159,43 @@ def test_what_does_not_fit_is_named_while_a_model_is_traced(
 ) -> None:
     with FakeTensorMode(), pytest.raises(RuntimeError, match=message):
         load_ops()[name](*(torch.empty(shape) for shape in shapes), *more)
+
+
+def test_unspecified_parts_of_states_are_ignored() -> None:
+    """As a kernel leaves the scrap slot that a traced body has to write."""
+
+    def elsewhere(x: Tensor, state: Tensor) -> Tensor:
+        state[1:] += x.shape[0]
+        state[:1] = -1.0
+        return 2 * x
+
+    def inputs(T: int) -> Callable[[Maker], dict[str, Any]]:
+        return lambda make: {"x": make.normal(T, 4), "state": make.tensor([0.0, 5.0, 6.0], torch.float32)}
+
+    for written, found in ({}, "state is off"), ({"written": lambda name, state, args: state[1:]}, ""):
+        cases = [
+            Case(f"T{T}", inputs(T), {"float32": 1e-6}, "rounding", Bucket("decode", T, T), **written) for T in (0, 3)
+        ]
+        results = check_impl(_GOOD, Impl(_GOOD.name, "mine", elsewhere, "cpu", lambda site: True), cases)
+        problems = [str(r) for r in results if not r.ok]
+        assert any(found in p for p in problems) if found else not problems
+
+
+def test_all_problems_are_told() -> None:
+    """Of a call whose state and strides are wrong, both; a body that raises is a failed check, and others still run."""
+
+    def wrong(x: Tensor, state: Tensor) -> Tensor:
+        return (2 * x).t().contiguous().t()
+
+    def raises(x: Tensor, state: Tensor) -> Tensor:
+        if x.shape[0] == 3:
+            raise RuntimeError("no room")
+        return _double(x, state)
+
+    said = _impl_problems(wrong)
+    assert "state is off" in said
+    assert "but the fake says" in said
+    said = _impl_problems(raises)
+    assert "T3" in said
+    assert "RuntimeError: no room" in said
+    assert "T0" not in said

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graphllm.config import Bucket, Target
+from graphllm.config import Bucket, ConfigError, Target
 from graphllm.host.compiler import compiler_command
 from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.ir.op import CallSite
@@ -664,3 +664,11 @@ def test_log_probabilities_do_not_depend_on_other_rows(level: str, threads: int)
     for row in range(9):
         one = slice(row, row + 1)
         assert torch.equal(cpu_token_logprobs(logits[one], tokens[one], target[one], wanted[one], 5), whole[one])
+
+
+def test_an_argument_is_no_word_of_python(tmp_path: Path) -> None:
+    """Generated code calls kernels with arguments by name."""
+    source = tmp_path / "kernel.cpp"
+    source.write_text("")
+    with pytest.raises(ConfigError, match=r"kernel words_of_python: 'from' is a word of Python.*in the schema"):
+        CKernel("words_of_python", "(Tensor x, SymInt from) -> ()", source)

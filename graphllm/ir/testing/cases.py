@@ -15,6 +15,10 @@ def _all(output: torch.Tensor, args: Mapping[str, Any]) -> torch.Tensor:
     return output
 
 
+def _whole(name: str, state: torch.Tensor, args: Mapping[str, Any]) -> torch.Tensor:
+    return state
+
+
 @dataclass(frozen=True)
 class Case:
     """Inputs for one call.
@@ -24,6 +28,7 @@ class Case:
     ops (integer outputs) use 0. size "small" runs everywhere, also under Triton's interpreter; "real" only natively,
     and is what `op bench` times. bucket: the token counts the call stands for, so that implementations can be chosen.
     specified(output, args): the part of an output that the op specifies, for ops that leave padding rows open.
+    written(name, state, args): the same of an argument that is written in place, such as all slots but the scrap one.
     """
 
     name: str
@@ -33,6 +38,7 @@ class Case:
     bucket: Bucket
     size: Literal["small", "real"] = "small"
     specified: Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor] = _all
+    written: Callable[[str, torch.Tensor, Mapping[str, Any]], torch.Tensor] = _whole
 
 
 def moved_rows(reason: str, **arguments: Any) -> tuple[Case, ...]:

@@ -208,10 +208,13 @@ def _run(
     op: Op, case: Case, dtype: str, fn: Callable[..., Any], args: dict[str, Any], tolerance: float
 ) -> tuple[float, str]:
     """Call ``fn``; its error against the reference in float64 on the same values, and what is wrong."""
-    truth, wide = _truth(op, case, dtype, args)
-    found = fn(**args)
-    error, problem = _compare(op, case, args, found, truth, wide, tolerance)
-    return error, problem or _fake_problem(op, args, found)
+    try:
+        truth, wide = _truth(op, case, dtype, args)
+        found = fn(**args)
+        error, problem = _compare(op, case, args, found, truth, wide, tolerance)
+        return error, "; ".join(filter(None, [problem, _fake_problem(op, args, found)]))
+    except Exception as failure:  # whatever a body raises is a finding, and other cases are still to be run
+        return float("inf"), f"{type(failure).__name__}: {failure}"
 
 
 def _truth(op: Op, case: Case, dtype: str, args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -261,16 +264,19 @@ def _compare(
     """The largest relative error over outputs and tensors written in place, and what is wrong with it."""
     outputs = enumerate(zip(_tensors(found), _tensors(truth), strict=True))
     pairs = [(f"output {i}", case.specified(got, args), case.specified(want, args)) for i, (got, want) in outputs]
-    pairs += [(name, args[name], truth_args[name]) for name in op.mutates]
-    worst, problem = 0.0, ""
+    for name in op.mutates:
+        pairs.append((name, case.written(name, args[name], args), case.written(name, truth_args[name], args)))
+    worst, problems = 0.0, list[str]()
     for name, got, want in pairs:
         if got.shape != want.shape:
-            return float("inf"), f"{name} has shape {list(got.shape)}, not {list(want.shape)}"
+            worst = float("inf")
+            problems.append(f"{name} has shape {list(got.shape)}, not {list(want.shape)}")
+            continue
         error = relative_error(got, want)
         worst = max(worst, error)
         if not error <= tolerance:
-            problem = f"{name} is off by {error:.2e}, more than {tolerance:.1e} ({case.reason})"
-    return worst, problem
+            problems.append(f"{name} is off by {error:.2e}, more than {tolerance:.1e} ({case.reason})")
+    return worst, "; ".join(problems)
 
 
 def relative_error(found: Tensor, truth: Tensor) -> float:
