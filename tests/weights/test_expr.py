@@ -69,6 +69,9 @@ def plainly(expr: ex.Expr, tensors: dict[str, Tensor]) -> Tensor:
             return torch.nn.functional.pad(part, around, value=expr.value)
         case ex.Cast():
             return plainly(expr.part, tensors).to(getattr(torch, expr.dtype))
+        case ex.Each():
+            functions = {"-exp": lambda x: -x.exp(), "+1": lambda x: x + 1}
+            return functions[expr.function](plainly(expr.part, tensors).double()).float()
         case ex.Decode():
             return dequantize(*(plainly(p, tensors) for p in expr.parts), *expr.matrix)
     raise AssertionError(expr)
@@ -91,7 +94,7 @@ class _Maker:
         draw = self.draw
         kinds = ["read", "any"]
         if depth > 0:
-            kinds += ["slice", "slice", "permute", "reshape", "cast", "concat", "repeat", "pad"]
+            kinds += ["slice", "slice", "permute", "reshape", "cast", "each", "concat", "repeat", "pad"]
             kinds += ["stack"] if len(shape) > 1 else []
             kinds += ["decode"] if len(shape) == 2 else []
         kind, dim = draw(st.sampled_from(kinds)), draw(st.integers(0, len(shape) - 1))
@@ -113,6 +116,8 @@ class _Maker:
                 return ex.Reshape(self.expr((lead, math.prod(shape) // lead), depth - 1), shape)
             case "cast":
                 return ex.Cast(self.expr(shape, depth - 1), "bfloat16")
+            case "each":
+                return ex.Each(draw(st.sampled_from(ex.FUNCTIONS)), self.expr(shape, depth - 1))
             case "concat" if shape[dim] > 1:
                 cut = draw(st.integers(1, shape[dim] - 1))
                 return ex.Concat((self.expr(other(cut), depth - 1), self.expr(other(shape[dim] - cut), depth - 1)), dim)

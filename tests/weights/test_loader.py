@@ -27,7 +27,7 @@ from graphllm.weights.loading.loader import load_weights
 from graphllm.weights.loading.random import random_weights
 from graphllm.weights.loading.readers import Loading, Progress
 from graphllm.weights.plan.evaluate import evaluate
-from graphllm.weights.plan.expr import Read, Slice, walk
+from graphllm.weights.plan.expr import Each, Read, Slice, walk
 from graphllm.weights.plan.plan import WeightPlan, make_plan
 from graphllm.weights.plan.simplify import at_rank, simplify
 from tests.artifacts import artifact_of
@@ -242,6 +242,7 @@ def test_random_weights(device: str) -> None:
         "bias": Weight((700,), sources=("b",)),
         "inv_freq": Weight((2,), value=(1.0, 0.25), dtype="float32"),
         "out": Weight((3000, 700), tie="embed.tokens"),
+        "decay": Weight((700,), expr=Each("-exp", Read(("d",), (700,))), dtype="float32"),
     }
     plan = plan_of(weights, "bfloat16")
     w = random_weights(plan, device, seed=1)
@@ -253,6 +254,9 @@ def test_random_weights(device: str) -> None:
     assert 0.01 < w["embed.bias"].float().std() < 0.03
     assert w["embed.inv_freq"].tolist() == [1.0, 0.25]
     assert w["embed.out"] is w["embed.tokens"]
+    decays = w["embed.decay"]
+    assert float(decays.mean()) == pytest.approx(-1.0, abs=0.01)  # states shrink, and do not explode
+    assert 0.01 < decays.std() < 0.03
     again, other = random_weights(plan, device, seed=1), random_weights(plan, device, seed=2)
     assert all(torch.equal(w[n], again[n]) for n in w)
     assert not torch.equal(w["embed.tokens"], other["embed.tokens"])

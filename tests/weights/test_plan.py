@@ -120,6 +120,7 @@ def _above(inner: st.SearchStrategy[ex.Expr]) -> st.SearchStrategy[ex.Expr]:
         st.builds(ex.Repeat, inner, _ints, _ints),
         st.builds(ex.Pad, inner, _ints, _ints, _ints, st.floats(allow_nan=False, allow_infinity=False)),
         st.builds(ex.Cast, inner, st.sampled_from(sorted(ITEMSIZE))),
+        st.builds(ex.Each, st.sampled_from(ex.FUNCTIONS), inner),
         st.builds(ex.Decode, _names, several, st.tuples(_ints, _ints)),
         st.builds(ex.Encode, _names, _names, inner),
     )

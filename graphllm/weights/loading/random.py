@@ -11,8 +11,8 @@ from torch import Tensor
 from graphllm.host.libraries import Libraries
 from graphllm.weights.encodings import Encoding, encoding_of
 from graphllm.weights.loading.loader import allocate
-from graphllm.weights.plan.evaluate import evaluate
-from graphllm.weights.plan.expr import Concat, Encode, Expr, Read, Slice, Stack, walk
+from graphllm.weights.plan.evaluate import each, evaluate
+from graphllm.weights.plan.expr import Concat, Each, Encode, Expr, Read, Slice, Stack, walk
 from graphllm.weights.plan.plan import WeightPlan
 from graphllm.weights.plan.simplify import at_rank, simplify
 
@@ -30,7 +30,7 @@ def random_weights(
     rank: int = 0,
 ) -> dict[str, Tensor]:
     """Normal numbers with deviation 0.02, norms are ones, computed ones are what the plan says; encoded ones stand for
-    such numbers.
+    such numbers, and functions are of such numbers.
 
     libraries: see `load_weights`.
     rank: of a parallel group. What ranks divide is different on each, what all have is the same on all.
@@ -55,6 +55,8 @@ def random_weights(
             tensor.fill_(1.0)
         else:
             noise.fill(tensor)
+            if isinstance(made := simplify(e.expr), Each):  # decays of noise would grow
+                tensor.copy_(each(made.function, tensor))
     for (name, matrix), parts in matrices.items():
         rows, inner = matrix.shape
         noise.seed(seed, str(matrix), rank if _is_divided(matrix) else None)

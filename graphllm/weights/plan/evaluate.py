@@ -41,6 +41,8 @@ def evaluate(expr: ex.Expr, fetch: Callable[[Region], Tensor]) -> Tensor:
             return out
         case ex.Cast():
             return evaluate(expr.part, fetch).to(getattr(torch, expr.dtype))
+        case ex.Each():
+            return each(expr.function, evaluate(expr.part, fetch))
         case ex.Decode():
             encoding = encoding_of(expr.encoding)
             names = (p.name for p in encoding.parts)
@@ -52,6 +54,11 @@ def evaluate(expr: ex.Expr, fetch: Callable[[Region], Tensor]) -> Tensor:
         case ex.Encode():
             return encoded(expr.encoding, expr.matrix, fetch)[expr.part]
     raise ValueError(f"{expr} cannot be evaluated")
+
+
+def each(function: str, x: Tensor) -> Tensor:
+    """`Each` of numbers, float32. In float64 on the way, so that it does not matter how many are taken at once."""
+    return (-torch.exp(x.double()) if function == "-exp" else x.double() + 1).float()
 
 
 @contextmanager

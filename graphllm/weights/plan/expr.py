@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 
 from graphllm.weights.encodings import encoding_of
 
+# -exp: of the logarithms that Mamba stores of its decays. +1: of norms that are stored without their one.
+FUNCTIONS = ("-exp", "+1")
 ANY = -1  # an extent of a stored tensor that does not matter, because only a slice of it is taken
 
 _kinds: dict[str, type[Expr]] = {}
@@ -216,6 +218,20 @@ class Cast(Expr):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        return self.part.shape
+
+
+@dataclass(frozen=True)
+class Each(Expr):
+    """A function of every number, a float32 one of `FUNCTIONS`: what a model would else compute in each step."""
+
+    function: str
+    part: Expr
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.function not in FUNCTIONS:
+            raise ValueError(f"function {self.function!r}: there are {', '.join(FUNCTIONS)}")
         return self.part.shape
 
 

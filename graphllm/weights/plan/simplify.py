@@ -200,6 +200,8 @@ def _slice(expr: ex.Slice) -> ex.Expr:
         return simplify(ex.Permute(of(part.part, part.dims[dim]), part.dims))
     if isinstance(part, ex.Cast):
         return ex.Cast(of(part.part, dim), part.dtype)
+    if isinstance(part, ex.Each):
+        return ex.Each(part.function, of(part.part, dim))
     if isinstance(part, (ex.Repeat, ex.Pad)) and part.dim != dim:
         return dataclasses.replace(part, part=of(part.part, dim))
     if isinstance(part, ex.Concat) and part.dim != dim:
