@@ -10,7 +10,7 @@ from graphllm.compile.tasks.task import Task
 from graphllm.config import CompileConfig, ConfigError
 from graphllm.ir.model import Model
 from graphllm.program.specs import InputSpec, StateSpec
-from graphllm.program.states import BlockPlan, StatePlace, layer_places, own_place, plan_blocks
+from graphllm.program.states import BlockPlan, StatePlace, layer_places, own_place, plan_blocks, side_by_side
 from graphllm.rewrite import PassReport, Unit
 
 
@@ -24,6 +24,7 @@ class Layout(NamedTuple):
     layers: of each graph, the states of each layer by the layer's own names for them.
     inputs: of each graph, by name.
     versions: of recurrent states, one for each token of a verification step.
+    slot_bytes: see `Program`.
     groups: the cache group of each graph's layers; 0 for a layer without one.
     """
 
@@ -34,6 +35,7 @@ class Layout(NamedTuple):
     layers: list[list[dict[str, str]]]
     inputs: list[dict[str, InputSpec]]
     versions: int
+    slot_bytes: int
     groups: list[list[int]]
 
 
@@ -89,6 +91,7 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
             number += 1
     own = [*model.states(c), *(s for task in tasks for s in task.states())]
     states |= {f"state.{s.name}": own_place(_typed(s, config), versions) for s in own}
+    states, slot_bytes = side_by_side(states)
     inputs = [
         base_inputs(config, blocks.groups)
         | {s.name: _with_provider(s) for s in graph.inputs(c)}
@@ -101,7 +104,7 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
         "item": config.item_tokens + 1,
         "adapter": config.max_loras + 1,
     }
-    return Layout(tasks, blocks, states, entries, names, inputs, versions, groups)
+    return Layout(tasks, blocks, states, entries, names, inputs, versions, slot_bytes, groups)
 
 
 def with_added(layout: Layout, added: Iterable[tuple[Unit, PassReport]], config: CompileConfig) -> Layout:
@@ -111,6 +114,7 @@ def with_added(layout: Layout, added: Iterable[tuple[Unit, PassReport]], config:
         number = next(i for i, task in enumerate(layout.tasks) if task.graph.prefix == unit.prefix)
         inputs[number] = inputs[number] | {s.name: s for s in report.inputs}
         for state in report.states:
+            assert state.retention != "last", f"{state.name}: recurrent states have their places before passes run"
             place = own_place(_typed(state, config), layout.versions)
             if not unit.layers:
                 states[f"state.{state.name}"] = place

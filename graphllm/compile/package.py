@@ -138,6 +138,7 @@ def write_program(folder: Path, model: CompiledModel) -> MemoryTable:
         vocab=layout.tasks[0].c.V,
         torch=takes_torch(model.built.values(), folder / "pieces"),
         libraries=model.libraries,
+        slot_bytes=layout.slot_bytes,
     ).write(folder)
     (folder / "weights.json").write_text(plan.to_json())
     arenas = {
@@ -146,18 +147,20 @@ def write_program(folder: Path, model: CompiledModel) -> MemoryTable:
         for name, program in written.programs.items()
         for bucket, memory in program.memory.items()
     }
+    single = [p for p in states.values() if p.axis != "block" and p.retention != "last"]
+    recurrent = layout.versions * layout.slot_bytes
     return MemoryTable(
         weights=plan.total_bytes,
         arena=max(arenas.values()),
         arenas=arenas,
         zeroed=max(m.zeroed for g in graphs for p in g.programs.values() for m in p.memory.values()),
-        state=sum(place_bytes(p, layout.entries[p.axis]) for p in states.values() if p.axis != "block"),
-        snapshot=sum(place_bytes(p, 1) // p.shape[0] for p in states.values() if p.retention == "last"),
+        state=sum(place_bytes(p, layout.entries[p.axis]) for p in single) + layout.entries["slot"] * recurrent,
+        snapshot=layout.slot_bytes,
         block=blocks.bytes_per_block,
         token=sum(blocks.bytes_per_block // g.block_size for g in blocks.groups),
         blocks_of_sequence=sum(-(-config.max_model_len // g.block_size) for g in blocks.groups),
         unused_of_block=blocks.tensors * max(blocks.unused, default=0),
-        state_of_sequence=sum(place_bytes(p, 1) for p in states.values() if p.axis == "slot"),
+        state_of_sequence=sum(place_bytes(p, 1) for p in single if p.axis == "slot") + recurrent,
     )
 
 

@@ -112,6 +112,7 @@ class Program(msgspec.Struct, frozen=True):
     vocab: tokens.
     torch: running it needs torch.
     libraries: names of the prebuilt libraries that its kernels are in.
+    slot_bytes: of one version of all recurrent states of a slot, which lie side by side.
     """
 
     graphs: tuple[ProgramGraph, ...]
@@ -126,6 +127,7 @@ class Program(msgspec.Struct, frozen=True):
     vocab: int
     torch: bool = True
     libraries: tuple[str, ...] = ()
+    slot_bytes: int = 0
 
     @property
     def recurrent(self) -> bool:

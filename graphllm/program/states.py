@@ -1,4 +1,5 @@
-"""Where the states of a model lie: cache groups over one pool of equal blocks, and one tensor for each other state.
+"""Where the states of a model lie: cache groups over one pool of equal blocks, the recurrent states of a sequence side
+by side, and one tensor for each other state.
 
 Layers with the same retention and bytes a token form groups of equal size. A group's layers use the same blocks, and
 layers of different groups use the same tensors, in different blocks of them. The group with the most bytes a token has
@@ -8,7 +9,7 @@ the configured block size; the others have the largest power-of-two multiple of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from graphllm.config import ConfigError
@@ -46,8 +47,8 @@ class StatePlace(NamedTuple):
 
     shape: without the first dimension.
     stride: in elements, the first dimension's included.
-    tensor: number in the pool, -1 for a state with memory of its own.
-    offset: elements.
+    tensor: number in the pool, -1 for a state elsewhere.
+    offset: elements, in the pool's tensor or in the memory of recurrent states.
     """
 
     axis: str
@@ -125,6 +126,26 @@ def own_place(state: StateSpec, versions: int = 1) -> StatePlace:
     """Of a state with memory of its own."""
     shape = slot_shape(state, versions)
     return StatePlace(state.axis, state.dtype, shape, (math.prod(shape), *_dense(shape)), state.retention)
+
+
+def side_by_side(places: Mapping[str, StatePlace]) -> tuple[dict[str, StatePlace], int]:
+    """Recurrent states in one memory [slots, versions, bytes], so that those of a slot are zeroed and copied at once,
+    however many layers have some. Returns all places, and the bytes of a version."""
+    own = {name: place for name, place in places.items() if place.retention == "last"}
+    offsets, end = dict[str, int](), 0
+    for name, place in own.items():
+        offsets[name] = end
+        end += -(-math.prod(place.shape[1:]) * ITEMSIZE[place.dtype] // _STATE_ALIGN) * _STATE_ALIGN
+    size = -(-end // _VERSION_ALIGN) * _VERSION_ALIGN
+    found = dict(places)
+    for name, place in own.items():
+        item, (versions, *shape) = ITEMSIZE[place.dtype], place.shape
+        stride = (versions * size // item, size // item, *_dense(shape))
+        found[name] = place._replace(stride=stride, offset=offsets[name] // item)
+    return found, size
+
+
+_STATE_ALIGN, _VERSION_ALIGN = 16, 256  # bytes
 
 
 def slot_shape(state: StateSpec, versions: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from graphllm.config import ConfigError
 from graphllm.program.schema import CacheGroup, CacheLayout
 from graphllm.program.specs import StateSpec
-from graphllm.program.states import ITEMSIZE, layer_places, plan_blocks, slot_shape
+from graphllm.program.states import ITEMSIZE, layer_places, own_place, plan_blocks, side_by_side, slot_shape
 
 
 def _kv(window: int = 0, K: int = 2, dtype: str = "float32") -> StateSpec:
@@ -74,6 +75,33 @@ def test_without_block_states() -> None:
 def test_recurrent_states_have_versions() -> None:
     assert slot_shape(StateSpec("s", "slot", (4, 2), "float32", "last"), 3) == (3, 4, 2)
     assert slot_shape(StateSpec("s", "slot", (4, 2), "float32", "none"), 3) == (4, 2)
+
+
+SLOTS = st.builds(
+    lambda shape, dtype: StateSpec("s", "slot", tuple(shape), dtype, "last"),
+    st.lists(st.integers(1, 9), min_size=1, max_size=3), st.sampled_from(["float64", "float32", "bfloat16", "int8"]),
+)  # fmt: skip
+
+
+@given(st.lists(SLOTS, max_size=5), st.integers(1, 4))
+def test_recurrent_states_of_a_slot_lie_side_by_side(states: list[StateSpec], versions: int) -> None:
+    """Each version of a slot is one stretch of memory, in which states do not overlap; what is not recurrent stays."""
+    other = {"none": own_place(StateSpec("none", "slot", (3,), "int32", "none"), versions)}
+    places, size = side_by_side({f"{i}": own_place(s, versions) for i, s in enumerate(states)} | other)
+    assert places.pop("none") == other["none"]
+    memory = np.zeros((4, versions, size), np.uint8)
+    for place in places.values():
+        item = ITEMSIZE[place.dtype]
+        assert place.offset * item % 16 == 0
+        strides = [s * item for s in place.stride]
+        view = np.lib.stride_tricks.as_strided(
+            memory.reshape(-1)[place.offset * item :], (4, *place.shape, item), (*strides, 1)
+        )
+        assert (view == 0).all()  # of no other state
+        view[2, versions - 1] = 1
+    written = memory.any(-1)
+    assert written[2, versions - 1] == bool(states)
+    assert written.sum() == bool(states)
 
 
 STATES = st.builds(

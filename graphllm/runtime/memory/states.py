@@ -1,7 +1,7 @@
 """The states of a loaded artifact: memory for each, and what the host does with it between steps.
 
-Block states are views of a pool of equal blocks. Slots, snapshots and blocks are numbers here: who uses which one, the
-cache manager knows.
+Block states are views of a pool of equal blocks, recurrent ones of a memory with all of a slot's side by side. Slots,
+snapshots and blocks are numbers here: who uses which one, the cache manager knows.
 """
 
 from __future__ import annotations
@@ -44,16 +44,11 @@ class States:
         used = range(program.blocks.tensors) if reads is None else sorted(own_tensors(places))
         self._pool = self._allocate(len(used), program.blocks.bytes)
         self._numbers = {tensor: at for at, tensor in enumerate(used)}  # places in the pool, by numbers in all stages
-        self.tensors = {
-            name: self._block_view(p)
-            if p.axis == "block"
-            else memory.zeros((program.entries[p.axis], *p.shape), p.dtype)
-            for name, p in places.items()
-        }
+        self._entries = program.entries
+        self._slots, self._snapshots = self._recurrent_memory(program)
+        self.tensors = {name: self._placed(p) for name, p in places.items()}
         self.adapters = {n.removeprefix("state."): p.shape for n, p in places.items() if p.axis == "adapter"}
         self._version = self.tensors.get("state.version")  # of recurrent states, by slot: which one is valid
-        self._recurrent = [self.tensors[n] for n, p in places.items() if p.retention == "last"]
-        self._snapshots = [memory.zeros((num_snapshots, *t.shape[2:]), str(t.dtype)[6:]) for t in self._recurrent]
 
     def named(self, names: Iterable[str]) -> dict[str, Array]:
         """The named states that exist, by name."""
@@ -67,7 +62,29 @@ class States:
     @property
     def snapshot_bytes(self) -> int:
         """Of one snapshot."""
-        return sum(t[0, 0].nbytes for t in self._recurrent)
+        return 0 if self._snapshots is None else int(self._snapshots.shape[1])
+
+    def _recurrent_memory(self, program: Program) -> tuple[Array | None, Array | None]:
+        """Of slots [slots, versions, bytes] and of snapshots [snapshots, bytes]; None without recurrent states."""
+        versions = next((p.shape[0] for p in program.states.values() if p.retention == "last"), 0)
+        if not versions:
+            return None, None
+        if not program.slot_bytes:
+            raise ConfigError("the artifact is of a version whose recurrent states lay apart; compile again")
+        slots = self._memory.zeros((program.entries["slot"], versions, program.slot_bytes), "uint8")
+        return slots, self._memory.zeros((self.num_snapshots, program.slot_bytes), "uint8")
+
+    def _placed(self, place: StatePlace) -> Array:
+        if place.axis == "block":
+            return self._view(self._pool[self._numbers[place.tensor]], place, self.num_blocks)
+        if place.retention == "last":
+            assert self._slots is not None
+            return self._view(self._slots, place, self._entries[place.axis])
+        return self._memory.zeros((self._entries[place.axis], *place.shape), place.dtype)
+
+    def _view(self, memory: Array, place: StatePlace, entries: int) -> Array:
+        typed = self._memory.typed(self._memory.shaped(memory, "uint8", (memory.nbytes,)), place.dtype)
+        return self._memory.strided(typed, (entries, *place.shape), place.stride, place.offset)
 
     def _allocate(self, tensors: int, block_bytes: int) -> list[Array]:
         # Zeroed: a block's unused tail is multiplied by a weight of zero, which must not meet NaN.
@@ -84,15 +101,10 @@ class States:
                 "or --gpu-memory-utilization"
             ) from failure
 
-    def _block_view(self, place: StatePlace) -> Array:
-        pool = self._pool[self._numbers[place.tensor]]
-        typed = self._memory.typed(self._memory.shaped(pool, "uint8", (pool.nbytes,)), place.dtype)
-        return self._memory.strided(typed, (self.num_blocks, *place.shape), place.stride, place.offset)
-
     def release(self) -> None:
         """Forget the memory."""
         self._cache, self._version = None, None
-        self._pool, self.tensors, self._recurrent, self._snapshots = [], {}, [], []
+        self._pool, self.tensors, self._slots, self._snapshots = [], {}, None, None
 
     def reach(self, block: int) -> None:
         """Have the memory of all blocks up to this one, on a CPU."""
@@ -107,25 +119,28 @@ class States:
 
     def reset_slots(self, slots: Sequence[int]) -> None:
         """Zero the recurrent states of slots."""
-        for tensor in [*self._recurrent, *([] if self._version is None else [self._version])]:
-            for slot in slots:
-                tensor[slot].zero_()
+        for slot in slots:
+            if self._slots is not None:
+                self._slots[slot].zero_()
+            if self._version is not None:
+                self._version[slot].zero_()
 
     def save_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy recurrent states (slot, snapshot), at the version that is valid."""
-        for tensor, kept in zip(self._recurrent, self._snapshots, strict=True):
-            for slot, snapshot in pairs:
-                entry = tensor[slot]
-                version = self._version
-                valid = entry[0] if version is None else entry.index_select(0, version[slot].view(1).long())[0]
-                kept[snapshot].copy_(valid)
+        assert self._slots is not None
+        assert self._snapshots is not None
+        for slot, snapshot in pairs:
+            entry, version = self._slots[slot], self._version
+            valid = entry[0] if version is None else entry.index_select(0, version[slot].view(1).long())[0]
+            self._snapshots[snapshot].copy_(valid)
 
     def load_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy snapshots (snapshot, slot) into slots, as their first version."""
+        assert self._slots is not None
+        assert self._snapshots is not None
         self.reset_slots([slot for _, slot in pairs])
-        for tensor, kept in zip(self._recurrent, self._snapshots, strict=True):
-            for snapshot, slot in pairs:
-                tensor[slot, 0].copy_(kept[snapshot])
+        for snapshot, slot in pairs:
+            self._slots[slot, 0].copy_(self._snapshots[snapshot])
 
     def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
         """The bytes of blocks, all tensors one after another."""
@@ -139,15 +154,14 @@ class States:
 
     def read_snapshots(self, snapshots: Sequence[int]) -> list[bytes]:
         """The bytes of snapshots."""
-        return [b"".join(self._bytes_of(t[i]).cpu().numpy().tobytes() for t in self._snapshots) for i in snapshots]
+        assert self._snapshots is not None
+        return [self._snapshots[i].cpu().numpy().tobytes() for i in snapshots]
 
     def write_snapshots(self, snapshots: Sequence[int], contents: Sequence[bytes]) -> None:
         """Put back what `read_snapshots` gave."""
+        assert self._snapshots is not None
         for i, content in zip(snapshots, contents, strict=True):
-            self._scatter(content, [self._bytes_of(t[i]) for t in self._snapshots])
-
-    def _bytes_of(self, snapshot: Array) -> Array:
-        return self._memory.shaped(snapshot.reshape(-1), "uint8", (snapshot.nbytes,))
+            self._scatter(content, [self._snapshots[i]])
 
     def _scatter(self, content: bytes, into: Sequence[Array]) -> None:
         whole, at = self._memory.wrapped(np.frombuffer(bytearray(content), dtype=np.uint8)), 0
