@@ -39,9 +39,13 @@ class ForwardContext(NamedTuple):
     inputs: the step's arrays by name. Every graph has token_ids [T], positions [T] (of the token in its
     sequence), context_lens [T] (tokens of the sequence known when the token was scheduled, the prompt's length during
     prefill, for position encodings that depend on length), logits_indices [R] (rows of x that are wanted),
-    query_start_loc [S+1], seq_lens [S], slots [S] (entries of slot states; padding has the scrap one), all int32; and
-    what the graph declares. state: a layer's own states and the family's, by name. attn: of a layer with block states.
-    shared: what ``embed`` returned in addition to x (rotary cos and sin).
+    query_start_loc [S+1], seq_lens [S], slots [S] (entries of slot states; padding has the scrap one), state_versions
+    [S] (the version of recurrent states that is valid, 0 without drafts), all int32; and what the graph declares.
+    state: a layer's own states and the family's, by name. attn: of a layer with block states. shared: what ``embed``
+    returned in addition to x (rotary cos and sin).
+
+    Sequences that need one more token come first, with all drafts that are verified; then prompts, in the order in
+    which they came.
     """
 
     inputs: SimpleNamespace

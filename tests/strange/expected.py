@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad, rms_norm
 
 D, V, WINDOW, PATCH, LEN, TAIL, NARROW = 32, 97, 12, 8, 96, 3, 8
-LAYERS = ("recurrent", "latent", "window", "cross", "extern")
+LAYERS = ("recurrent", "latent", "window", "cross", "extern", "tables")
 
 
 class Seen(NamedTuple):
@@ -91,6 +91,8 @@ def logits(
             x = x + pad(_softmax(h @ kept.T, past) @ kept[:, : D - NARROW], (0, NARROW))
         elif kind == "cross":
             x = x + (torch.softmax(h @ memory.T, -1) @ memory if len(memory) else 0)
+        elif kind == "tables":
+            x = x + h + torch.sin(at.float())[:, None]
         elif kind == "extern":
             mean = (h * 0.5).mean(-1, keepdim=True)
             x = x + (h - mean) * torch.tanh(mean)

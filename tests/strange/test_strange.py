@@ -32,7 +32,7 @@ from tests.engine.harness import GREEDY, finish, open_core, request, verify_all_
 from tests.strange import expected
 from tests.tiers import COMPILED, ON_GPU, thorough
 
-FEATURES = ("recurrent", "latent", "window", "cross", "image", "axes", "adapter", "extern", "encoded")
+FEATURES = ("recurrent", "latent", "window", "cross", "image", "axes", "adapter", "extern", "encoded", "tables")
 COUNT, SEQS = 12, 3
 GROWING = (41, 45)  # lengths of prompts that need another block of 16 while they decode
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -6,6 +6,7 @@ point group ``graphllm.input_providers``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import NamedTuple
@@ -140,7 +141,46 @@ def _token_types(spec: InputSpec, step: StepRequests) -> np.ndarray | None:
     return (step.positions >= first).astype(np.int32)
 
 
+def _sequence_ids(spec: InputSpec, step: StepRequests) -> np.ndarray:
+    """[T]: the sequence of each token."""
+    return np.repeat(np.arange(len(step.counts), dtype=np.int32), step.counts)
+
+
+def _fresh(spec: InputSpec, step: StepRequests) -> np.ndarray:
+    """[S]: 1 for a sequence whose first token is in the step."""
+    return (step.starts == 0).astype(np.int32)
+
+
+def _num_decodes(spec: InputSpec, step: StepRequests) -> np.ndarray:
+    """[1]: how many of the first sequences have one token."""
+    longer = step.counts != 1
+    return np.array([np.argmax(longer) if longer.any() else len(longer)], dtype=np.int32)
+
+
+def _chunks(spec: InputSpec, step: StepRequests) -> np.ndarray:
+    """[T // C + S, 2]: pieces of C tokens, the last one of a sequence shorter: its sequence, and its first row in the
+    step. C is what the shape says."""
+    size = chunk_size(spec)
+    pieces = -(-step.counts // size)
+    sequence = np.repeat(np.arange(len(pieces), dtype=np.int32), pieces)
+    first = np.cumsum(step.counts) - step.counts
+    within = np.arange(len(sequence)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    return np.stack([sequence, (first[sequence] + size * within).astype(np.int32)], axis=1)
+
+
+def chunk_size(spec: InputSpec) -> int:
+    """C of an input with the provider "chunks". Raises ConfigError for another shape than ("T // C + S", 2)."""
+    match = re.fullmatch(r"T // (\d+) \+ S", str(spec.shape[0]))
+    if match is None or spec.shape[1:] != (2,) or int(match[1]) < 1:
+        raise ConfigError(f'the input {spec.name!r} of the provider "chunks" needs the shape ("T // C + S", 2)')
+    return int(match[1])
+
+
 _OWN: Mapping[str, Provider] = {
+    "sequence_ids": _sequence_ids,
+    "fresh": _fresh,
+    "num_decodes": _num_decodes,
+    "chunks": _chunks,
     "adapter_ids": _adapter_ids,
     "item_rows": _item_rows,
     "item_start": _item_start,

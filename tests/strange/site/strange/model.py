@@ -12,7 +12,15 @@ from graphllm.ops.gemm.linear import linear
 from strange import ops
 
 D, V, WINDOW, PATCH, LEN = 32, 97, 12, 8, 96
-LAYERS = ("recurrent", "latent", "window", "cross", "extern")  # features that are layers
+LAYERS = ("recurrent", "latent", "window", "cross", "extern", "tables")  # features that are layers
+
+CHUNK = 8
+TABLES = (
+    ("sequence_ids", ("T",), 0),
+    ("fresh", ("S",), 0),
+    ("num_decodes", (1,), 0),
+    ("chunks", (f"T // {CHUNK} + S", 2), -1),
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,9 @@ def _layer(c, layer_type, w, x_TD, ctx):
         out = ops.strange_latent(h_TD, ctx.state.latent, ctx.state.scale, *ctx.attn)
     elif layer_type == "cross":
         out = ops.strange_cross(h_TD, ctx.state.memory, given.item_start, given.item_length, given.query_start_loc)
+    elif layer_type == "tables":
+        made = given.sequence_ids, given.fresh, given.num_decodes, given.chunks
+        out = ops.strange_tables(h_TD, *made, given.query_start_loc, given.seq_lens, CHUNK)
     elif layer_type == "extern":
         centered_TD, mean_T = ops.strange_center(h_TD, 0.5)
         out = centered_TD * torch.tanh(mean_T)[:, None]
@@ -90,6 +101,7 @@ def _inputs(c):
         *((InputSpec("axes", (3, "T"), provider="strange_axes", counts=True),) if c.has("axes") else ()),
         *((InputSpec("adapter_ids", ("T",), provider="adapter_ids"),) if c.has("adapter") else ()),
         *(InputSpec(n, ("S",), provider=n) for n in ("item_start", "item_length") if c.has("cross")),
+        *(InputSpec(n, shape, provider=n, neutral=neutral) for n, shape, neutral in TABLES if c.has("tables")),
     )
 
 

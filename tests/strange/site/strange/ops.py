@@ -43,6 +43,27 @@ def strange_recurrent(
     return out_TD
 
 
+@op(boundary=True, cost=_cost)
+def strange_tables(
+    x_TD: Tensor,
+    sequence_ids: Tensor,
+    fresh: Tensor,
+    num_decodes: Tensor,
+    chunks: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    chunk: int,
+) -> Tensor:
+    """x plus the sine of each token's position, which follows from the tables that the host makes of a step."""
+    t = torch.arange(x_TD.shape[0], device=x_TD.device)
+    start = torch.where(fresh > 0, 0, seq_lens - query_start_loc.diff())
+    sequence, first = chunks.unbind(1)
+    inside = (t[:, None] >= first) & (t[:, None] < first + chunk) & (sequence_ids[:, None] == sequence)
+    at = ((t[:, None] - query_start_loc[sequence.clamp(min=0)]) * inside).sum(1)
+    at = torch.where(t < num_decodes, 0, at)  # the first sequences have one token each
+    return x_TD + torch.sin((start[sequence_ids] + at).to(x_TD.dtype))[:, None]
+
+
 @op(boundary=True, mutates=("latent", "scale"), cost=_cost)
 def strange_latent(
     x_TD: Tensor, latent: Tensor, scale: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor
