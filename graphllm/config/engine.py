@@ -218,7 +218,8 @@ class SchedulerConfig:
     )
     snapshot_interval: int = setting(
         0,
-        help="Tokens from one recurrent state that is kept for reuse to the next; 0: only a prompt's end is kept.",
+        help="Tokens from one recurrent state that is kept for reuse to the next; 0: only prompts' ends are kept, and "
+        "where prompts part.",
         key=_RUNNING,
         ge=0,
     )

@@ -8,6 +8,7 @@ when blocks are missing is the scheduler's business.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from graphllm.engine.cache.slot_states import RecurrentStates, SlotStates
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.program.schema import CacheLayout
 
+Retained = FullBlocks | WindowBlocks | Snapshots
 _STORED_AT_ONCE = 4  # blocks of an output
 _SHARED = -1  # in `reach`: the slot must get a block of its own before it writes
 
@@ -31,12 +33,15 @@ class Hit(NamedTuple):
     blocks: of each group, 0 for blocks that the window has left.
     snapshot: of the recurrent states at its end, -1 for none.
     shared: another request writes the last block.
+    branch: tokens behind the hit for which only the snapshot is missing, where other requests went on otherwise, too:
+        one is worth taking there. 0 for none.
     """
 
     num_tokens: int
     blocks: list[list[int]]
     snapshot: int = -1
     shared: bool = False
+    branch: int = 0
 
 
 class CacheManager:
@@ -81,8 +86,10 @@ class CacheManager:
         self.hasher = PrefixHasher(block_size, secret, layout.groups, self._ahead)
         self.states = SlotStates()
         if layout.recurrent:
-            self.states = RecurrentStates(layout.num_snapshots, self.boundary, snapshot_interval, caching, self.hasher)
-        self._retentions: list[FullBlocks | WindowBlocks | Snapshots] = [*self.groups, *self.states.pools]
+            self.states = RecurrentStates(
+                layout.num_snapshots, self.boundary, snapshot_interval, caching, self.hasher, max_num_seqs
+            )
+        self._retentions: list[Retained] = [*self.groups, *self.states.pools]
         self.caching = caching and bool(self._retentions) and self.states.cacheable
         # All by slot. reach: tokens that have blocks, -1 where the slot must first get a block of its own. _release_at:
         # position after which a window frees a block. _stored: tokens in findable blocks. _store_at: tokens at which
@@ -112,18 +119,34 @@ class CacheManager:
             return none
         end = (state.num_tokens - 1) // self.boundary * self.boundary
         self.hasher.digest(state, state.num_tokens - self._ahead)  # all at once: a step will store the rest
-        return self.find(state.digests, end) or none
+        hit = self.find(state.digests, end) or none
+        if self.states.pools and self.groups:
+            common = self._common(state.digests, end)
+            digest = state.digests[common // self.block_size - 1] if common > hit.num_tokens else b""
+            if digest and self.states.is_branch(digest, state.request.id):
+                hit = hit._replace(branch=common)
+        return hit
+
+    def _common(self, digests: list[bytes], end: int) -> int:
+        """How long the beginning of at most ``end`` tokens is that has its blocks."""
+        size = self.block_size
+        found = [g.find(digests[g.unit // size - 1 : end // size : g.unit // size]) for g in self.groups]
+        return self._longest_usable(self.groups, found, end)
+
+    def _longest_usable(self, retentions: Sequence[Retained], found: Sequence[Sequence[int]], end: int) -> int:
+        while end:
+            usable = min(r.usable(f, end) for r, f in zip(retentions, found, strict=True))
+            usable -= usable % self.boundary
+            if usable == end:
+                break
+            end = usable
+        return end
 
     def find(self, digests: list[bytes], end: int) -> Hit | None:
         """The longest prefix that is cached, of at most ``end`` tokens. digests: of its blocks."""
         size = self.block_size
         found = [r.find(digests[r.unit // size - 1 : end // size : r.unit // size]) for r in self._retentions]
-        while end:
-            usable = min(r.usable(f, end) for r, f in zip(self._retentions, found, strict=True))
-            usable -= usable % self.boundary
-            if usable == end:
-                break
-            end = usable
+        end = self._longest_usable(self._retentions, found, end)
         if not end:
             return None
         blocks = []
@@ -154,7 +177,7 @@ class CacheManager:
         """Hold for a slot what a hit gives it; its snapshot until that is released."""
         for group, blocks in zip(self.groups, hit.blocks, strict=True):
             group.enter(slot, blocks)
-        self.states.hold(hit.snapshot)
+        self.states.enter(slot, hit.snapshot, hit.branch)
         self._stored[slot] = hit.num_tokens // self.block_size * self.block_size
         self._num_prompt_tokens[slot] = num_prompt_tokens
         self._set_store_at(slot)

@@ -5,6 +5,7 @@ A model without such states has a `SlotStates`, which does nothing; one with the
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,8 @@ import numpy as np
 from graphllm.engine.cache.digests import PrefixHasher
 from graphllm.engine.cache.retention import Snapshots
 from graphllm.engine.requests.request_table import RequestState, RequestTable
+
+_BRANCHES = 4096  # digests that are remembered
 
 
 class SlotStates:
@@ -30,14 +33,18 @@ class SlotStates:
         """The snapshot after ``end`` tokens, from the result of `Snapshots.find`; -1 for none."""
         return -1
 
-    def hold(self, snapshot: int) -> None:
-        """Keep a snapshot until it is released; nothing for -1."""
-
     def release(self, snapshot: int) -> None:
         """Let go of a snapshot; nothing for -1."""
 
+    def enter(self, slot: int, snapshot: int, branch: int) -> None:
+        """A sequence enters a slot; keep its snapshot, -1 for none, until that is released. branch: see `Hit`."""
+
     def begin(self, slot: int, snapshot: int) -> None:
         """A sequence begins in a slot, with a snapshot or, with -1, with nothing."""
+
+    def is_branch(self, digest: bytes, request: str) -> bool:
+        """Whether the blocks up to this digest have been found without a snapshot for another request, too."""
+        return False
 
     def beginnings(self) -> tuple[list[int], list[tuple[int, int]]]:
         """Slots to zero before the next step, and (snapshot, slot) to load. Each is returned once."""
@@ -47,8 +54,8 @@ class SlotStates:
         """Whether the prompt of a sequence can be shared: it is computed, or in a step that comes before."""
         return bool(t.num_computed_tokens[slot] >= t.num_prompt_tokens[slot])
 
-    def chunk_end(self, start: int, num_tokens: int) -> int:
-        """Where the next chunk ends at the latest. num_tokens: known tokens."""
+    def chunk_end(self, slot: int, start: int, num_tokens: int) -> int:
+        """Where the next chunk of a slot ends at the latest. num_tokens: known tokens."""
         return num_tokens
 
     def reserve(
@@ -78,29 +85,44 @@ class RecurrentStates(SlotStates):
     """Recurrent states, with a bounded number of snapshots at multiples of ``boundary`` tokens.
 
     interval: a snapshot is taken after about this many tokens, besides at the end of a prompt; 0: only there.
+
+    Prompts that share a beginning and then differ, as behind a common system message, get a snapshot where they part:
+    the second request that finds the blocks up to there without one takes it.
     """
 
     forkable = False
 
-    def __init__(self, num_snapshots: int, boundary: int, interval: int, caching: bool, hasher: PrefixHasher) -> None:
+    def __init__(
+        self, num_snapshots: int, boundary: int, interval: int, caching: bool, hasher: PrefixHasher, max_num_seqs: int
+    ) -> None:
         self._snapshots = Snapshots(num_snapshots, boundary, caching)
         self.pools = [self._snapshots]
         self.cacheable = num_snapshots > 0
         self._caching, self._boundary, self._hasher = caching and self.cacheable, boundary, hasher
         self._interval = -(-interval // boundary) * boundary
+        self._stop = np.zeros(max_num_seqs, dtype=np.int32)  # of each slot: where its prompt parts from others
+        self._seen: OrderedDict[bytes, str] = OrderedDict()  # digests, with the first request that found them
         self._resets: list[int] = []
         self._loads: list[tuple[int, int]] = []
 
     def found(self, entries: Sequence[int], end: int) -> int:
         return entries[end // self._boundary - 1] - 1
 
-    def hold(self, snapshot: int) -> None:
+    def enter(self, slot: int, snapshot: int, branch: int) -> None:
+        self._stop[slot] = branch
         if snapshot >= 0:
             self._snapshots.hold(snapshot)
 
     def release(self, snapshot: int) -> None:
         if snapshot >= 0:
             self._snapshots.release(snapshot)
+
+    def is_branch(self, digest: bytes, request: str) -> bool:
+        first = self._seen.setdefault(digest, request)
+        self._seen.move_to_end(digest)
+        if len(self._seen) > _BRANCHES:
+            self._seen.popitem(last=False)
+        return first != request
 
     def begin(self, slot: int, snapshot: int) -> None:
         if snapshot >= 0:
@@ -117,12 +139,15 @@ class RecurrentStates(SlotStates):
         """States are found by their snapshot, which is there when the host has seen the prompt's end."""
         return bool(t.num_tokens[slot] > t.num_prompt_tokens[slot]) or not self._caching
 
-    def chunk_end(self, start: int, num_tokens: int) -> int:
-        """For a snapshot: the last boundary before the end of the tokens, and every interval."""
+    def chunk_end(self, slot: int, start: int, num_tokens: int) -> int:
+        """For a snapshot: the last boundary before the end of the tokens, where the prompt parts from others, and every
+        interval."""
         last = (num_tokens - 1) // self._boundary * self._boundary
         if not self._caching or start >= last:
             return num_tokens
-        return min(last, (start // self._interval + 1) * self._interval) if self._interval else last
+        stop = int(self._stop[slot])
+        end = stop if start < stop < last else last
+        return min(end, (start // self._interval + 1) * self._interval) if self._interval else end
 
     def reserve(
         self, requests: Sequence[RequestState], slots: np.ndarray, ends: np.ndarray, known: np.ndarray,
@@ -133,6 +158,7 @@ class RecurrentStates(SlotStates):
         wanted = ends == (known - 1) // self._boundary * self._boundary
         if self._interval:
             wanted |= ends % self._interval == 0
+        wanted |= ends == self._stop[slots]
         wanted &= ends > 0
         wanted[:verified] = False  # which version of the states is valid then, nobody knows yet
         if uncertain is not None:

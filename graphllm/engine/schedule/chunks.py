@@ -30,7 +30,7 @@ class Chunks:
         if self._layout.stateless:  # nothing would be left of a part
             count = known - start
             return count if count <= budget and self.rows(state, slot, count) <= rows else 0
-        count = min(self._states.chunk_end(start, known) - start, budget)
+        count = min(self._states.chunk_end(slot, start, known) - start, budget)
         if self._limits.long_prefill_token_threshold:
             count = min(count, self._limits.long_prefill_token_threshold)
         while count and self.rows(state, slot, count) > rows:

@@ -786,6 +786,25 @@ def test_snapshots(windows: tuple[int, ...]) -> None:
     assert _cached(sim, "e", [*prompt(14), 5, 6, 7, 8]) == 12
 
 
+@pytest.mark.parametrize("windows", [(0,), (0, 6)])
+def test_a_snapshot_where_prompts_part(windows: tuple[int, ...]) -> None:
+    """Behind a common beginning, without any interval: the second request that finds only its blocks takes it. A
+    conversation that goes on takes none at its turns."""
+    sim = simulation(windows=windows, recurrent=True, num_snapshots=9)
+    common = prompt(21)
+    asked = {f"{i}": [*common, *prompt(8, i + 1)] for i in range(5)}
+    found = [_cached(sim, id, tokens) for id, tokens in asked.items()]
+    assert found == [0, 0, 0, 20, 20]
+    text = prompt(13, 77)
+    for turn in range(3):
+        sim.add(request(f"turn {turn}", text, 9))
+        chunks = computed(sim.run(), f"turn {turn}")
+        last = (len(text) - 1) // 4 * 4
+        assert [start + count for start, count in chunks][:2] == [last, len(text)]
+        assert (chunks[0][0] > 0) == (turn > 0)
+        text = [*text, *sim.output[f"turn {turn}"], *prompt(6, turn + 90)]
+
+
 def test_snapshots_at_intervals() -> None:
     """Also behind what was generated. The least recently used one is overwritten."""
     sim = simulation(recurrent=True, num_snapshots=9, snapshot_interval=7)  # every 8
