@@ -33,14 +33,15 @@ class Hit(NamedTuple):
     blocks: of each group, 0 for blocks that the window has left.
     snapshot: of the recurrent states at its end, -1 for none.
     shared: another request writes the last block.
-    branch: tokens behind the hit for which only the snapshot is missing, where other requests went on otherwise, too:
-        one is worth taking there. 0 for none.
+    without_state: tokens after these that have their blocks, and would be part of the hit if there were a snapshot.
+    branch: where a snapshot is worth taking, because another request found none there, either; 0 for nowhere.
     """
 
     num_tokens: int
     blocks: list[list[int]]
     snapshot: int = -1
     shared: bool = False
+    without_state: int = 0
     branch: int = 0
 
 
@@ -122,9 +123,9 @@ class CacheManager:
         hit = self.find(state.digests, end) or none
         if self.states.pools and self.groups:
             common = self._common(state.digests, end)
-            digest = state.digests[common // self.block_size - 1] if common > hit.num_tokens else b""
-            if digest and self.states.is_branch(digest, state.request.id):
-                hit = hit._replace(branch=common)
+            if common > hit.num_tokens:
+                again = self.states.is_branch(state.digests[common // self.block_size - 1], state.request.id)
+                hit = hit._replace(without_state=common - hit.num_tokens, branch=common if again else 0)
         return hit
 
     def _common(self, digests: list[bytes], end: int) -> int:

@@ -111,6 +111,11 @@ OF_CORE = (
         core=lambda s: {(): s.prefix_hits},
     ),
     Family(
+        "prefix_cache_hits_without_state", "counter",
+        "Tokens whose blocks are in the prefix cache, computed again because no recurrent state after them is kept.",
+        core=lambda s: {(): s.prefix_hits_without_state},
+    ),
+    Family(
         "token_vector_cache_bytes", "gauge", "Memory of vectors for each token that are kept for prompts to come.",
         core=lambda s: {(): s.token_vector_bytes},
     ),

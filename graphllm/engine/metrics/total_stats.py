@@ -9,8 +9,8 @@ from graphllm.engine.requests.request import BucketStats, CoreStats
 
 _SUMS = (
     "started", "steps", "running", "waiting", "free_blocks", "total_blocks", "prefix_queries", "prefix_hits",
-    "preemptions", "prompt_tokens", "cached_tokens", "generated_tokens", "drafts", "draft_tokens", "max_adapters",
-    "token_vector_bytes", "token_vector_hits", "expert_moves",
+    "prefix_hits_without_state", "preemptions", "prompt_tokens", "cached_tokens", "generated_tokens", "drafts",
+    "draft_tokens", "max_adapters", "token_vector_bytes", "token_vector_hits", "expert_moves",
 )  # fmt: skip
 
 

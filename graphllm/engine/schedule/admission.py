@@ -27,6 +27,7 @@ class Admission:
     by_id: all requests, with and without a slot.
     resources: what requests need in addition to a slot and blocks.
     prefix_queries, prefix_hits: prompt tokens that were looked up in the cache, and found there.
+    prefix_hits_without_state: see `Hit`.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Admission:
         self._cache, self._chunks, self._by_id = cache, chunks, by_id
         self._waiting: list[RequestState] = []
         self.resources: Sequence[Resource] = ()
-        self.prefix_queries = self.prefix_hits = 0
+        self.prefix_queries = self.prefix_hits = self.prefix_hits_without_state = 0
 
     def __len__(self) -> int:
         """Waiting requests, with some that have ended since."""
@@ -100,10 +101,6 @@ class Admission:
                 heapq.heappush(self._waiting, state)
                 break
             slot = state.slot
-            if state.cached_tokens < 0:  # one that was preempted finds its own blocks again
-                state.cached_tokens = int(self._table.num_computed_tokens[slot])
-                self.prefix_queries += state.num_tokens
-                self.prefix_hits += state.cached_tokens
             admitted.append(state)
             entries.append((np.array([slot], dtype=np.int32), np.array([count], dtype=np.int32)))
             budget -= count
@@ -146,4 +143,9 @@ class Admission:
             t.leave(state)
             return 0
         cache.states.begin(slot, hit.snapshot)
+        if state.cached_tokens < 0:  # one that was preempted finds its own blocks again
+            state.cached_tokens = hit.num_tokens
+            self.prefix_queries += state.num_tokens
+            self.prefix_hits += hit.num_tokens
+            self.prefix_hits_without_state += hit.without_state
         return count

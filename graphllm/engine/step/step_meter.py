@@ -44,6 +44,8 @@ class StepMeter:
         stats.waiting = scheduler.waiting + held
         stats.free_blocks = scheduler.cache.pool.free_blocks
         stats.kv_usage = 1 - stats.free_blocks / max(stats.total_blocks, 1)
-        stats.prefix_queries, stats.prefix_hits = scheduler.admission.prefix_queries, scheduler.admission.prefix_hits
+        admission = scheduler.admission
+        stats.prefix_queries, stats.prefix_hits = admission.prefix_queries, admission.prefix_hits
+        stats.prefix_hits_without_state = admission.prefix_hits_without_state
         stats.preemptions = scheduler.preemptions
         return stats

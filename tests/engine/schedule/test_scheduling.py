@@ -795,6 +795,8 @@ def test_a_snapshot_where_prompts_part(windows: tuple[int, ...]) -> None:
     asked = {f"{i}": [*common, *prompt(8, i + 1)] for i in range(5)}
     found = [_cached(sim, id, tokens) for id, tokens in asked.items()]
     assert found == [0, 0, 0, 20, 20]
+    admission = sim.scheduler.admission
+    assert (admission.prefix_hits, admission.prefix_hits_without_state) == (20 + 20, 20 + 20)  # of 3 and 4, of 1 and 2
     text = prompt(13, 77)
     for turn in range(3):
         sim.add(request(f"turn {turn}", text, 9))
