@@ -102,13 +102,12 @@ class Executor:
         self.rank = rank
         self.divided: Mapping[str, AdaptedLinear] = {a.name: a for a in self.adapted if a.division is not None}
         self.max_lora_rank = config.max_lora_rank if self.adapted else 0
-        self.encoder = next((g for g in self._graphs.values() if g.task == "encode"), None)
-        self.item_input = self._item_input()
+        self.encoder, self.item_input = self._programs.encoder, self._programs.item_input
         self._tables = [n for n, spec in self._main.inputs.items() if spec.provider == "block_table"]
         self.block_bytes, self.snapshot_bytes = [self.states.block_bytes], [self.states.snapshot_bytes]  # by rank
 
     def _adopt(self, programs: Programs) -> None:
-        self._programs, self._graphs, self._main = programs, programs.graphs, programs.main
+        self._programs, self._main = programs, programs.main
         self._drafter, self._on_host = programs.drafter, programs.on_host
 
     def prepare(self, artifact: Artifact) -> Programs:
@@ -192,12 +191,6 @@ class Executor:
     def in_order(self, work: Callable[[], None]) -> None:
         """Launch work in order with the steps."""
         self.stream.in_order(work)
-
-    def _item_input(self) -> tuple[InputSpec | None, int]:
-        if self.encoder is None:
-            return None, 0
-        found = (spec for spec in self.encoder.inputs.values() if spec.provider == "item")
-        return next(found, None), self.encoder.most["T"]
 
     def sample(self, handle: StepHandle, sampling: Sampling) -> None:
         """Go on with a step of the program "full": edit the logits, sample, report logprobs."""

@@ -22,7 +22,7 @@ from graphllm.runtime.memory.staging import Staging, StepInput
 from graphllm.runtime.stream import Job
 
 if TYPE_CHECKING:
-    from graphllm.runtime.cuda.graph import GraphPool
+    from graphllm.runtime.cuda.graph_pool import GraphPool
 
 _BOUND_KEPT = 128
 
@@ -191,6 +191,6 @@ class BoundProgram:
 
 
 def _graph_pool() -> GraphPool:
-    from graphllm.runtime.cuda.graph import GraphPool  # here, because it imports torch
+    from graphllm.runtime.cuda.graph_pool import GraphPool  # here, because it imports torch
 
     return GraphPool()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from graphllm.program.artifact import Artifact
 from graphllm.program.linking import ZEROED
 from graphllm.program.schema import CacheLayout
+from graphllm.program.specs import InputSpec
 from graphllm.program.stages import Stage
 from graphllm.runtime.drafting import RUNS_OF_A_STEP, drafter_of
 from graphllm.runtime.graphs import GraphPrograms
@@ -27,6 +28,7 @@ class Programs:
     main: the graph of a step.
     drafter: runs after it.
     on_host: copies of its results.
+    encoder: the graph that encodes items; None without one.
     """
 
     def __init__(
@@ -61,6 +63,15 @@ class Programs:
         self.main = next(iter(self.graphs.values()))
         self.drafter = drafter_of(self.graphs.values(), layout, program.drafts)
         self.on_host = HostResults(memory, self.main, in_flight)
+        self.encoder = next((g for g in self.graphs.values() if g.task == "encode"), None)
+
+    @property
+    def item_input(self) -> tuple[InputSpec | None, int]:
+        """What an encoder reads of an item, and of how many tokens at most; nothing without one."""
+        if self.encoder is None:
+            return None, 0
+        found = (spec for spec in self.encoder.inputs.values() if spec.provider == "item")
+        return next(found, None), self.encoder.most["T"]
 
     def bind_as(self, other: Programs) -> None:
         """Bind what another artifact's programs were bound to last. They may run meanwhile."""

@@ -8,41 +8,19 @@ when blocks are missing is the scheduler's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import numpy as np
 
 from graphllm.config import ConfigError
 from graphllm.engine.cache.block_pool import BlockPool
 from graphllm.engine.cache.digests import PrefixHasher
-from graphllm.engine.cache.retention import NEVER, FullBlocks, Snapshots, WindowBlocks
+from graphllm.engine.cache.hits import Hit, Retained, cached
+from graphllm.engine.cache.retention import NEVER, FullBlocks, WindowBlocks
 from graphllm.engine.cache.slot_states import RecurrentStates, SlotStates
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.program.schema import CacheLayout
 
-Retained = FullBlocks | WindowBlocks | Snapshots
 _STORED_AT_ONCE = 4  # blocks of an output
 _SHARED = -1  # in `reach`: the slot must get a block of its own before it writes
-
-
-class Hit(NamedTuple):
-    """The cached prefix of a sequence.
-
-    num_tokens: its tokens.
-    blocks: of each group, 0 for blocks that the window has left.
-    snapshot: of the recurrent states at its end, -1 for none.
-    shared: another request writes the last block.
-    without_state: tokens after these that have their blocks, and would be part of the hit if there were a snapshot.
-    branch: where a snapshot is worth taking, because another request found none there, either; 0 for nowhere.
-    """
-
-    num_tokens: int
-    blocks: list[list[int]]
-    snapshot: int = -1
-    shared: bool = False
-    without_state: int = 0
-    branch: int = 0
 
 
 class CacheManager:
@@ -120,34 +98,11 @@ class CacheManager:
             return none
         end = (state.num_tokens - 1) // self.boundary * self.boundary
         self.hasher.digest(state, state.num_tokens - self._ahead)  # all at once: a step will store the rest
-        hit = self.find(state.digests, end) or none
-        if self.states.pools and self.groups:
-            common = self._common(state.digests, end)
-            if common > hit.num_tokens:
-                again = self.states.is_branch(state.digests[common // self.block_size - 1], state.request.id)
-                hit = hit._replace(without_state=common - hit.num_tokens, branch=common if again else 0)
-        return hit
-
-    def _common(self, digests: list[bytes], end: int) -> int:
-        """How long the beginning of at most ``end`` tokens is that has its blocks."""
-        size = self.block_size
-        found = [g.find(digests[g.unit // size - 1 : end // size : g.unit // size]) for g in self.groups]
-        return self._longest_usable(self.groups, found, end)
-
-    def _longest_usable(self, retentions: Sequence[Retained], found: Sequence[Sequence[int]], end: int) -> int:
-        while end:
-            usable = min(r.usable(f, end) for r, f in zip(retentions, found, strict=True))
-            usable -= usable % self.boundary
-            if usable == end:
-                break
-            end = usable
-        return end
+        return self.states.compared(self.find(state.digests, end) or none, self.groups, state, end)
 
     def find(self, digests: list[bytes], end: int) -> Hit | None:
         """The longest prefix that is cached, of at most ``end`` tokens. digests: of its blocks."""
-        size = self.block_size
-        found = [r.find(digests[r.unit // size - 1 : end // size : r.unit // size]) for r in self._retentions]
-        end = self._longest_usable(self._retentions, found, end)
+        end, found = cached(self._retentions, digests, end, self.block_size, self.boundary)
         if not end:
             return None
         blocks = []

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from graphllm.engine.cache.digests import PrefixHasher
+from graphllm.engine.cache.hits import Hit, Retained, cached
 from graphllm.engine.cache.retention import Snapshots
 from graphllm.engine.requests.request_table import RequestState, RequestTable
 
@@ -42,9 +43,9 @@ class SlotStates:
     def begin(self, slot: int, snapshot: int) -> None:
         """A sequence begins in a slot, with a snapshot or, with -1, with nothing."""
 
-    def is_branch(self, digest: bytes, request: str) -> bool:
-        """Whether the blocks up to this digest have been found without a snapshot for another request, too."""
-        return False
+    def compared(self, hit: Hit, groups: Sequence[Retained], state: RequestState, end: int) -> Hit:
+        """A hit, with what the blocks of these groups alone would give of at most ``end`` tokens."""
+        return hit
 
     def beginnings(self) -> tuple[list[int], list[tuple[int, int]]]:
         """Slots to zero before the next step, and (snapshot, slot) to load. Each is returned once."""
@@ -117,7 +118,16 @@ class RecurrentStates(SlotStates):
         if snapshot >= 0:
             self._snapshots.release(snapshot)
 
-    def is_branch(self, digest: bytes, request: str) -> bool:
+    def compared(self, hit: Hit, groups: Sequence[Retained], state: RequestState, end: int) -> Hit:
+        size = self._hasher.block_size
+        common = cached(groups, state.digests, end, size, self._boundary).num_tokens if groups else 0
+        if common <= hit.num_tokens:
+            return hit
+        again = self._is_branch(state.digests[common // size - 1], state.request.id)
+        return hit._replace(without_state=common - hit.num_tokens, branch=common if again else 0)
+
+    def _is_branch(self, digest: bytes, request: str) -> bool:
+        """Whether the blocks up to this digest have been found without a snapshot for another request, too."""
         first = self._seen.setdefault(digest, request)
         self._seen.move_to_end(digest)
         if len(self._seen) > _BRANCHES:
