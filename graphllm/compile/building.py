@@ -82,7 +82,7 @@ def build_pieces(
     """Tune and build every piece for its buckets, and write the machine code into the artifact's folder."""
     pieces = folder / "pieces"
     pieces.mkdir()
-    own = nullcontext(tools.workers) if tools.workers else open_workers(config)  # others end after what follows
+    own = nullcontext(tools.workers) if tools.workers else open_workers(config)  # those given are the caller's to end
     with tools.objects or Objects() as objects, own as workers:
         if config.target.device == "cpu" and config.backend == "inductor":
             objects.expect(sources_of(linked))

@@ -2,8 +2,8 @@
 
 Layers are copied, not traced again, so this costs milliseconds at any depth. Cutting the linked graph at attention
 makes the repeated piece "rest of layer i, start of layer i+1": norms and residuals meet inside it, across the layer
-edge. A layer without a boundary op ends a piece, too: else all such layers would be one, whose compile time grows with
-their number.
+edge. A layer without a boundary op ends a piece, too: else all such layers would be one piece, and the time to compile
+it would grow with their number.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ def own_place(state: StateSpec, versions: int = 1) -> StatePlace:
 
 
 def side_by_side(places: Mapping[str, StatePlace]) -> tuple[dict[str, StatePlace], int]:
-    """Recurrent states in one memory [slots, versions, bytes], so that those of a slot are zeroed and copied at once,
-    however many layers have some. Returns all places, and the bytes of a version."""
+    """Recurrent states in one memory [slots, versions, bytes], so that a slot is zeroed and copied at once,
+    however many layers have states. Returns all places, and the bytes of a version."""
     own = {name: place for name, place in places.items() if place.retention == "last"}
     offsets, end = dict[str, int](), 0
     for name, place in own.items():

@@ -74,7 +74,7 @@ class Programs:
         return next(found, None), self.encoder.most["T"]
 
     def bind_as(self, other: Programs) -> None:
-        """Bind what another artifact's programs were bound to last. They may run meanwhile."""
+        """Bind what another artifact's programs were bound to last. They may be running."""
         for name, graph in self.graphs.items():
             for program, size in other.graphs[name].bound_last(_AHEAD):
                 graph.bound(program, size)

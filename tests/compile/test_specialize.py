@@ -300,7 +300,9 @@ def test_what_was_found_is_kept(
     assert len(timed) == len(first.measured) == len(tune.tunables(few, config)) == len(told)
     assert first.counts == {"sites": len(timed), "timed": len(timed), "candidates": told[0][1]}
     assert [done for done, _ in told] == [sum(len(s.candidates) for s in timed[:i]) for i in range(len(timed))]
+    written = (tmp_path / "here.json").stat().st_mtime_ns
     again = tuned(few, tmp_path)
+    assert (tmp_path / "here.json").stat().st_mtime_ns == written
     assert again.measured == first.measured
     assert again.counts == {"sites": 0, "timed": 0, "candidates": 0}
     more = tuned(pieces, tmp_path)

@@ -120,7 +120,7 @@ class Tuner:
                 done += len(problem.site.candidates)
             self.measured |= dict.fromkeys(problem.keys, self._measured(problem))
             yield from problem.keys
-        timed = {key: found for key, found in self.measured.items() if found.microseconds}
+        timed = {k: self.measured[k] for p in self._problems.values() for k in p.keys if self.measured[k].microseconds}
         if self._file and timed:
             write_measured(self._file, self._kept | timed)
             if self._config.tune_all:

@@ -87,7 +87,7 @@ class RecurrentStates(SlotStates):
 
     interval: a snapshot is taken after about this many tokens, besides at the end of a prompt; 0: only there.
 
-    Prompts that share a beginning and then differ, as behind a common system message, get a snapshot where they part:
+    Prompts that share a beginning and then differ, as after a common system message, get a snapshot where they part:
     the second request that finds the blocks up to there without one takes it.
     """
 

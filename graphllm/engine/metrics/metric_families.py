@@ -112,7 +112,7 @@ OF_CORE = (
     ),
     Family(
         "prefix_cache_hits_without_state", "counter",
-        "Tokens whose blocks are in the prefix cache, computed again because no recurrent state after them is kept.",
+        "Tokens with blocks in the prefix cache, computed again because no recurrent state after them is kept.",
         core=lambda s: {(): s.prefix_hits_without_state},
     ),
     Family(

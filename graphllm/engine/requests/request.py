@@ -277,7 +277,7 @@ class CoreStats(msgspec.Struct):
     kv_usage: share of the blocks that running requests hold.
     free_blocks: blocks nobody holds (cached ones included).
     prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix cache.
-    prefix_hits_without_state: tokens whose blocks were found there, but no recurrent state after them.
+    prefix_hits_without_state: tokens with blocks that were found there, but no recurrent state after them.
     prompt_tokens: tokens of computed prompts.
     cached_tokens: how many of the prompt tokens came from the cache.
     step_tokens: tokens of each finished step.

@@ -147,7 +147,7 @@ def _sequence_ids(spec: InputSpec, step: StepRequests) -> np.ndarray:
 
 
 def _fresh(spec: InputSpec, step: StepRequests) -> np.ndarray:
-    """[S]: 1 for a sequence whose first token is in the step."""
+    """[S]: 1 for a sequence that has its first token in the step."""
     return (step.starts == 0).astype(np.int32)
 
 

@@ -70,7 +70,9 @@ class States:
         if not versions:
             return None, None
         if not program.slot_bytes:
-            raise ConfigError("the artifact is of a version whose recurrent states lay apart; compile again")
+            raise ConfigError(
+                "the artifact is of a version with recurrent states in memory of their own; compile again"
+            )
         slots = self._memory.zeros((program.entries["slot"], versions, program.slot_bytes), "uint8")
         return slots, self._memory.zeros((self.num_snapshots, program.slot_bytes), "uint8")
 
