@@ -28,6 +28,7 @@ class _Forks:
 
     def __init__(self, start: WorkerOrders) -> None:
         self._said = os.fdopen(os.dup(1), "wb")
+        os.dup2(2, 1)  # a fork that held it would keep it open when this process is gone
         self._open = [*start.builders, *start.candidates]
         self._numbers = {own: number for number, own in enumerate(self._open)}
         self._pids: dict[int, int] = {}

@@ -9,14 +9,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 
 import graphllm
-from graphllm.compile.codegen.file_locks import kernel_turn, turn
+from graphllm.compile.codegen.file_locks import kernel_turn
 from graphllm.compile.codegen.jobs import Build, Built, Candidate, Done, Find, Tunable
 from graphllm.compile.codegen.objects import BuildError
 from graphllm.compile.tuning.workers import Workers
@@ -96,6 +95,18 @@ def test_candidates_compile_without_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
     assert [f.name for f in tmp_path.glob("*/*.cubin")] == ["row_kernel.cubin"]
 
 
+@pytest.mark.thorough
+def test_the_process_they_come_from_is_killed_while_some_of_them_live() -> None:
+    """What waits for a worker that is not forked yet is told, and does not wait for the ones that are."""
+    config = CompileConfig(Target("cuda", ("sm_90", "sms_132")), buckets=(Bucket("decode", 1, 1),), tune=True)
+    with Workers(config, 1) as workers:
+        known = Candidate(Tunable("no_such_op", {}, {}, {"T": 1}, []), ImplChoice("reference", {}))
+        assert "no_such_op" in workers.problem(known).result()  # one is there
+        os.kill(workers._parent.pid, signal.SIGKILL)
+        with pytest.raises(BuildError, match="a build process ended with status -9"):
+            workers.build({}, CONFIG.buckets[0], {}).result(PATIENCE)
+
+
 def test_an_error_ends_the_workers() -> None:
     workers = Workers(CONFIG, 2)
 
@@ -145,36 +156,6 @@ def _waiting(folder: Path) -> int:
     """How many wait for a lock of a file there."""
     files = [f":{file.stat().st_ino} " for file in folder.iterdir()]
     return sum("->" in line and any(file in line for file in files) for line in Path("/proc/locks").open())
-
-
-def test_turns(tmp_path: Path) -> None:
-    """Who has the GPU alone has it alone; others share it, and those that begin to wait later come later."""
-    order: list[str] = []
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-
-        def take(name: str, alone: bool, end: threading.Event) -> None:
-            with turn(tmp_path, alone):
-                order.append(name)
-                assert end.wait(PATIENCE)
-
-        first, both, last = (threading.Event() for _ in range(3))
-        one = pool.submit(take, "shares", False, first)
-        two = pool.submit(take, "shares too", False, first)
-        until(lambda: len(order) == 2)
-        timing = pool.submit(take, "alone", True, both)
-        until(lambda: _waiting(tmp_path) == 1)
-        later = pool.submit(take, "later", False, last)
-        until(lambda: _waiting(tmp_path) == 2)
-        assert sorted(order) == ["shares", "shares too"]
-        first.set()
-        until(lambda: len(order) == 3 and _waiting(tmp_path) == 1)
-        assert order[2:] == ["alone"]
-        both.set()
-        until(lambda: len(order) == 4)
-        last.set()
-        for future in (one, two, timing, later):
-            future.result()
-    assert order[2:] == ["alone", "later"]
 
 
 def test_one_process_compiles_a_kernel_and_the_others_wait(tmp_path: Path) -> None:

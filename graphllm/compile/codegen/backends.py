@@ -41,15 +41,12 @@ class Backend(Protocol):
 
 
 class Generated(NamedTuple):
-    """A piece for one bucket as Inductor wrote it: its source, and that taken apart. hidden: see
-    `inductor.hidden_sizes`. The rest is `Built`'s."""
+    """A piece for one bucket as Inductor wrote it, taken apart. The rest is `Built`'s."""
 
-    source: str
     bundle: Bundle
     chosen: tuple[str, ...]
     text: str
     reports: list[dict[str, Any]]
-    hidden: list[str]
 
     def built(self, kernels: Mapping[str, Any], sources: dict[str, str], blobs: dict[str, bytes]) -> Built:
         """With its kernels compiled, or still to be."""
@@ -76,8 +73,7 @@ def generate(
     if key not in known:
         source = inductor.generate(lowered.graph, lowered.inputs, lowered.shapes)
         bundle = translate(source, lowered.inputs, lowered.shapes)
-        hidden = inductor.hidden_sizes(lowered.inputs, lowered.shapes)
-        known[key] = Generated(source, bundle, lowered.chosen, text, reports, hidden)
+        known[key] = Generated(bundle, lowered.chosen, text, reports)
     return known[key]._replace(chosen=lowered.chosen, reports=reports)
 
 

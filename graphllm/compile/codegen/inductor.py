@@ -1,17 +1,16 @@
-"""The one place that touches Inductor's private interface: from an aten graph to generated source, and to cubins on
-CUDA.
+"""The one place that touches Inductor's private interface: from an aten graph to generated source, and to cubins of
+the Triton kernels in it.
 
-Inductor is used as a code generator. What it generates is taken apart by `translate` and run by our own loader.
+Inductor is used as a code generator. What it generates is taken apart by `translate` and run by our own loader. No
+generated code runs while an artifact is made.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import ExternKernel, MultiOutput
-from torch._inductor.runtime.triton_heuristics import GridExpr
+from torch._inductor.runtime.triton_heuristics import GridExpr, TritonCompileResult
 from torch._inductor.virtualized import V
 
 from graphllm.compile.codegen.cubins import kind_of, launched
@@ -71,6 +70,7 @@ def settings(device: str, one_token: bool = False) -> dict[str, Any]:
     return common | {
         "triton.unique_kernel_names": True,
         "triton.autotune_at_compile_time": False,
+        "triton.autotune_pointwise": False,  # one configuration, so that no kernel is run to choose among several
         "compile_threads": 1,  # pieces are built in parallel processes already
         "combo_kernels": False,
         "use_static_triton_launcher": False,  # it drops the cubin once loaded, and we want to keep it
@@ -126,41 +126,32 @@ def _keep_apart(lowering: GraphLowering) -> None:
     lowering.never_reuse_buffers.update(made | outputs)
 
 
-def load_module(source: str) -> ModuleType:
-    """A generated module, which compiles its Triton kernels, all configurations of each. With Triton's own assembler:
-    Inductor would name another one to this process, and what was tuned and what is built would come from two."""
-    import triton
+def cubin(name: str, source: str) -> dict[str, Any]:
+    """A Triton kernel of generated source, compiled without being run: the first configuration that Inductor offers.
 
-    os.environ.setdefault("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
-    with inductor_config.patch(settings("cuda")):
-        return PyCodeCache.load(source)
-
-
-def cubins(module: ModuleType, inputs: Sequence[torch.Tensor | int], names: Mapping[str, str]) -> dict[str, Any]:
-    """The Triton kernels of a generated module, found by running it once on real inputs, tensors and hidden sizes:
-    of several configurations it takes the fastest.
-
-    Returns for each name what `launched` says of it, and: names (of the arguments of ``.run``), args (their kinds; None
-    for what the kernel was specialized on), prefix and grid (integer expressions over the names).
+    Returns what `launched` says of it, and: names (of the arguments of ``.run``), args (their kinds; None for what the
+    kernel was specialized on), prefix and grid (integer expressions over the names).
     """
-    with inductor_config.patch(settings("cuda")), torch.no_grad():
-        module.call(list(inputs))
-        torch.cuda.synchronize()
-        return {name: _cubin(getattr(module, attribute)) for name, attribute in names.items()}
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
-
-def _cubin(kernel: Any) -> dict[str, Any]:
-    launcher = kernel.launchers[0]
-    known = (r for r in kernel.compile_results if r.config is launcher.config)
-    # A configuration that coordinate descent found is not among the results; Triton's cache has its binary.
-    compiled = next(known, None) or kernel._precompile_config(launcher.config)
-    signature = compiled.compile_meta["signature"]
-    grid = GridExpr.from_meta(compiled.inductor_meta, launcher.config)
-    parameters = [p for p in inspect.signature(launcher).parameters if p != "stream"]
+    with inductor_config.patch(settings("cuda")):
+        # What it begins with is for a process that runs the kernel.
+        kernel = getattr(PyCodeCache.load(source.replace("triton_helpers.set_driver_to_gpu()", "")), name)
+        chosen = kernel.configs[0]
+        meta = kernel._create_compile_meta(chosen)
+        signature = meta["signature"]
+        text = ASTSource(kernel.fn, signature, meta["constants"], meta["configs"][0])
+        target = GPUTarget("cuda", meta["cc"], kernel.device_props.warp_size)
+        binary = triton.compile(text, target=target, options=kernel._create_compile_options(chosen, meta))
+    grid = GridExpr.from_meta(kernel.inductor_meta, chosen)
+    result = TritonCompileResult(binary, chosen, meta, kernel.inductor_meta)
+    _, names, _ = result._get_arg_lists(kernel.fn.arg_names, kernel.fn.constexprs)
     return {
-        **launched(compiled.kernel),
-        "names": parameters,
-        "args": [kind_of(signature.get(p, "constexpr")) for p in parameters],
+        **launched(binary),
+        "names": names,
+        "args": [kind_of(signature.get(name, "constexpr")) for name in names],
         "prefix": [[part.strip() for part in line.split("=", 1)] for line in grid.prefix],
         "grid": [int(g) if str(g).isdigit() else str(g) for g in (grid.x_grid, grid.y_grid, grid.z_grid)],
     }

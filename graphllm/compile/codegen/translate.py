@@ -41,7 +41,7 @@ class Bundle:
     inputs, outputs: value names.
     code: instructions in order.
     kernels: by name, the ABI ("args" as "ptr", "i64", "f64") and where the code is: "cpp" source text, "c" symbol of a
-    `CKernel`, "generated" name of a Triton kernel in the generated module, "call" of a Triton kernel of ours or "gluon"
+    `CKernel`, "generated" source of a Triton kernel that Inductor wrote, "call" of a Triton kernel of ours or "gluon"
     name of a `GluonKernel`, with what they are built from (`graphllm.compile.codegen.cubins`).
     """
 
@@ -214,7 +214,8 @@ class _Translator:
         for a in node.args:
             is_tensor = (isinstance(a, ast.Name) and a.id in self.specs) or isinstance(a, ast.Call)
             arguments.append(["t", self.tensor(a)] if is_tensor else self.scalar(a))
-        self.bundle.kernels[function] = {"generated": function}
+        name, text = (ast.literal_eval(a) for a in self.definitions[function].args[:2])
+        self.bundle.kernels[function] = {"generated": name, "source": text}
         self.bundle.code.append(["kernel", function, arguments])
 
     def operator(self, target: str, node: ast.Call, name: str | None) -> None:
