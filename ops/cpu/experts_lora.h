@@ -7,19 +7,6 @@
 namespace graphllm {
 namespace {
 
-inline Vec load_some(const float* from, i64 count) {
-  if (count == kLanes) return load_vec(from);
-  float all[kLanes] = {};
-  std::memcpy(all, from, count * sizeof(float));
-  return load_vec(all);
-}
-inline Vec load_some(const bf16* from, i64 count) {
-  if (count == kLanes) return load_vec(from);
-  bf16 all[kLanes] = {};
-  std::memcpy(all, from, count * sizeof(bf16));
-  return load_vec(all);
-}
-
 // Of one of an expert's two products, which has `parts` matrices of `outputs` / parts rows: A [L, N, parts rank, inner] and B
 // [L, N, rank, outputs] of L adapters and N experts, ids by token, 0 for none. low: [pairs, parts rank], in the order of
 // experts. Without ids there are no adapters.

@@ -225,6 +225,22 @@ inline void store_vec(bf16* to, Vec x) {
 #endif
 }
 
+// The first `count` of 16 values; the others are zeros, or not written.
+template <typename T>
+inline Vec load_some(const T* from, i64 count) {
+  if (count >= kLanes) return load_vec(from);
+  T all[kLanes] = {};
+  std::memcpy(all, from, count * sizeof(T));
+  return load_vec(all);
+}
+template <typename T>
+inline void store_some(T* to, Vec x, i64 count) {
+  if (count >= kLanes) return store_vec(to, x);
+  T all[kLanes];
+  store_vec(all, x);
+  std::memcpy(to, all, count * sizeof(T));
+}
+
 inline Vec vec(float x) { return x - Vec{}; }
 inline Ints ints(std::int32_t x) { return x - Ints{}; }
 

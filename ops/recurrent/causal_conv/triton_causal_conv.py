@@ -1,0 +1,120 @@
+"""causal_conv on a GPU: a program has a block of tokens and channels, and reads the state where its window begins before
+the step."""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.op import each_alone
+from graphllm.ops.recurrent.causal_conv.op import causal_conv
+from graphllm.ops.recurrent.slots import Slots
+
+_TOKENS, _CHANNELS = 16, 128
+
+
+@triton.jit(do_not_specialize_on_alignment=["S"])
+def _conv_kernel(
+    x_ptr, weight_ptr, bias_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, S,
+    X_ROW: tl.constexpr, WEIGHT_ROW: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    s = tl.zeros([BLOCK_T], tl.int32)
+    for base in range(0, S, BLOCK_S):
+        k = base + tl.arange(0, BLOCK_S)
+        ends = tl.load(start_ptr + 1 + k, mask=k < S, other=2147483647)
+        s += tl.sum((ends[None, :] <= t[:, None]).to(tl.int32), axis=1)
+    owned = s < S  # rows beyond the last sequence are padding
+    first = tl.load(start_ptr + s, mask=owned, other=0)
+    count = tl.load(start_ptr + 1 + s, mask=owned, other=0) - first
+    entry = state_ptr + tl.load(slot_ptr + s, mask=owned, other=0).to(tl.int64) * SLOT
+    before = entry + tl.load(version_ptr + s, mask=owned, other=0) * VERSION
+    i = t - first
+    channel = (d < D)[None, :] & owned[:, None]
+    total = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    if BIAS:
+        total += tl.load(bias_ptr + d, mask=d < D, other=0).to(tl.float32)[None, :]
+    for j in tl.static_range(W):
+        place = i - (W - 1) + j
+        row = (t - (W - 1) + j).to(tl.int64)
+        new = tl.load(x_ptr + row[:, None] * X_ROW + d[None, :], mask=channel & (place >= 0)[:, None], other=0)
+        old = tl.load(
+            before[:, None] + ((W - 1 + place) * D)[:, None] + d[None, :], mask=channel & (place < 0)[:, None], other=0
+        )
+        tap = tl.load(weight_ptr + d * WEIGHT_ROW + j, mask=d < D, other=0).to(tl.float32)
+        total += tl.where((place >= 0)[:, None], new, old).to(tl.float32) * tap[None, :]
+    if SILU:
+        total = total / (1.0 + tl.exp(-total))
+    tl.store(out_ptr + t.to(tl.int64)[:, None] * D + d[None, :], total.to(out_ptr.dtype.element_ty), mask=channel)
+
+
+@triton.jit
+def _keep_kernel(
+    x_ptr, state_ptr, start_ptr, slot_ptr, version_ptr,
+    X_ROW: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr, D: tl.constexpr,
+    W: tl.constexpr, W_PAD: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The states after the step, of a sequence and a block of channels. What is read is read before anything is written."""
+    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    s = tl.program_id(1)
+    first = tl.load(start_ptr + s)
+    count = tl.load(start_ptr + 1 + s) - first
+    entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT
+    before = entry + tl.load(version_ptr + s) * VERSION
+    j = tl.arange(0, W_PAD)
+    inside = (j < W - 1)[:, None] & (d < D)[None, :]
+    old = tl.load(before + j[:, None] * D + d[None, :], mask=inside, other=0)
+    several = count <= VERSIONS
+    for version in tl.static_range(VERSIONS):
+        i = tl.where(several, version, count - 1)  # the token after which this version is kept
+        place = i - (W - 2) + j  # of each row, among the step's tokens
+        new = tl.load(
+            x_ptr + (first + place).to(tl.int64)[:, None] * X_ROW + d[None, :], mask=inside & (place >= 0)[:, None],
+            other=0,
+        )  # fmt: skip
+        # Row j of what is kept is row j + i + 1 of what was there before.
+        moved = tl.sum(
+            tl.where((tl.arange(0, W_PAD)[None, :] == (j + i + 1)[:, None])[:, :, None], old[None, :, :], 0.0), axis=1
+        )
+        kept = tl.where((place >= 0)[:, None], new, moved.to(new.dtype))
+        written = tl.where(several, version < count, version == VERSIONS - 1)
+        tl.store(entry + version * VERSION + j[:, None] * D + d[None, :], kept, mask=inside & written)
+
+
+def _supports(site: CallSite) -> bool:
+    x_TD, weight_DW, state, bias_D = (site.args[name] for name in ("x_TD", "weight_DW", "state", "bias_D"))
+    return (
+        x_TD.dtype == state.dtype
+        and x_TD.dtype.itemsize <= 4
+        and x_TD.stride(1) == weight_DW.stride(1) == state.stride(3) == 1
+        and state.stride(2) == state.shape[3]
+        and (bias_D is None or bias_D.stride(0) == 1)
+    )
+
+
+@causal_conv.impl("triton", device="cuda", supports=_supports, row_order=each_alone)
+def triton_causal_conv(
+    x_TD: Tensor, weight_DW: Tensor, state: Tensor, at: Slots, bias_D: Tensor | None, activation: str
+) -> Tensor:
+    """Two kernels: the sums, then the states."""
+    (T, D), W, S = x_TD.shape, weight_DW.shape[1], at.slots.shape[0]
+    out_TD = x_TD.new_empty(x_TD.shape)
+    shared = {
+        "X_ROW": x_TD.stride(0), "SLOT": state.stride(0), "VERSION": state.stride(1), "VERSIONS": state.shape[1], "D": D,
+        "W": W, "BLOCK_D": _CHANNELS,
+    }  # fmt: skip
+    blocks = -(-D // _CHANNELS)
+    launch_triton(
+        _conv_kernel, (blocks, (T + _TOKENS - 1) // _TOKENS),
+        *(x_TD, weight_DW, x_TD if bias_D is None else bias_D, state, out_TD, *at, S), WEIGHT_ROW=weight_DW.stride(0),
+        BIAS=bias_D is not None, SILU=activation == "silu", BLOCK_T=_TOKENS, BLOCK_S=128, **shared,
+    )  # fmt: skip
+    launch_triton(_keep_kernel, (blocks, S), x_TD, state, *at, W_PAD=max(2, triton.next_power_of_2(W - 1)), **shared)
+    return out_TD
