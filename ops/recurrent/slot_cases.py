@@ -25,7 +25,8 @@ class Step(NamedTuple):
     pad: int = 0
 
     @property
-    def T(self) -> int:
+    def rows(self) -> int:
+        """Of the step's tensors."""
         return sum(self.counts) + self.pad
 
     @property
@@ -37,7 +38,9 @@ class Step(NamedTuple):
     def bucket(self) -> Bucket:
         """A range of token counts in which the step lies."""
         decode = all(count <= 1 for count in self.counts)
-        return Bucket("decode", self.T, self.T) if decode else Bucket("mixed", max(self.T, 2), max(self.T, 2))
+        return (
+            Bucket("decode", self.rows, self.rows) if decode else Bucket("mixed", max(self.rows, 2), max(self.rows, 2))
+        )
 
     @property
     def name(self) -> str:

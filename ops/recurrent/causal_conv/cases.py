@@ -10,8 +10,8 @@ from graphllm.ops.recurrent.slot_cases import STEPS, Step, own_entries, owned_ro
 
 _TOLERANCE = {"float32": 1e-6, "bfloat16": 8e-3, "float16": 5e-4}
 _REASON = (
-    "float32 sums of W products and silu; one rounding of the result to the dtype (Triton's interpreter cuts where a GPU "
-    "rounds)"
+    "float32 sums of W products and silu; one rounding of the result to the dtype "
+    "(Triton's interpreter cuts where a GPU rounds)"
 )
 
 
@@ -26,7 +26,7 @@ def _case(
 ) -> Case:
     def inputs(make: Maker) -> dict[str, Any]:
         return {
-            "x_TD": make.normal(step.T, D + 24)[:, 8 : 8 + D],
+            "x_TD": make.normal(step.rows, D + 24)[:, 8 : 8 + D],
             "weight_DW": make.normal(D, W),
             "state": make.normal(step.entries, step.versions, W - 1, D),
             **step.arguments(make),

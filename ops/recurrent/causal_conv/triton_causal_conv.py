@@ -1,5 +1,5 @@
-"""causal_conv on a GPU: a program has a block of tokens and channels, and reads the state where its window begins before
-the step."""
+"""causal_conv on a GPU: a program has a block of tokens and channels. It reads the state where a window begins before the
+step."""
 
 # mypy: allow-untyped-defs
 
@@ -20,7 +20,7 @@ _TOKENS, _CHANNELS = 16, 128
 @triton.jit(do_not_specialize_on_alignment=["S"])
 def _conv_kernel(
     x_ptr, weight_ptr, bias_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, S,
-    X_ROW: tl.constexpr, WEIGHT_ROW: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr,
+    X_ROW: tl.constexpr, WEIGHT_ROW: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -33,7 +33,6 @@ def _conv_kernel(
         s += tl.sum((ends[None, :] <= t[:, None]).to(tl.int32), axis=1)
     owned = s < S  # rows beyond the last sequence are padding
     first = tl.load(start_ptr + s, mask=owned, other=0)
-    count = tl.load(start_ptr + 1 + s, mask=owned, other=0) - first
     entry = state_ptr + tl.load(slot_ptr + s, mask=owned, other=0).to(tl.int64) * SLOT
     before = entry + tl.load(version_ptr + s, mask=owned, other=0) * VERSION
     i = t - first
@@ -61,7 +60,7 @@ def _keep_kernel(
     X_ROW: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr, D: tl.constexpr,
     W: tl.constexpr, W_PAD: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The states after the step, of a sequence and a block of channels. What is read is read before anything is written."""
+    """The states of a sequence after the step, for a block of channels. All is read before anything is written."""
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     s = tl.program_id(1)
     first = tl.load(start_ptr + s)
@@ -107,8 +106,7 @@ def triton_causal_conv(
     (T, D), W, S = x_TD.shape, weight_DW.shape[1], at.slots.shape[0]
     out_TD = x_TD.new_empty(x_TD.shape)
     shared = {
-        "X_ROW": x_TD.stride(0), "SLOT": state.stride(0), "VERSION": state.stride(1), "VERSIONS": state.shape[1], "D": D,
-        "W": W, "BLOCK_D": _CHANNELS,
+        "X_ROW": x_TD.stride(0), "SLOT": state.stride(0), "VERSION": state.stride(1), "D": D, "W": W, "BLOCK_D": _CHANNELS,
     }  # fmt: skip
     blocks = -(-D // _CHANNELS)
     launch_triton(
@@ -116,5 +114,14 @@ def triton_causal_conv(
         *(x_TD, weight_DW, x_TD if bias_D is None else bias_D, state, out_TD, *at, S), WEIGHT_ROW=weight_DW.stride(0),
         BIAS=bias_D is not None, SILU=activation == "silu", BLOCK_T=_TOKENS, BLOCK_S=128, **shared,
     )  # fmt: skip
-    launch_triton(_keep_kernel, (blocks, S), x_TD, state, *at, W_PAD=max(2, triton.next_power_of_2(W - 1)), **shared)
+    launch_triton(
+        _keep_kernel,
+        (blocks, S),
+        x_TD,
+        state,
+        *at,
+        VERSIONS=state.shape[1],
+        W_PAD=max(2, triton.next_power_of_2(W - 1)),
+        **shared,
+    )
     return out_TD
