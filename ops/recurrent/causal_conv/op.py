@@ -49,7 +49,7 @@ def causal_conv(
         old = before[t, (W - 1 - back + i).clamp(0, W - 2)]
         rows.append(torch.where((i >= back)[:, None], x_TD[(t - back).clamp(min=0)], old))
     exact = torch.promote_types(x_TD.dtype, torch.float32)
-    out = torch.einsum("wtd,dw->td", torch.stack(rows).to(exact), weight_DW.to(exact))
+    out = (torch.stack(rows).to(exact) * weight_DW.t().to(exact)[:, None]).sum(0)
     if bias_D is not None:
         out = out + bias_D.to(exact)
     if activation == "silu":

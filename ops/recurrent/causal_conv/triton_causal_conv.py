@@ -1,5 +1,5 @@
-"""causal_conv on a GPU: a program has a block of tokens and channels. It reads the state where a window begins before the
-step."""
+"""causal_conv on a GPU: a program has a block of tokens and channels. Where a window begins before the step, it reads
+the state."""
 
 # mypy: allow-untyped-defs
 
@@ -106,7 +106,8 @@ def triton_causal_conv(
     (T, D), W, S = x_TD.shape, weight_DW.shape[1], at.slots.shape[0]
     out_TD = x_TD.new_empty(x_TD.shape)
     shared = {
-        "X_ROW": x_TD.stride(0), "SLOT": state.stride(0), "VERSION": state.stride(1), "D": D, "W": W, "BLOCK_D": _CHANNELS,
+        "X_ROW": x_TD.stride(0), "SLOT": state.stride(0), "VERSION": state.stride(1), "D": D, "W": W,
+        "BLOCK_D": _CHANNELS,
     }  # fmt: skip
     blocks = -(-D // _CHANNELS)
     launch_triton(
@@ -114,14 +115,6 @@ def triton_causal_conv(
         *(x_TD, weight_DW, x_TD if bias_D is None else bias_D, state, out_TD, *at, S), WEIGHT_ROW=weight_DW.stride(0),
         BIAS=bias_D is not None, SILU=activation == "silu", BLOCK_T=_TOKENS, BLOCK_S=128, **shared,
     )  # fmt: skip
-    launch_triton(
-        _keep_kernel,
-        (blocks, S),
-        x_TD,
-        state,
-        *at,
-        VERSIONS=state.shape[1],
-        W_PAD=max(2, triton.next_power_of_2(W - 1)),
-        **shared,
-    )
+    padded = max(2, triton.next_power_of_2(W - 1))
+    launch_triton(_keep_kernel, (blocks, S), x_TD, state, *at, VERSIONS=state.shape[1], W_PAD=padded, **shared)
     return out_TD
