@@ -28,7 +28,7 @@ class Runner:
         self.executor = executor
 
     def _run(self, new: Sequence[Sequence[int]], done: Sequence[int], tables: Sequence[Any]) -> Any:
-        """A step of sequences that have the slots 0, 1 and so on; the recurrent states of those that begin are zeros."""
+        """A step of sequences in the slots 0, 1 and so on; the recurrent states of those that begin are zeros."""
         step = ragged(new, done, tables)
         step.arrays["slots"] = np.arange(len(new), dtype=np.int32)
         if self.executor.layout.recurrent and (fresh := [s for s, d in enumerate(done) if not d]):

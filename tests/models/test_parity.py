@@ -35,7 +35,7 @@ OPT = {
     "max_position_embeddings": 512, "init_std": 0.35, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 MAMBA = {
-    "vocab_size": V, "hidden_size": 40, "num_hidden_layers": 3, "initializer_range": 0.5,
+    "vocab_size": V, "hidden_size": 40, "num_hidden_layers": 3, "initializer_range": 0.3,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 JAMBA = LLAMA | {"num_hidden_layers": 5, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 6}
