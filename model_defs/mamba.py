@@ -57,11 +57,12 @@ class Config(Mixer):
 def from_hf(hf: HF) -> Config:
     """The config of a ``config.json``. Raises ConfigError for settings that are not supported."""
     only(hf, "hidden_act", "silu")
+    only(hf, "rms_norm", True)  # the files of Mamba's authors say so
     falcon = hf["architectures"][0] == "FalconMambaForCausalLM"
     D = whole(hf, "hidden_size", 768)
     return Config(
         D=D,
-        M=whole(hf, "intermediate_size", whole(hf, "expand", 2) * D),
+        M=whole(hf, "intermediate_size") if "intermediate_size" in hf else whole(hf, "expand", 2) * D,
         N=whole(hf, "state_size", 16, le=MOST_STATES),
         R=rank(hf, "time_step_rank", D),
         W=whole(hf, "conv_kernel", 4, ge=2, le=MOST_TAPS),
