@@ -57,6 +57,17 @@ inline void store_reg(T* to, Reg x, i64 count) {
 
 // Rows of N numbers, one for each of count channels, as N columns, and columns as rows.
 inline void to_columns(const float* rows, i64 stride, i64 count, i64 N, Reg* columns) {
+#ifdef GRAPHLLM_AVX512
+  if (count == 16 && N % 16 == 0) {
+    for (i64 n = 0; n < N; n += 16) {
+      __m512i tile[16];
+      for (i64 i = 0; i < 16; i++) tile[i] = _mm512_loadu_si512(rows + i * stride + n);
+      transpose16(tile);
+      for (i64 i = 0; i < 16; i++) columns[n + i] = (Reg)tile[i];
+    }
+    return;
+  }
+#endif
   for (i64 c = 0; c < kRegLanes; c += 8)
     for (i64 n = 0; n < N; n += 8)
       if (c + 8 <= count && n + 8 <= N) {
@@ -70,6 +81,17 @@ inline void to_columns(const float* rows, i64 stride, i64 count, i64 N, Reg* col
       }
 }
 inline void to_rows(const Reg* columns, i64 stride, i64 count, i64 N, float* rows) {
+#ifdef GRAPHLLM_AVX512
+  if (count == 16 && N % 16 == 0) {
+    for (i64 n = 0; n < N; n += 16) {
+      __m512i tile[16];
+      for (i64 i = 0; i < 16; i++) tile[i] = (__m512i)columns[n + i];
+      transpose16(tile);
+      for (i64 i = 0; i < 16; i++) _mm512_storeu_si512(rows + i * stride + n, tile[i]);
+    }
+    return;
+  }
+#endif
   for (i64 c = 0; c < count; c += 8)
     for (i64 n = 0; n < N; n += 8)
       if (c + 8 <= count && n + 8 <= N) {
@@ -139,6 +161,14 @@ void scan(const Args<T>& a, const Block& block, i64 sequence) {
   }
 }
 
+// Begins to read the states of an item, which lie elsewhere.
+template <typename T>
+inline void prefetch(const Args<T>& a, i64 item) {
+  const i64 d = item / a.sequences * kRegLanes, count = std::min(kRegLanes, a.channels - d) * a.N;
+  const float* states = a.state + a.slots.read(item % a.sequences) + d * a.N;
+  for (i64 i = 0; i < count; i += 16) __builtin_prefetch(states + i);
+}
+
 template <typename T>
 void selective_scan(const Args<T>& a) {
   const i64 items = ceil_div(a.channels, kRegLanes) * a.sequences;
@@ -154,6 +184,7 @@ void selective_scan(const Args<T>& a) {
       const i64 sequence = item % a.sequences;
       if (a.slots.count(sequence) == 0) continue;
       if (known != item / a.sequences) block.read(a, known = item / a.sequences);
+      if (item + 1 < mine.to) prefetch(a, item + 1);
       if (a.N == 16)
         scan<16>(a, block, sequence);
       else
