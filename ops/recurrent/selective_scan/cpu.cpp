@@ -9,8 +9,8 @@ namespace graphllm {
 namespace {
 
 constexpr i64 kMostN = 256;
-constexpr i64 kMostBlocks = 4;      // of a sequence in a row: they lie side by side
-constexpr i64 kAhead = 8;           // tokens: rows are far apart, so the processor does not read ahead by itself
+constexpr i64 kMostBlocks = 4;     // of a sequence in a row: they lie side by side
+constexpr i64 kAhead = 8;          // tokens: rows are far apart, so the processor does not read ahead by itself
 constexpr i64 kMinWork = 1 << 15;  // numbers of states that make a thread worth its start
 constexpr float kLog2e = 1.442695041f;
 
