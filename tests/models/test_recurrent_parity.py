@@ -21,6 +21,13 @@ MAMBA2 = IDS | {
     "hidden_size": 48, "num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 24, "num_hidden_layers": 3,
     "conv_kernel": 4, "expand": 2, "chunk_size": 8, "initializer_range": 0.3,
 }  # fmt: skip
+GRANITE = IDS | {
+    "hidden_size": 48, "intermediate_size": 40, "shared_intermediate_size": 56, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2,
+    "mamba_d_state": 24, "mamba_chunk_size": 8, "initializer_range": 0.3, "num_local_experts": 5,
+    "num_experts_per_tok": 3, "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7,
+    "logits_scaling": 2.0, "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,13 @@ ARCHS = (
         "mamba2_odd", "Mamba2",
         MAMBA2 | {"n_groups": 1, "head_dim": 12, "num_heads": 8, "state_size": 7, "conv_kernel": 3, "use_bias": True,
                   "use_conv_bias": False, "tie_word_embeddings": True},
+    ),
+    Arch("granite_hybrid", "GraniteMoeHybrid", GRANITE),
+    Arch(
+        "granite_hybrid_dense", "GraniteMoeHybrid",
+        GRANITE | {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 1, "mamba_n_heads": 4,
+                   "mamba_d_head": "auto", "mamba_proj_bias": True,
+                   "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]},
     ),
 )  # fmt: skip
 
