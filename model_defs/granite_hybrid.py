@@ -68,17 +68,18 @@ def typed(types: tuple[str, ...], L: int) -> tuple[str, ...]:
 
 def mixer_of(hf: HF, D: int, eps: float) -> mamba2.Mixer:
     """The recurrent part, by the names that hybrids have for its fields."""
-    H, G = whole(hf, "mamba_n_heads", 128), whole(hf, "mamba_n_groups", 1)
+    H, G, bias = whole(hf, "mamba_n_heads", 128), whole(hf, "mamba_n_groups", 1), switch(hf, "mamba_proj_bias", False)
     inner, given = whole(hf, "mamba_expand", 2) * D, raw(hf, "mamba_d_head", "auto")
+    inner = whole(hf, "mamba_d_ssm", inner, inner)
     P = inner // H if given in ("auto", None) else whole(hf, "mamba_d_head")
     if inner != H * P or H % G:
         raise ConfigError(
-            f"config.json: mamba_n_heads {H} of mamba_d_head {P} in {G} groups do not make mamba_expand times "
-            f"hidden_size, {inner} numbers; correct one of them"
+            f"config.json: mamba_n_heads {H} of mamba_d_head {P} in {G} groups do not make the {inner} numbers of "
+            "mamba_d_ssm, or of mamba_expand times hidden_size; correct one of them"
         )
     return mamba2.Mixer(
         D=D, H=H, P=P, G=G, N=whole(hf, "mamba_d_state", 256), W=whole(hf, "mamba_d_conv", 4, ge=2),
-        bias=switch(hf, "mamba_proj_bias", False), conv_bias=switch(hf, "mamba_conv_bias", True), groups=G, eps=eps,
+        bias=bias, out_bias=switch(hf, "projectors_bias", bias), conv_bias=switch(hf, "mamba_conv_bias", True), eps=eps,
         limits=mamba2.time_step_limits(hf),
     )  # fmt: skip
 

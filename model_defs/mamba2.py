@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,14 +26,17 @@ from graphllm.ops.recurrent.slots import Slots
 from graphllm.ops.recurrent.ssd_scan import ssd_scan
 from graphllm.weights.plan.expr import Each, Read, Reshape
 
+Order = Literal["gate first", "gate last", ""]
+
 
 @dataclass(frozen=True)
 class Mixer:
     """A layer's recurrent part: D width, H heads of P, G groups of N, a convolution over W tokens.
 
-    bias, conv_bias: of the projections, and of the convolution.
-    groups: of the gated norm.
+    bias, out_bias, conv_bias: of the projections, and of the convolution.
+    norm: whether the gate comes before the norm or after it; without a norm there is only the gate.
     limits: least and largest step, 0 for no largest one.
+    scales: of what the projection gives: gate, x, B, C and steps; none where it is empty.
     """
 
     D: int
@@ -42,10 +46,12 @@ class Mixer:
     N: int
     W: int
     bias: bool
+    out_bias: bool
     conv_bias: bool
-    groups: int
     eps: float
     limits: tuple[float, float]
+    norm: Order = "gate first"
+    scales: tuple[float, ...] = ()
 
     @property
     def inner(self) -> int:
@@ -73,21 +79,22 @@ def mixer_weights(c: Mixer, prefix: str) -> dict[str, Weight]:
     def of(name: str) -> Callable[[str], tuple[str, ...]]:
         return lambda leaf: (f"{prefix}{name}.{leaf}",)
 
-    def projection(name: str, source: str, shape: tuple[int, int]) -> dict[str, Weight]:
-        made = with_bias(name, shape, of(source))
-        return made if c.bias else {name: made[name]}
+    def projection(name: str, shape: tuple[int, int], biased: bool) -> dict[str, Weight]:
+        made = with_bias(name, shape, of(name))
+        return made if biased else {name: made[name]}
 
     conv = Read((f"{prefix}conv1d.weight",), (c.channels, 1, c.W))
     bias = {"conv_bias": Weight((c.channels,), (f"{prefix}conv1d.bias",))} if c.conv_bias else {}
+    norm = {"gated_norm": Weight((c.inner,), (f"{prefix}norm.weight",))} if c.norm else {}
     return {
-        **projection("in_proj", "in_proj", (c.inner + c.channels + c.H, c.D)),
+        **projection("in_proj", (c.inner + c.channels + c.H, c.D), c.bias),
         "conv": Weight((c.channels, c.W), expr=Reshape(conv, (c.channels, c.W))),
         **bias,
         "A": Weight((c.H,), expr=Each("-exp", Read((f"{prefix}A_log",), (c.H,))), dtype="float32"),
         "skip": Weight((c.H,), (f"{prefix}D",)),
         "dt_bias": Weight((c.H,), (f"{prefix}dt_bias",)),
-        "gated_norm": Weight((c.inner,), (f"{prefix}norm.weight",)),
-        **projection("out_proj", "out_proj", (c.D, c.inner)),
+        **norm,
+        **projection("out_proj", (c.D, c.inner), c.out_bias),
     }
 
 
@@ -104,13 +111,20 @@ def mix(c: Mixer, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tens
     given = ctx.inputs
     at = Slots(given.query_start_loc, given.slots, given.state_versions)
     projected = linear(x_TD, w.in_proj, getattr(w, "in_proj_bias", None))
+    if c.scales:
+        widths = (c.inner, c.inner, c.G * c.N, c.G * c.N, c.H)
+        parts = torch.split(projected, list(widths), 1)
+        projected = torch.cat([part * scale for part, scale in zip(parts, c.scales, strict=True)], 1)
     gate, conved, dt_TH = torch.split(projected, [c.inner, c.channels, c.H], 1)
     conved = causal_conv(conved, w.conv, ctx.state.conv, at, getattr(w, "conv_bias", None))
     x, B, C = torch.split(conved, [c.inner, c.G * c.N, c.G * c.N], 1)
     heads, B_TGN, C_TGN = x.unflatten(1, (c.H, c.P)), B.unflatten(1, (c.G, c.N)), C.unflatten(1, (c.G, c.N))
     y = ssd_scan(heads, dt_TH, w.A, B_TGN, C_TGN, ctx.state.ssm, at, w.skip, w.dt_bias, *c.limits)
-    normed = gated_rms_norm(y.flatten(1), gate, w.gated_norm, c.groups, c.eps, True)
-    return linear(normed, w.out_proj, getattr(w, "out_proj_bias", None))
+    if c.norm:
+        gated = gated_rms_norm(y.flatten(1), gate, w.gated_norm, c.G, c.eps, c.norm == "gate first")
+    else:
+        gated = y.flatten(1) * torch.nn.functional.silu(gate)
+    return linear(gated, w.out_proj, getattr(w, "out_proj_bias", None))
 
 
 @dataclass(frozen=True)
@@ -148,8 +162,8 @@ def from_hf(hf: HF) -> Config:
         tied=switch(hf, "tie_word_embeddings", False),
         mixer=Mixer(
             D=D, H=H, P=P, G=G, N=whole(hf, "state_size", 128), W=whole(hf, "conv_kernel", 4, ge=2),
-            bias=switch(hf, "use_bias", False), conv_bias=switch(hf, "use_conv_bias", True), groups=G, eps=eps,
-            limits=time_step_limits(hf),
+            bias=(bias := switch(hf, "use_bias", False)), out_bias=bias, conv_bias=switch(hf, "use_conv_bias", True),
+            eps=eps, limits=time_step_limits(hf),
         ),
     )  # fmt: skip
 

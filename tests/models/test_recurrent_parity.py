@@ -28,6 +28,17 @@ GRANITE = IDS | {
     "num_experts_per_tok": 3, "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7,
     "logits_scaling": 2.0, "layer_types": ["linear_attention", "full_attention"] * 2,
 }  # fmt: skip
+ATTENTION = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+NEMOTRON = IDS | ATTENTION | {
+    "head_dim": 12, "intermediate_size": 40, "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2,
+    "ssm_state_size": 24, "chunk_size": 8,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+}  # fmt: skip
+LFM2 = IDS | ATTENTION | {"intermediate_size": 60, "num_hidden_layers": 4, "block_multiple_of": 8}
+FALCON = IDS | ATTENTION | {
+    "intermediate_size": 60, "num_hidden_layers": 2, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_ssm": 96,
+    "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_chunk_size": 8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,20 @@ ARCHS = (
                    "mamba_d_head": "auto", "mamba_proj_bias": True,
                    "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]},
     ),
+    Arch("nemotron_h", "NemotronH", NEMOTRON),
+    Arch("nemotron_h_biases", "NemotronH", NEMOTRON | {"use_bias": True, "mlp_bias": True, "time_step_min": 0.2}),
+    Arch("lfm2", "Lfm2", LFM2 | {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
+    Arch("lfm2_bias", "Lfm2",
+         LFM2 | {"full_attn_idxs": [0, 3], "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
+                 "tie_word_embeddings": False}),
+    Arch("falcon_h1", "FalconH1", FALCON),
+    Arch("falcon_h1_scaled", "FalconH1",
+         FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "attention_bias": True,
+                   "projectors_bias": True, "key_multiplier": 0.6, "attention_in_multiplier": 1.3,
+                   "attention_out_multiplier": 0.8, "ssm_in_multiplier": 0.7, "ssm_out_multiplier": 1.2,
+                   "ssm_multipliers": [0.9, 1.1, 0.8, 1.3, 0.5], "mlp_multipliers": [0.7, 1.4],
+                   "embedding_multiplier": 2.0, "lm_head_multiplier": 1.5}),
+    Arch("falcon_h1_normed", "FalconH1", FALCON | {"mamba_rms_norm": True, "mamba_n_groups": 1}),
 )  # fmt: skip
 
 
