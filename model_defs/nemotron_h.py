@@ -83,8 +83,8 @@ def _layer_types(hf: HF) -> tuple[str, ...]:
     for name, known in zip(given, types, strict=True):
         if known not in ("mamba2", "full", "mlp"):
             raise ConfigError(
-                f"config.json: a layer is of the type {name!r}, which is not supported; use a checkpoint with layers of "
-                "Mamba2, attention and dense feed-forward parts"
+                f"config.json: a layer is of the type {name!r}, which is not supported; use a checkpoint with layers "
+                "of Mamba2, attention and dense feed-forward parts"
             )
     if not types:
         raise ConfigError("config.json: layers_block_type is missing; give the type of each layer")
