@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from graphllm.config import Bucket
 from graphllm.loading.checkpoint.source import open_source
+from graphllm.runtime.commands.states import ResetSlots
 from graphllm.runtime.memory.staging import ragged, stack_tables
 from graphllm.weights.checkpoint.checkpoint import Checkpoint
 from tests.artifacts import artifact_of, open_executor
@@ -25,6 +27,14 @@ class Runner:
     def __init__(self, executor: Any) -> None:
         self.executor = executor
 
+    def _run(self, new: Sequence[Sequence[int]], done: Sequence[int], tables: Sequence[Any]) -> Any:
+        """A step of sequences in the slots 0, 1 and so on; the recurrent states of those that begin are zeros."""
+        step = ragged(new, done, tables)
+        step.arrays["slots"] = np.arange(len(new), dtype=np.int32)
+        if self.executor.layout.recurrent and (fresh := [s for s, d in enumerate(done) if not d]):
+            self.executor.do(ResetSlots(fresh))
+        return self.executor.run(step)
+
     def forced(self, sequences: Sequence[Sequence[int]], n_tokens: int) -> list[Tensor]:
         """The logits [n_tokens, V] after each of the last tokens of every sequence, the first from its prefill and the
         others from decode steps of all sequences together."""
@@ -38,12 +48,7 @@ class Runner:
         for step in range(n_tokens):
             ends = [len(s) - n_tokens + 1 + step for s in sequences]
             new = [s[d:e] for s, d, e in zip(sequences, done, ends, strict=True)]
-            logits = (
-                self.executor.run(ragged(new, done, [stack_tables(group) for group in tables]))
-                .logits[:count]
-                .float()
-                .cpu()
-            )
+            logits = self._run(new, done, [stack_tables(group) for group in tables]).logits[:count].float().cpu()
             for row, found in zip(rows, logits, strict=True):
                 row.append(found.clone())
             done = ends
@@ -54,7 +59,7 @@ class Runner:
         pages = _assign_pages([len(prompt)] * len(self.executor.layout.groups), self.executor.layout.num_blocks)
         tables = [stack_tables([page]) for page in pages]
         for start in range(0, len(prompt), chunk):
-            result = self.executor.run(ragged([prompt[start : start + chunk]], [start], tables))
+            result = self._run([prompt[start : start + chunk]], [start], tables)
         return result.logits[0].float().cpu().clone()
 
     def generate(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> tuple[list[Tensor], list[list[int]]]:
@@ -69,7 +74,7 @@ class Runner:
         prefill: list[Tensor] = []
         tokens: list[list[int]] = [[] for _ in prompts]
         for _ in range(n_tokens):
-            result = self.executor.run(ragged(new, done, [stack_tables(group) for group in tables]))
+            result = self._run(new, done, [stack_tables(group) for group in tables])
             drawn = result.tokens.tolist()
             prefill = prefill or list(result.logits[: len(prompts)].float().cpu().clone())
             done = [d + len(n) for d, n in zip(done, new, strict=True)]
