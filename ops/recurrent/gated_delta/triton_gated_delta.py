@@ -31,10 +31,12 @@ def _delta_kernel(
     s = tl.program_id(2)
     first = tl.load(start_ptr + s)
     count = tl.load(start_ptr + 1 + s) - first
+    if count == 0:
+        return
     k = tl.arange(0, K_PAD)
     inside = (rows < V)[:, None] & (k < K)[None, :]
     entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[:, None] * K + k[None, :]
-    state = tl.load(entry + tl.load(version_ptr + s).to(tl.int64) * VERSION, mask=inside & (count > 0), other=0.0)
+    state = tl.load(entry + tl.load(version_ptr + s).to(tl.int64) * VERSION, mask=inside, other=0.0)
     key_head = head // SHARE
     for i in range(count):
         t = (first + i).to(tl.int64)
@@ -54,8 +56,8 @@ def _delta_kernel(
         state += delta[:, None] * key[None, :]
         answer = scale * tl.sum(state * query[None, :], 1)
         tl.store(out_ptr + (t * H + head) * V + rows, answer.to(out_ptr.dtype.element_ty), mask=rows < V)
-        kept = (count <= VERSIONS) | (i == count - 1)
-        tl.store(entry + tl.minimum(i, VERSIONS - 1).to(tl.int64) * VERSION, state, mask=inside & kept)
+        if (count <= VERSIONS) | (i == count - 1):
+            tl.store(entry + tl.minimum(i, VERSIONS - 1).to(tl.int64) * VERSION, state, mask=inside)
 
 
 def _supports(site: CallSite) -> bool:
