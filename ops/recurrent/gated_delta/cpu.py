@@ -27,7 +27,7 @@ _kernels = float_kernels("graphllm_gated_delta", _SCHEMA, Path(__file__).with_na
 def _supports(site: CallSite) -> bool:
     v, g, beta, state = (site.args[name] for name in ("v_THV", "g", "beta_TH", "state"))
     rows = [site.args[name] for name in ("q_TGK", "k_TGK")] + [v]
-    H, V, K = state.shape[2:]
+    V, K = state.shape[3:]
     return (
         v.dtype in _kernels
         and state.dtype == torch.float32
