@@ -22,6 +22,7 @@ from graphllm.ops.attention.paged_attention import kv_state, paged_attention
 from graphllm.ops.attention.rope import rope
 from graphllm.ops.attention.rope_table import Rope
 from graphllm.ops.gemm.linear import linear
+from graphllm.ops.norms.gated_rms_norm import gated_rms_norm
 from graphllm.ops.norms.rms_norm import rms_norm
 from graphllm.ops.recurrent.causal_conv import causal_conv
 from graphllm.ops.recurrent.gated_delta import gated_delta
@@ -213,13 +214,12 @@ def delta_net(c: Config, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) 
     beta_TH, gate_TH = linear(h_TD, w.beta_gate).float().chunk(2, 1)
     q, k, v = causal_conv(mixed, w.conv, ctx.state.conv, at).split(c.parts, 1)
     q_TGK, k_TGK = (x.unflatten(1, (c.G, c.K_delta)) for x in (q, k))
-    v_THV, z_THV = (x.unflatten(1, (c.H_delta, c.V_delta)) for x in (v, z))
+    v_THV = v.unflatten(1, (c.H_delta, c.V_delta))
     g_TH = w.rate * torch.nn.functional.softplus(gate_TH + w.gate_bias)
     o_THV = gated_delta(
         q_TGK, k_TGK, v_THV, g_TH, torch.sigmoid(beta_TH), ctx.state.delta, at, c.K_delta**-0.5, _KEY_EPS
     )
-    gated = rms_norm(o_THV, w.delta_norm, c.eps) * torch.nn.functional.silu(z_THV.float())
-    return linear(gated.to(h_TD.dtype).flatten(1), w.o)
+    return linear(gated_rms_norm(o_THV.flatten(1), z, w.delta_norm, c.H_delta, c.eps, gate_first=False), w.o)
 
 
 def norm(c: Config, w: SimpleNamespace, x_TD: Tensor) -> Tensor:

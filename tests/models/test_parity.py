@@ -178,7 +178,7 @@ def _forced(model: transformers.PreTrainedModel, prompt: list[int], drawn: list[
 
 # Two layer kinds with both caps and windows; learned positions and LayerNorm; grouped queries with a changing table.
 SECOND = {"gemma2", "gpt2", "llama_dynamic"}  # compiled for a CPU, in the second tier
-PREBUILT = SECOND | {"gpt_oss", "qwen3_next"}  # of prebuilt kernels, in the first tier
+PREBUILT = SECOND | {"gpt_oss"}  # of prebuilt kernels, in the first tier
 # Of each family one, and of each kind of rotary embedding: in the first tier, and on a GPU.
 EACH = {
     "llama_biases", "llama_dynamic", "llama_llama3", "llama_yarn_mscale", "mistral_layer_types", "qwen2", "qwen3",

@@ -39,6 +39,11 @@ FALCON = IDS | ATTENTION | {
     "intermediate_size": 60, "num_hidden_layers": 2, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_ssm": 96,
     "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_chunk_size": 8,
 }  # fmt: skip
+DELTA = ATTENTION | IDS | {
+    "intermediate_size": 60, "num_hidden_layers": 4, "head_dim": 24, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 20, "linear_value_head_dim": 17, "num_experts": 5,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 28, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,11 @@ ARCHS = (
                    "attention_out_multiplier": 0.8, "ssm_in_multiplier": 0.7, "ssm_out_multiplier": 1.2,
                    "ssm_multipliers": [0.9, 1.1, 0.8, 1.3, 0.5], "mlp_multipliers": [0.7, 1.4],
                    "embedding_multiplier": 2.0, "lm_head_multiplier": 1.5}),
+    Arch("qwen3_next", "Qwen3Next", DELTA),
+    Arch("qwen3_next_some_dense", "Qwen3Next",
+         DELTA | {"linear_num_key_heads": 6, "linear_conv_kernel_dim": 3, "attention_bias": True, "mlp_only_layers": [1],
+                  "decoder_sparse_step": 2, "norm_topk_prob": False, "tie_word_embeddings": True,
+                  "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]}),
     Arch("falcon_h1_normed", "FalconH1", FALCON | {"mamba_rms_norm": True, "mamba_n_groups": 1}),
 )  # fmt: skip
 
