@@ -43,6 +43,7 @@ DELTA = ATTENTION | IDS | {
     "intermediate_size": 60, "num_hidden_layers": 4, "head_dim": 24, "linear_num_key_heads": 2,
     "linear_num_value_heads": 6, "linear_key_head_dim": 20, "linear_value_head_dim": 17, "num_experts": 5,
     "num_experts_per_tok": 2, "moe_intermediate_size": 28, "shared_expert_intermediate_size": 40,
+    "initializer_range": 0.15,  # with more, transformers itself is off by as much in float32
 }  # fmt: skip
 
 
@@ -84,8 +85,9 @@ ARCHS = (
                    "embedding_multiplier": 2.0, "lm_head_multiplier": 1.5}),
     Arch("qwen3_next", "Qwen3Next", DELTA),
     Arch("qwen3_next_some_dense", "Qwen3Next",
-         DELTA | {"linear_num_key_heads": 6, "linear_conv_kernel_dim": 3, "attention_bias": True, "mlp_only_layers": [1],
-                  "decoder_sparse_step": 2, "norm_topk_prob": False, "tie_word_embeddings": True,
+         DELTA | {"linear_num_key_heads": 6, "linear_conv_kernel_dim": 3, "attention_bias": True,
+                  "mlp_only_layers": [1], "decoder_sparse_step": 2, "norm_topk_prob": False,
+                  "tie_word_embeddings": True,
                   "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]}),
     Arch("falcon_h1_normed", "FalconH1", FALCON | {"mamba_rms_norm": True, "mamba_n_groups": 1}),
 )  # fmt: skip
