@@ -45,15 +45,21 @@ class Result:
 
 
 def open_core(folder: Path, place: Path, pages: int = 49, **options: Any) -> EngineCore:
-    """A core of that artifact with so many pages, the null page among them."""
+    """A core of that artifact with so many pages, the null page among them. snapshots: of recurrent states; the usual
+    share of the pages' memory if not given."""
     processors = options.pop("processors", ())
     stop_ids = options.pop("stop_ids", ())
     draft = options.pop("draft", None)
     speculation = options.pop("speculation", SpeculationConfig())
+    snapshots = options.pop("snapshots", None)
+    memory = Artifact.open(place).memory
     config = CoreConfig(
         ModelConfig(str(folder), speculative_model=draft and str(draft)),
         LoadConfig(str(place)),
-        CacheConfig(kv_cache_memory_bytes=pages * Artifact.open(place).memory.block),
+        CacheConfig(
+            kv_cache_memory_bytes=pages * memory.block + (snapshots or 0) * memory.snapshot,
+            snapshot_memory_bytes=None if snapshots is None else snapshots * memory.snapshot,
+        ),
         SchedulerConfig(**options),
         stop_ids,
         speculation=speculation,

@@ -13,7 +13,7 @@ from torch import Tensor
 from graphllm.config import Bucket
 from graphllm.loading.checkpoint.source import open_source
 from graphllm.runtime.commands.states import ResetSlots
-from graphllm.runtime.memory.staging import StepInput, ragged, stack_tables
+from graphllm.runtime.memory.staging import ragged, stack_tables
 from graphllm.weights.checkpoint.checkpoint import Checkpoint
 from tests.artifacts import artifact_of, open_executor
 
@@ -27,17 +27,13 @@ class Runner:
     def __init__(self, executor: Any) -> None:
         self.executor = executor
 
-    def begin(self, count: int) -> None:
-        """So many sequences enter, each in the slot of its number: recurrent states are zeros."""
-        if self.executor.layout.recurrent:
-            for executor in getattr(self.executor, "ranks", [self.executor]):
-                executor.do(ResetSlots(list(range(count))))
-
-    def step(self, new: Sequence[Sequence[int]], done: Sequence[int], tables: Sequence[np.ndarray]) -> StepInput:
-        """As `ragged`, of sequences in the slots of their numbers."""
+    def _run(self, new: Sequence[Sequence[int]], done: Sequence[int], tables: Sequence[Any]) -> Any:
+        """A step of sequences in the slots 0, 1 and so on; the recurrent states of those that begin are zeros."""
         step = ragged(new, done, tables)
         step.arrays["slots"] = np.arange(len(new), dtype=np.int32)
-        return step
+        if self.executor.layout.recurrent and (fresh := [s for s, d in enumerate(done) if not d]):
+            self.executor.do(ResetSlots(fresh))
+        return self.executor.run(step)
 
     def forced(self, sequences: Sequence[Sequence[int]], n_tokens: int) -> list[Tensor]:
         """The logits [n_tokens, V] after each of the last tokens of every sequence, the first from its prefill and the
@@ -47,18 +43,12 @@ class Runner:
         )
         count = len(sequences)
         tables = [pages[g * count : (g + 1) * count] for g in range(len(self.executor.layout.groups))]
-        self.begin(count)
         done = [0] * count
         rows: list[list[Tensor]] = [[] for _ in sequences]
         for step in range(n_tokens):
             ends = [len(s) - n_tokens + 1 + step for s in sequences]
             new = [s[d:e] for s, d, e in zip(sequences, done, ends, strict=True)]
-            logits = (
-                self.executor.run(self.step(new, done, [stack_tables(group) for group in tables]))
-                .logits[:count]
-                .float()
-                .cpu()
-            )
+            logits = self._run(new, done, [stack_tables(group) for group in tables]).logits[:count].float().cpu()
             for row, found in zip(rows, logits, strict=True):
                 row.append(found.clone())
             done = ends
@@ -68,9 +58,8 @@ class Runner:
         """The logits [V] after a prompt that is computed so many tokens at a time."""
         pages = _assign_pages([len(prompt)] * len(self.executor.layout.groups), self.executor.layout.num_blocks)
         tables = [stack_tables([page]) for page in pages]
-        self.begin(1)
         for start in range(0, len(prompt), chunk):
-            result = self.executor.run(self.step([prompt[start : start + chunk]], [start], tables))
+            result = self._run([prompt[start : start + chunk]], [start], tables)
         return result.logits[0].float().cpu().clone()
 
     def generate(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> tuple[list[Tensor], list[list[int]]]:
@@ -81,12 +70,11 @@ class Runner:
         lengths, groups = [len(p) + n_tokens for p in prompts], len(self.executor.layout.groups)
         pages = _assign_pages(lengths * groups, self.executor.layout.num_blocks)
         tables = [pages[g * len(prompts) : (g + 1) * len(prompts)] for g in range(groups)]
-        self.begin(len(prompts))
         new, done = [list(p) for p in prompts], [0] * len(prompts)
         prefill: list[Tensor] = []
         tokens: list[list[int]] = [[] for _ in prompts]
         for _ in range(n_tokens):
-            result = self.executor.run(self.step(new, done, [stack_tables(group) for group in tables]))
+            result = self._run(new, done, [stack_tables(group) for group in tables])
             drawn = result.tokens.tolist()
             prefill = prefill or list(result.logits[: len(prompts)].float().cpu().clone())
             done = [d + len(n) for d, n in zip(done, new, strict=True)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from graphllm.ir.groups import TENSOR, set_group
 from graphllm.program.artifact import Artifact
+from graphllm.runtime.commands.command import Command
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.memory.staging import Sampling, StepInput
 from graphllm.runtime.step_handle import StepResult
@@ -80,6 +81,10 @@ class Sharded:
         set_group(TENSOR, None)
         for executor in self.ranks:
             executor.close()
+
+    def do(self, command: Command) -> None:
+        for executor in self.ranks:
+            executor.do(command)
 
     def run(self, step: StepInput) -> StepResult:
         """Rank 0's result. That of all ranks is the same."""

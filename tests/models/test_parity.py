@@ -40,6 +40,11 @@ OPT = {
     "vocab_size": V, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 512, "init_std": 0.35, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+MAMBA = {
+    "vocab_size": V, "hidden_size": 40, "num_hidden_layers": 3, "initializer_range": 0.3,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+JAMBA = LLAMA | {"num_hidden_layers": 5, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 6}
 SHORT, LONG = [1.0 + 0.02 * i for i in range(8)], [1.5 + 0.4 * i for i in range(8)]
 GROWN = 10000.0 * (8 * 512 / 100 - 7) ** (16 / 14)  # the base of dynamic NTK for 512 tokens and a factor of 8
 MIXED = ["sliding_attention", "full_attention"]
@@ -150,7 +155,17 @@ ARCHS = (
     Arch("gpt2", "GPT2", GPT2),
     Arch("gpt2_untied", "GPT2", GPT2 | {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
     Arch("opt", "OPT", OPT),
+    Arch("mamba", "Mamba", MAMBA),
+    Arch("mamba_biases_untied", "Mamba",
+         MAMBA | {"use_bias": True, "use_conv_bias": False, "tie_word_embeddings": False, "state_size": 8,
+                  "time_step_rank": 5, "conv_kernel": 3, "residual_in_fp32": False}),
+    Arch("falcon_mamba", "FalconMamba", MAMBA | {"intermediate_size": 56, "expand": 3, "mixer_rms_eps": 1e-3}),
+    Arch("jamba", "Jamba", JAMBA),
+    Arch("jamba_dense", "Jamba",
+         JAMBA | {"num_experts": 1, "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_state": 24,
+                  "mamba_dt_rank": 7, "mamba_d_conv": 2, "mamba_expand": 1, "tie_word_embeddings": True}),
 )  # fmt: skip
+CHUNKED = {"gpt_oss", "mamba", "jamba", "qwen3_next"}  # sinks and windows in the middle of a prompt; states that go on
 CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 
 
@@ -160,7 +175,7 @@ def _build(arch: Arch, fields: dict[str, Any]) -> transformers.PreTrainedModel:
     model = getattr(transformers, CLASSES.get(arch.model, f"{arch.model}ForCausalLM"))(config).eval()
     with torch.no_grad():  # weights that start as constants would hide a mix-up of norms or biases
         for name, p in model.named_parameters():
-            if p.dim() == 1:
+            if p.dim() == 1 or name.endswith("A_log"):
                 p += 0.2 * torch.randn(p.shape)
             if "post_feedforward" in name:  # let layers outweigh the tied embedding, or every token repeats itself
                 p += 3.0
@@ -183,7 +198,7 @@ PREBUILT = SECOND | {"gpt_oss"}  # of prebuilt kernels, in the first tier
 EACH = {
     "llama_biases", "llama_dynamic", "llama_llama3", "llama_yarn_mscale", "mistral_layer_types", "qwen2", "qwen3",
     "gemma2", "gemma3", "phi3_longrope", "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "olmoe", "granite",
-    "granite_moe", "phimoe_longrope", "gpt_oss", "qwen3_next", "gpt2", "opt",
+    "granite_moe", "phimoe_longrope", "gpt_oss", "qwen3_next", "gpt2", "opt", "mamba", "falcon_mamba", "jamba",
 }  # fmt: skip
 
 
@@ -235,5 +250,5 @@ def test_parity(backend: str, arch: Arch, tmp_path: Path) -> None:
         torch.testing.assert_close(alone_logits[0], expected[0], atol=1e-4, rtol=0)
         assert alone_tokens[0] == tokens[i]
     assert len({t for row in tokens for t in row}) > 8, "the checkpoint repeats itself, which tests little"
-    if arch.name in ("gpt_oss", "qwen3_next"):  # sinks and windows, and states, in the middle of a prompt
+    if arch.name in CHUNKED:
         torch.testing.assert_close(runner.chunked(prompts[-1], 47), logits[-1], atol=1e-4, rtol=0)

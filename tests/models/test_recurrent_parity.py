@@ -3,16 +3,17 @@ float32, odd sizes, greedy tokens and the chance of each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import transformers
 
 from graphllm import LLM, SamplingParams
+from graphllm.entrypoints.metrics_reader import Counter
 from tests.tiers import ON_GPU
 
 V, N_TOKENS, CACHE = 131, 12, 8 << 20
@@ -119,7 +120,13 @@ def checked(model: torch.nn.Module, prompt: Sequence[int], output: Any, greedy: 
     torch.testing.assert_close(found.double(), expected[range(N_TOKENS), tokens], atol=2e-4, rtol=0)
 
 
-Ask = Callable[..., list[Any]]
+def _settings(backend: str) -> dict[str, Any]:
+    """Three slots, and steps of at most 16 tokens."""
+    return {
+        "target": "cuda" if ON_GPU else "cpu", "backend": backend, "dtype": "float32", "skip_tokenizer_init": True,
+        "max_model_len": 256, "max_num_seqs": 3, "max_num_batched_tokens": 16, "block_size": 16,
+        "kv_cache_memory_bytes": CACHE,
+    }  # fmt: skip
 
 
 @pytest.fixture(
@@ -135,12 +142,26 @@ def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     backend, arch = request.param
     folder = tmp_path_factory.mktemp(arch.name)
     model = saved(arch, folder)
-    llm = LLM(
-        str(folder), target="cuda" if ON_GPU else "cpu", backend=backend, dtype="float32", skip_tokenizer_init=True,
-        max_model_len=256, max_num_seqs=3, max_num_batched_tokens=16, block_size=16, kv_cache_memory_bytes=CACHE,
-    )  # fmt: skip
+    llm = LLM(str(folder), **_settings(backend))
     yield model, llm
     llm.close()
+
+
+class Drafts:
+    """A proposer that knows what comes: of its drafts, the one at `wrong` is not it."""
+
+    known: ClassVar[dict[tuple[int, ...], list[int]]] = {}  # greedy tokens by prompt
+    wrong: ClassVar[int] = 0
+
+    def __init__(self, settings: Any) -> None:
+        """Takes no settings."""
+
+    def propose(self, id: str, prompt: Sequence[int], output: Sequence[int], count: int) -> list[int]:
+        right = self.known[tuple(prompt)][len(output) :][:count]
+        return [(t + (i == self.wrong)) % V for i, t in enumerate(right)]
+
+    def end(self, id: str, output: Sequence[int]) -> None:
+        """Keeps nothing."""
 
 
 def outputs(llm: LLM, prompts: Sequence[Sequence[int]], **params: Any) -> list[list[Any]]:
@@ -193,3 +214,25 @@ def test_several_answers_of_a_prompt(asked: tuple[Any, LLM]) -> None:
     for output in answers:
         checked(model, prompt, output, greedy=False)
     assert len({tuple(output.token_ids) for output in answers}) == 3
+
+
+HYBRIDS = ("mamba2", "granite_hybrid", "lfm2", "falcon_h1")
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("prebuilt", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("arch", [a for a in ARCHS if a.name in HYBRIDS], ids=lambda a: a.name)
+def test_drafts_rejected_at_each_place(arch: Arch, backend: str, tmp_path: Path) -> None:
+    """Three drafts a step; the first that is wrong stands at each place, or nowhere. Others wait for a slot."""
+    model = saved(arch, tmp_path)
+    plain = LLM(str(tmp_path), **_settings("eager"))
+    prompts = drawn(5, 1, 20, 47, 9)
+    Drafts.known = {tuple(p): list(o.token_ids) for p, (o,) in zip(prompts, outputs(plain, prompts), strict=True)}
+    plain.close()
+    llm = LLM(str(tmp_path), **_settings(backend), num_speculative_tokens=3, draft_proposer=Drafts)
+    for wrong in range(4):
+        Drafts.wrong = wrong
+        for prompt, (output,) in zip(prompts, outputs(llm, prompts), strict=True):
+            checked(model, prompt, output)
+    counted = {m.name: m.value for m in llm.get_metrics() if isinstance(m, Counter)}
+    assert counted["vllm:spec_decode_num_accepted_tokens"] > 40
+    llm.close()

@@ -1,0 +1,81 @@
+"""Families with recurrent layers in an engine core, beside transformers: batches in chunks, prefixes that are found
+again, drafts that are rejected."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphllm.config import Bucket
+from graphllm.engine.core import EngineCore
+from graphllm.loading.checkpoint.source import open_source
+from tests.artifacts import artifact_of
+from tests.engine.harness import GREEDY, finish, open_core, request
+from tests.models import test_parity as parity
+
+COUNT, SEQS, LENGTHS = 12, 3, (1, 7, 33, 66, 100)
+NAMES = ("mamba", "falcon_mamba", "jamba")
+BUCKETS = (Bucket("decode", 1, 1), Bucket("decode", 2, SEQS), Bucket("decode", 2, SEQS, 3), Bucket("mixed", 2, 32))
+
+
+class Opened:
+    """A family's core with room for fewer sequences and tokens than are asked for, and transformers' model."""
+
+    def __init__(self, name: str, backend: str, folder: Path) -> None:
+        arch = next(a for a in parity.ARCHS if a.name == name)
+        self.model = parity.saved_oracle(arch, folder)
+        place = artifact_of(
+            open_source(folder), target="cpu", backend=backend, dtype="float32", max_model_len=128, max_num_seqs=SEQS,
+            max_num_batched_tokens=32, block_size=16, num_speculative_tokens=2, tune=False, buckets=BUCKETS,
+        )  # fmt: skip
+        self.core: EngineCore = open_core(folder, place, 80, snapshots=20)
+        draw = torch.Generator().manual_seed(3)
+        self.prompts = {str(n): torch.randint(parity.V, (n,), generator=draw).tolist() for n in LENGTHS}
+
+    def run(
+        self, prompts: Mapping[str, list[int]], drafts: Mapping[str, list[int]] = {}, right: float = 1.0
+    ) -> dict[str, int]:
+        """Checks the tokens of prompts; how many tokens each found in the cache. drafts: by request, what to propose,
+        each right with that likelihood."""
+        rng, table = random.Random(0), self.core.scheduler.requests
+
+        def propose(number: int) -> None:
+            for state in table.by_slot if drafts else ():
+                if state is not None:
+                    tokens = drafts[state.request.id][len(state.output) :]
+                    table.propose(state, [t if rng.random() < right else (t + 1) % parity.V for t in tokens])
+
+        found = finish(self.core, [request(id, p, GREEDY, limit=COUNT) for id, p in prompts.items()], propose)
+        self.tokens = {id: result.tokens for id, result in found.items()}
+        with torch.no_grad():
+            for id, prompt in prompts.items():
+                expected = parity._forced(self.model, prompt, self.tokens[id])
+                assert self.tokens[id] == expected.argmax(-1).tolist(), id
+        return {id: result.cached for id, result in found.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_every_way(name: str, backend: str, tmp_path: Path) -> None:
+    opened = Opened(name, backend, tmp_path)
+    core, prompts = opened.core, opened.prompts
+    opened.run({"100": prompts["100"]})  # alone
+    opened.run(prompts)  # batched, in chunks
+    assert opened.run(prompts) == {"1": 0, "7": 0, "33": 32, "66": 64, "100": 96}
+    assert opened.run({"0": [*prompts["66"], 3, 4]}) == {"0": 64}  # it goes on from a prefix
+
+    opened.run(prompts)
+    drafts = opened.tokens
+    steps = [core.stats().steps]
+    for right in (1.0, 0.0, 0.5):
+        opened.run(prompts, drafts, right)
+        assert opened.tokens == drafts
+        steps.append(core.stats().steps)
+    kept, rejected, _ = (after - before for before, after in itertools.pairwise(steps))
+    assert rejected > 1.5 * kept
+    core.close()
