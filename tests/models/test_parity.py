@@ -25,6 +25,12 @@ LLAMA = {
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+HYBRID = ["linear_attention", "linear_attention", "full_attention"]
+DELTA = {
+    "head_dim": 32, "num_hidden_layers": 3, "layer_types": HYBRID, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 20,
+    "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 SCALES = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 2.0}
 GPT2 = {
     "vocab_size": V, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "initializer_range": 0.35,
@@ -161,6 +167,11 @@ ARCHS = (
     Arch("gpt_oss_no_bias", "GptOss",
          LLAMA | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 1, "attention_bias": False,
                   "layer_types": [*MIXED[::-1]], "sliding_window": 33}),
+    Arch("qwen3_next", "Qwen3Next", LLAMA | EXPERTS | DELTA),
+    Arch("qwen3_next_some_dense", "Qwen3Next",
+         LLAMA | EXPERTS | DELTA | {"linear_num_key_heads": 6, "linear_conv_kernel_dim": 3, "num_hidden_layers": 4,
+                                    "attention_bias": True, "decoder_sparse_step": 2, "mlp_only_layers": [1],
+                                    "layer_types": [*HYBRID[::-1], "linear_attention"], "norm_topk_prob": False}),
     Arch("gpt2", "GPT2", GPT2),
     Arch("gpt2_untied", "GPT2", GPT2 | {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
     Arch("opt", "OPT", OPT),
@@ -202,14 +213,8 @@ ARCHS = (
                    "embedding_multiplier": 2.0, "lm_head_multiplier": 1.5}),
     Arch("falcon_h1_normed", "FalconH1", FALCON | {"mamba_rms_norm": True, "mamba_n_groups": 1}),
 )  # fmt: skip
-CHUNKED = {
-    "gpt_oss",
-    "mamba",
-    "jamba",
-    "mamba2",
-    "lfm2",
-    "falcon_h1",
-}  # sinks and windows in the middle of a prompt; states that go on
+# Sinks and windows in the middle of a prompt; states that go on.
+CHUNKED = {"gpt_oss", "mamba", "jamba", "mamba2", "lfm2", "falcon_h1", "qwen3_next"}
 CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 
 
@@ -242,7 +247,7 @@ PREBUILT = SECOND | {"gpt_oss"}  # of prebuilt kernels, in the first tier
 EACH = {
     "llama_biases", "llama_dynamic", "llama_llama3", "llama_yarn_mscale", "mistral_layer_types", "qwen2", "qwen3",
     "gemma2", "gemma3", "phi3_longrope", "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "olmoe", "granite",
-    "granite_moe", "phimoe_longrope", "gpt_oss", "gpt2", "opt", "mamba", "falcon_mamba", "jamba", "mamba2",
+    "granite_moe", "phimoe_longrope", "gpt_oss", "qwen3_next", "gpt2", "opt", "mamba", "falcon_mamba", "jamba", "mamba2",
     "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
 }  # fmt: skip
 
