@@ -247,8 +247,8 @@ PREBUILT = SECOND | {"gpt_oss"}  # of prebuilt kernels, in the first tier
 EACH = {
     "llama_biases", "llama_dynamic", "llama_llama3", "llama_yarn_mscale", "mistral_layer_types", "qwen2", "qwen3",
     "gemma2", "gemma3", "phi3_longrope", "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "olmoe", "granite",
-    "granite_moe", "phimoe_longrope", "gpt_oss", "qwen3_next", "gpt2", "opt", "mamba", "falcon_mamba", "jamba", "mamba2",
-    "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
+    "granite_moe", "phimoe_longrope", "gpt_oss", "qwen3_next", "gpt2", "opt", "mamba", "falcon_mamba", "jamba",
+    "mamba2", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
 }  # fmt: skip
 
 
