@@ -48,8 +48,12 @@ def from_hf(hf: HF) -> Config:
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     if not c.N:
         return llama.layer_weights(c, layer_type)
+    return llama.attention_weights(c) | expert_weights(c)
+
+
+def expert_weights(c: Config) -> dict[str, Weight]:
     moe = llama.LAYER + "block_sparse_moe."
-    return llama.attention_weights(c) | {
+    return {
         "router": Weight((c.N, c.D), (moe + "router.layer.weight",), exact=True),
         "gate_up": Weight(
             (c.N, 2 * c.F, c.D), (moe + "input_linear.weight",), (c.F,) * (2 * c.N), shard="output", expert_axis=0
@@ -65,11 +69,11 @@ def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, t
 def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
     x_TD = x_TD + c.residual_scale * llama.attend(c, layer_type, w, rms_norm(x_TD, w.attn_norm, c.eps), ctx)
     h_TD = rms_norm(x_TD, w.ffn_norm, c.eps)
-    out_TD = _experts(c, w, h_TD) if c.N else llama.mlp(w, h_TD)
+    out_TD = experts(c, w, h_TD) if c.N else llama.mlp(w, h_TD)
     return x_TD + c.residual_scale * out_TD
 
 
-def _experts(c: Config, w: SimpleNamespace, h_TD: Tensor) -> Tensor:
+def experts(c: Config, w: SimpleNamespace, h_TD: Tensor) -> Tensor:
     return fused_moe(h_TD, w.gate_up, w.down, *moe_route(linear(h_TD, w.router), c.A))
 
 

@@ -212,7 +212,8 @@ def attend(c: Config, layer_type: str, w: SimpleNamespace, h_TD: Tensor, ctx: Fo
         k_TKE = rms_norm(k_TKE.flatten(1), w.k_norm, c.eps).unflatten(1, (c.K, c.E))
     elif c.qk_norm:
         q_THE, k_TKE = rms_norm(q_THE, w.q_norm, c.eps), rms_norm(k_TKE, w.k_norm, c.eps)
-    q_THE, k_TKE = rope(q_THE, *ctx.shared), rope(k_TKE, *ctx.shared)
+    if ctx.shared:  # else attention knows no positions
+        q_THE, k_TKE = rope(q_THE, *ctx.shared), rope(k_TKE, *ctx.shared)
     window = c.window if layer_type == "sliding" else 0
     if not c.causal:
         a_THE = encoder_attention(q_THE, k_TKE, v_TKE, ctx.inputs.query_start_loc, c.scale)

@@ -77,8 +77,13 @@ def from_hf(hf: HF, like: str = "") -> Config:
 
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
-    if not _sparse(layer_type):
+    if not sparse(layer_type):
         return llama.layer_weights(c, layer_type)
+    return llama.attention_weights(c) | expert_weights(c)
+
+
+def expert_weights(c: Config) -> dict[str, Weight]:
+    """The weights of a layer's experts."""
     moe = llama.LAYER + ("block_sparse_moe." if c.mixtral else "mlp.")
     gate, up, down = ("w1", "w3", "w2") if c.mixtral else ("gate_proj", "up_proj", "down_proj")
 
@@ -87,7 +92,7 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
         segments = (rows,) * len(sources)
         return Weight((c.N, len(names) * rows, inner), sources, segments, shard=shard, expert_axis=0)
 
-    weights = llama.attention_weights(c) | {
+    weights = {
         "router": Weight((c.N, c.D), (moe + "gate.weight",), exact=True),
         "gate_up": stacked((gate, up), c.F_expert, c.D, "output"),
         "down": stacked((down,), c.D, c.F_expert, "input"),
@@ -105,17 +110,21 @@ def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
 
 
 def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
-    if not _sparse(layer_type):
+    if not sparse(layer_type):
         return llama.layer(c, layer_type, w, x_TD, ctx)
     h_TD = rms_norm(x_TD, w.attn_norm, c.eps)
     x_TD = x_TD + llama.attend(c, attention_type(layer_type), w, h_TD, ctx)
-    h_TD = rms_norm(x_TD, w.ffn_norm, c.eps)
+    return x_TD + experts(c, w, rms_norm(x_TD, w.ffn_norm, c.eps))
+
+
+def experts(c: Config, w: SimpleNamespace, h_TD: Tensor) -> Tensor:
+    """The experts of a layer, from normalized rows to what is added to the stream."""
     weights_TA, experts_TA = moe_route(linear(h_TD, w.router), c.A, renormalize=c.renormalize)
     out_TD = fused_moe(h_TD, w.gate_up, w.down, weights_TA, experts_TA)
     if c.F_shared:
         shared_TD = linear(swiglu(linear(h_TD, w.shared_gate_up)), w.shared_down)
         out_TD = out_TD + torch.sigmoid(linear(h_TD, w.shared_gate)) * shared_TD
-    return x_TD + out_TD
+    return out_TD
 
 
 def attention_type(layer_type: str) -> str:
@@ -123,7 +132,8 @@ def attention_type(layer_type: str) -> str:
     return layer_type.removesuffix("_sparse")
 
 
-def _sparse(layer_type: str) -> bool:
+def sparse(layer_type: str) -> bool:
+    """Whether layers of the type have experts."""
     return layer_type.endswith("_sparse")
 
 

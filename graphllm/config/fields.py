@@ -28,7 +28,7 @@ Fields = Mapping[str, Any]
 def read_json(file: Path) -> dict[str, Any] | None:
     """The object in a file, None when there is no such file. Raises ConfigError when it cannot be read."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"), parse_constant=_constant)
+        found = json.loads(file.read_text(encoding="utf-8"), parse_constant=_constant, object_hook=_tagged)
     except FileNotFoundError:
         return None
     except OSError as failure:
@@ -137,6 +137,12 @@ def _constant(name: str) -> float:
     if name == "NaN":  # it equals nothing, not even what an artifact was compiled with
         raise ValueError("NaN is no number")
     return float(name)
+
+
+def _tagged(made: dict[str, Any]) -> Any:
+    """transformers writes an infinite number as an object, which other readers of JSON know."""
+    infinite = made.get("__float__")
+    return _constant(infinite) if len(made) == 1 and infinite in ("Infinity", "-Infinity", "NaN") else made
 
 
 def _deeper(value: Any, levels: int) -> bool:

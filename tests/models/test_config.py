@@ -85,6 +85,17 @@ PUBLISHED: dict[str, tuple[type, dict[str, Any]]] = {
         "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
                          "original_max_position_embeddings": 4096, "truncate": False},
         "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088}),
+    "qwen3-next-80b": (transformers.Qwen3NextConfig, {
+        "architectures": ["Qwen3NextForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu",
+        "hidden_size": 2048, "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144, "mlp_only_layers": [], "moe_intermediate_size": 512,
+        "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10,
+        "num_hidden_layers": 48, "num_key_value_heads": 2, "output_router_logits": False,
+        "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000,
+        "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512, "tie_word_embeddings": False,
+        "use_sliding_window": False, "vocab_size": 151936}),
     "gpt2": (transformers.GPT2Config, {
         "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "layer_norm_epsilon": 1e-05,
         "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}),
@@ -191,7 +202,8 @@ def test_published_files_mean_what_transformers_reads(name: str) -> None:
     assert len(model.graphs[0].layer_types(c)) == theirs.num_hidden_layers
     assert c.max_len == max(theirs.max_position_embeddings, 131072 if "yarn" in name else 0)
     if hasattr(theirs, "layer_types"):
-        assert list(model.graphs[0].layer_types(c)) == [t.removesuffix("_attention") for t in theirs.layer_types]
+        types = [t.removesuffix("_sparse") for t in model.graphs[0].layer_types(c)]
+        assert types == [t.removesuffix("_attention") for t in theirs.layer_types]
     if (getattr(theirs, "sliding_window", None) or 0) and "sliding" in model.graphs[0].layer_types(c):
         assert c.window == theirs.sliding_window
     assert hash(c) is not None
@@ -210,7 +222,8 @@ def test_frequencies(name: str) -> None:
         return
     kind = theirs.rope_parameters["rope_type"]
     if kind == "default":
-        _check_row(c.rope.inv_freq, _default(theirs.rope_parameters["rope_theta"], c.E))
+        part = theirs.rope_parameters.get("partial_rotary_factor", 1.0)
+        _check_row(c.rope.inv_freq, _default(theirs.rope_parameters["rope_theta"], int(c.E * part)))
         return
     for length in (4096, 131072):  # of LongRoPE, both sides of the border
         rope = MODELS[hf["architectures"][0]].config({**hf, MAX_MODEL_LEN: length}).rope
@@ -245,7 +258,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {}, "Mistral": {}, "Qwen2": {}, "Qwen3": {}, "Phi3": {}, "Granite": {}, "Mixtral": _LOCAL,
     "Gemma2": {"query_pre_attn_scalar": 8}, "Gemma3Text": {}, "GraniteMoe": _LOCAL, "Phimoe": _LOCAL,
     "GptOss": _LOCAL, "Qwen2Moe": _EXPERTS | {"shared_expert_intermediate_size": 32}, "Qwen3Moe": _EXPERTS,
-    "Olmoe": _EXPERTS,
+    "Olmoe": _EXPERTS, "Qwen3Next": _EXPERTS,
 }  # fmt: skip
 
 
@@ -273,7 +286,8 @@ def test_what_files_leave_out(family: str) -> None:
         rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
         if rope["rope_type"] != "yarn":
             assert c.max_len == theirs.max_position_embeddings, field
-            _check_row(c.rope.inv_freq, _default(rope["rope_theta"], E))
+            part = rope.get("partial_rotary_factor", 1.0)
+            _check_row(c.rope.inv_freq, _default(rope["rope_theta"], int(E * part)))
     assert compared >= 6
 
 

@@ -22,7 +22,7 @@ from graphllm.weights.plan.simplify import Region, at_rank, region_of, simplify
 # drafts.
 _BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.(bias|masked_bias)|position_ids)$"
-    r"|(^|:)t2d$|^model\.mtp_layers\."
+    r"|(^|:)t2d$|^model\.mtp_layers\.|^mtp\."
 )
 # What encoders were pretrained with, and models that make vectors have no use for: BERT's pooler, heads for words.
 _PRETRAINING = re.compile(

@@ -1,0 +1,94 @@
+"""gated_delta on a GPU: a program has a block of rows of a head's state in registers for all of a sequence's tokens."""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.op import each_alone
+from graphllm.ops.recurrent.gated_delta.op import gated_delta
+from graphllm.ops.recurrent.slots import Slots
+
+_NUMBERS = 2048  # of a state that a program has: 32 registers of each of 128 threads would be twice as many
+
+
+@triton.jit
+def _delta_kernel(
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, scale, norm_eps,
+    Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr,
+    V_HEAD: tl.constexpr, G_ROW: tl.constexpr, G_HEAD: tl.constexpr, BETA_ROW: tl.constexpr, BETA_HEAD: tl.constexpr,
+    SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr, BLOCK_V: tl.constexpr, CHANNELS: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    head = tl.program_id(1)
+    s = tl.program_id(2)
+    first = tl.load(start_ptr + s)
+    count = tl.load(start_ptr + 1 + s) - first
+    if count == 0:
+        return
+    k = tl.arange(0, K_PAD)
+    inside = (rows < V)[:, None] & (k < K)[None, :]
+    entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[:, None] * K + k[None, :]
+    state = tl.load(entry + tl.load(version_ptr + s).to(tl.int64) * VERSION, mask=inside, other=0.0)
+    key_head = head // SHARE
+    for i in range(count):
+        t = (first + i).to(tl.int64)
+        key = tl.load(k_ptr + t * K_ROW + key_head * K_HEAD + k, mask=k < K, other=0.0).to(tl.float32)
+        query = tl.load(q_ptr + t * Q_ROW + key_head * Q_HEAD + k, mask=k < K, other=0.0).to(tl.float32)
+        if NORM:
+            key = key / tl.sqrt_rn(tl.sum(key * key, 0) + norm_eps)
+            query = query / tl.sqrt_rn(tl.sum(query * query, 0) + norm_eps)
+        value = tl.load(v_ptr + t * V_ROW + head * V_HEAD + rows, mask=rows < V, other=0.0).to(tl.float32)
+        beta = tl.load(beta_ptr + t * BETA_ROW + head * BETA_HEAD).to(tl.float32)
+        gate = g_ptr + t * G_ROW + head * G_HEAD
+        if CHANNELS:
+            state *= tl.exp(tl.load(gate + k, mask=k < K, other=0.0).to(tl.float32))[None, :]
+        else:
+            state *= tl.exp(tl.load(gate).to(tl.float32))
+        delta = (value - tl.sum(state * key[None, :], 1)) * beta
+        state += delta[:, None] * key[None, :]
+        answer = scale * tl.sum(state * query[None, :], 1)
+        tl.store(out_ptr + (t * H + head) * V + rows, answer.to(out_ptr.dtype.element_ty), mask=rows < V)
+        if (count <= VERSIONS) | (i == count - 1):
+            tl.store(entry + tl.minimum(i, VERSIONS - 1).to(tl.int64) * VERSION, state, mask=inside)
+
+
+def _supports(site: CallSite) -> bool:
+    v, g, state = (site.args[name] for name in ("v_THV", "g", "state"))
+    rows = [site.args[name] for name in ("q_TGK", "k_TGK")] + [v]
+    V, K = state.shape[3:]
+    return (
+        state.dtype == torch.float32
+        and all(t.dtype.itemsize <= 4 and t.stride(2) == 1 for t in rows)
+        and (g.dim() == 2 or g.stride(2) == 1)
+        and state.stride()[2:] == (V * K, K, 1)
+        and K <= _NUMBERS
+    )
+
+
+@gated_delta.impl("triton", device="cuda", supports=_supports, row_order=each_alone)
+def triton_gated_delta(
+    q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots, scale: float,
+    norm_eps: float,
+) -> Tensor:  # fmt: skip
+    """One launch, in which each token waits for the one before: good for decoding."""
+    out_THV = v_THV.new_empty(v_THV.shape)
+    versions, H, V, K = state.shape[1:]
+    K_pad = triton.next_power_of_2(K)
+    block = max(1, min(triton.next_power_of_2(V), _NUMBERS // K_pad))
+    tensors = {"Q": q_TGK, "K": k_TGK, "V": v_THV, "G": g, "BETA": beta_TH}
+    launch_triton(
+        _delta_kernel, ((V + block - 1) // block, H, at.slots.shape[0]),
+        q_TGK, k_TGK, v_THV, g, beta_TH, state, out_THV, *at, scale, norm_eps,
+        **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
+        SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=versions, H=H, SHARE=H // q_TGK.shape[1], K=K, V=V,
+        K_PAD=K_pad, BLOCK_V=block, CHANNELS=g.dim() == 3, NORM=norm_eps > 0, num_warps=4,
+    )  # fmt: skip
+    return out_THV

@@ -1,0 +1,96 @@
+"""ssd_scan on a GPU: a program has a sequence's head and a block of its rows, whose state it reads and writes once."""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.op import each_alone
+from graphllm.ops.recurrent.slots import Slots
+from graphllm.ops.recurrent.ssd_scan.op import ssd_scan
+
+_ROWS = 16
+
+
+@triton.jit
+def _scan_kernel(
+    x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, bias_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr,
+    X_ROW: tl.constexpr, DT_ROW: tl.constexpr, B_ROW: tl.constexpr, C_ROW: tl.constexpr, SLOT: tl.constexpr,
+    VERSION: tl.constexpr, VERSIONS: tl.constexpr, H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    BIAS: tl.constexpr, SKIP: tl.constexpr, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr, N_PAD: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    h, s = tl.program_id(1), tl.program_id(2)
+    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = tl.arange(0, N_PAD)
+    group = h // (H // G)
+    first = tl.load(start_ptr + s)
+    count = tl.load(start_ptr + 1 + s) - first
+    entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT
+    rows = ((h * P + p) * N)[:, None] + n[None, :]
+    inside = (p < P)[:, None] & (n < N)[None, :]
+    state = tl.load(entry + tl.load(version_ptr + s) * VERSION + rows, mask=inside, other=0)
+    A = tl.load(a_ptr + h)
+    for i in range(count):
+        t = (first + i).to(tl.int64)
+        dt = tl.load(dt_ptr + t * DT_ROW + h).to(tl.float32)
+        if BIAS:
+            dt += tl.load(bias_ptr + h).to(tl.float32)
+        dt = tl.maximum(dt, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(dt)))
+        dt = tl.maximum(dt, DT_MIN)
+        if DT_MAX > 0:
+            dt = tl.minimum(dt, DT_MAX)
+        x = tl.load(x_ptr + t * X_ROW + h * P + p, mask=p < P, other=0).to(tl.float32)
+        B = tl.load(b_ptr + t * B_ROW + group * N + n, mask=n < N, other=0).to(tl.float32)
+        C = tl.load(c_ptr + t * C_ROW + group * N + n, mask=n < N, other=0).to(tl.float32)
+        state = state * tl.exp(dt * A) + (dt * x)[:, None] * B[None, :]
+        y = tl.sum(state * C[None, :], axis=1)
+        if SKIP:
+            y += tl.load(d_ptr + h).to(tl.float32) * x
+        tl.store(out_ptr + (t * H + h) * P + p, y.to(out_ptr.dtype.element_ty), mask=p < P)
+        kept = tl.zeros([N_PAD], tl.int32) + tl.maximum(VERSIONS - count, i + 1 - count) >= 0  # all, or the last one
+        tl.store(entry + tl.minimum(i, VERSIONS - 1) * VERSION + rows, state, mask=inside & kept[None, :])
+
+
+def _supports(site: CallSite) -> bool:
+    x_THP, B_TGN, C_TGN, state = (site.args[name] for name in ("x_THP", "B_TGN", "C_TGN", "state"))
+    return (
+        x_THP.dtype.itemsize <= 4
+        and site.args["A_H"].dtype == state.dtype == torch.float32
+        and site.args["dt_TH"].stride(1) == 1
+        and all(t.stride(2) == 1 and t.stride(1) == t.shape[2] for t in (x_THP, B_TGN, C_TGN))
+        and state.stride()[2:] == (state.shape[3] * state.shape[4], state.shape[4], 1)
+    )
+
+
+@ssd_scan.impl("triton", device="cuda", supports=_supports, row_order=each_alone)
+def triton_ssd_scan(
+    x_THP: Tensor,
+    dt_TH: Tensor,
+    A_H: Tensor,
+    B_TGN: Tensor,
+    C_TGN: Tensor,
+    state: Tensor,
+    at: Slots,
+    D_H: Tensor | None,
+    dt_bias_H: Tensor | None,
+    dt_min: float,
+    dt_max: float,
+) -> Tensor:
+    """The recurrence as it is written, token by token."""
+    out_THP = x_THP.new_empty(x_THP.shape)
+    (_, H, P), (_, G, N) = x_THP.shape, B_TGN.shape
+    launch_triton(
+        _scan_kernel, ((P + _ROWS - 1) // _ROWS, H, at.slots.shape[0]),
+        *(x_THP, dt_TH, A_H, B_TGN, C_TGN, A_H if D_H is None else D_H, A_H if dt_bias_H is None else dt_bias_H),
+        *(state, out_THP, *at), X_ROW=x_THP.stride(0), DT_ROW=dt_TH.stride(0), B_ROW=B_TGN.stride(0),
+        C_ROW=C_TGN.stride(0), SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=state.shape[1], H=H, P=P, G=G,
+        N=N, BIAS=dt_bias_H is not None, SKIP=D_H is not None, DT_MIN=dt_min, DT_MAX=dt_max,
+        N_PAD=triton.next_power_of_2(N), BLOCK_P=_ROWS,
+    )  # fmt: skip
+    return out_THP
