@@ -90,6 +90,9 @@ ARCHS = (
                   "mlp_only_layers": [1], "decoder_sparse_step": 2, "norm_topk_prob": False,
                   "tie_word_embeddings": True,
                   "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]}),
+    Arch("qwen3_5", "Qwen3_5Text",
+         {n: v for n, v in DELTA.items() if "expert" not in n and "moe" not in n}
+         | {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]}),
     Arch("falcon_h1_normed", "FalconH1", FALCON | {"mamba_rms_norm": True, "mamba_n_groups": 1}),
 )  # fmt: skip
 
@@ -98,7 +101,7 @@ def saved(arch: Arch, folder: Path) -> torch.nn.Module:
     """The model, and its checkpoint in a folder."""
     torch.manual_seed(sum(map(ord, arch.name)))
     config = getattr(transformers, f"{arch.model}Config")(**arch.config)
-    model = getattr(transformers, f"{arch.model}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{arch.model.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 1 and "A_log" not in name:  # constants would hide a mix-up
@@ -216,7 +219,7 @@ def test_several_answers_of_a_prompt(asked: tuple[Any, LLM]) -> None:
     assert len({tuple(output.token_ids) for output in answers}) == 3
 
 
-HYBRIDS = ("mamba2", "granite_hybrid", "lfm2", "falcon_h1")
+HYBRIDS = ("mamba2", "granite_hybrid", "lfm2", "falcon_h1", "qwen3_next")
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("prebuilt", marks=pytest.mark.thorough)])
