@@ -40,11 +40,31 @@ OPT = {
     "vocab_size": V, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 512, "init_std": 0.35, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
-MAMBA = {
-    "vocab_size": V, "hidden_size": 40, "num_hidden_layers": 3, "initializer_range": 0.3,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
 JAMBA = LLAMA | {"num_hidden_layers": 5, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 6}
+IDS = {"vocab_size": V, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+MAMBA = IDS | {"hidden_size": 40, "num_hidden_layers": 3, "initializer_range": 0.3}
+MAMBA2 = IDS | {
+    "hidden_size": 48, "num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 24, "num_hidden_layers": 3,
+    "conv_kernel": 4, "expand": 2, "chunk_size": 8, "initializer_range": 0.3,
+}  # fmt: skip
+GRANITE_HYBRID = IDS | {
+    "hidden_size": 48, "intermediate_size": 40, "shared_intermediate_size": 56, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2,
+    "mamba_d_state": 24, "mamba_chunk_size": 8, "initializer_range": 0.3, "num_local_experts": 5,
+    "num_experts_per_tok": 3, "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7,
+    "logits_scaling": 2.0, "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
+ATTENTION = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+NEMOTRON = IDS | ATTENTION | {
+    "head_dim": 12, "intermediate_size": 40, "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2,
+    "ssm_state_size": 24, "chunk_size": 8,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+}  # fmt: skip
+LFM2 = IDS | ATTENTION | {"intermediate_size": 60, "num_hidden_layers": 4, "block_multiple_of": 8}
+FALCON = IDS | ATTENTION | {
+    "intermediate_size": 60, "num_hidden_layers": 2, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_ssm": 96,
+    "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_chunk_size": 8,
+}  # fmt: skip
 SHORT, LONG = [1.0 + 0.02 * i for i in range(8)], [1.5 + 0.4 * i for i in range(8)]
 GROWN = 10000.0 * (8 * 512 / 100 - 7) ** (16 / 14)  # the base of dynamic NTK for 512 tokens and a factor of 8
 MIXED = ["sliding_attention", "full_attention"]
@@ -152,6 +172,7 @@ ARCHS = (
          LLAMA | EXPERTS | DELTA | {"linear_num_key_heads": 6, "linear_conv_kernel_dim": 3, "num_hidden_layers": 4,
                                     "attention_bias": True, "decoder_sparse_step": 2, "mlp_only_layers": [1],
                                     "layer_types": [*HYBRID[::-1], "linear_attention"], "norm_topk_prob": False}),
+    Arch("qwen3_5", "Qwen3_5Text", LLAMA | DELTA),
     Arch("gpt2", "GPT2", GPT2),
     Arch("gpt2_untied", "GPT2", GPT2 | {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
     Arch("opt", "OPT", OPT),
@@ -164,9 +185,38 @@ ARCHS = (
     Arch("jamba_dense", "Jamba",
          JAMBA | {"num_experts": 1, "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_state": 24,
                   "mamba_dt_rank": 7, "mamba_d_conv": 2, "mamba_expand": 1, "tie_word_embeddings": True}),
+    Arch("mamba2", "Mamba2", MAMBA2),
+    Arch(
+        "mamba2_odd", "Mamba2",
+        MAMBA2 | {"n_groups": 1, "head_dim": 12, "num_heads": 8, "state_size": 7, "conv_kernel": 3, "use_bias": True,
+                  "use_conv_bias": False, "tie_word_embeddings": True},
+    ),
+    Arch("granite_hybrid", "GraniteMoeHybrid", GRANITE_HYBRID),
+    Arch(
+        "granite_hybrid_dense", "GraniteMoeHybrid",
+        GRANITE_HYBRID
+        | {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 1, "mamba_n_heads": 4,
+           "mamba_d_head": "auto", "mamba_proj_bias": True,
+           "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]},
+    ),
+    Arch("nemotron_h", "NemotronH", NEMOTRON),
+    Arch("nemotron_h_biases", "NemotronH", NEMOTRON | {"use_bias": True, "mlp_bias": True, "time_step_min": 0.2}),
+    Arch("lfm2", "Lfm2", LFM2 | {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
+    Arch("lfm2_bias", "Lfm2",
+         LFM2 | {"full_attn_idxs": [0, 3], "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
+                 "tie_word_embeddings": False}),
+    Arch("falcon_h1", "FalconH1", FALCON),
+    Arch("falcon_h1_scaled", "FalconH1",
+         FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "attention_bias": True,
+                   "projectors_bias": True, "key_multiplier": 0.6, "attention_in_multiplier": 1.3,
+                   "attention_out_multiplier": 0.8, "ssm_in_multiplier": 0.7, "ssm_out_multiplier": 1.2,
+                   "ssm_multipliers": [0.9, 1.1, 0.8, 1.3, 0.5], "mlp_multipliers": [0.7, 1.4],
+                   "embedding_multiplier": 2.0, "lm_head_multiplier": 1.5}),
+    Arch("falcon_h1_normed", "FalconH1", FALCON | {"mamba_rms_norm": True, "mamba_n_groups": 1}),
 )  # fmt: skip
-CHUNKED = {"gpt_oss", "mamba", "jamba", "qwen3_next"}  # sinks and windows in the middle of a prompt; states that go on
-CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+# Sinks and windows in the middle of a prompt; states that go on.
+CHUNKED = {"gpt_oss", "mamba", "jamba", "mamba2", "lfm2", "falcon_h1", "qwen3_next"}
+CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM"}
 
 
 def _build(arch: Arch, fields: dict[str, Any]) -> transformers.PreTrainedModel:
@@ -198,13 +248,18 @@ PREBUILT = SECOND | {"gpt_oss"}  # of prebuilt kernels, in the first tier
 EACH = {
     "llama_biases", "llama_dynamic", "llama_llama3", "llama_yarn_mscale", "mistral_layer_types", "qwen2", "qwen3",
     "gemma2", "gemma3", "phi3_longrope", "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "olmoe", "granite",
-    "granite_moe", "phimoe_longrope", "gpt_oss", "qwen3_next", "gpt2", "opt", "mamba", "falcon_mamba", "jamba",
+    "granite_moe", "phimoe_longrope", "gpt_oss", "qwen3_next", "qwen3_5", "gpt2", "opt", "mamba", "falcon_mamba",
+    "jamba", "mamba2", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
 }  # fmt: skip
+
+
+# References that go through tokens one by one on the host: in the second tier, but for two families.
+LOOPS = {"mamba", "falcon_mamba", "granite_hybrid", "nemotron_h", "falcon_h1", "qwen3_next", "qwen3_5"}
 
 
 def _marks(backend: str, name: str) -> list[pytest.MarkDecorator]:
     if backend == "eager":
-        return [] if name in EACH else [pytest.mark.thorough]
+        return [] if name in EACH - LOOPS else [pytest.mark.thorough]
     if backend == "prebuilt":
         return [] if name in PREBUILT else [pytest.mark.thorough]
     if ON_GPU and name in EACH:

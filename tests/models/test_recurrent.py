@@ -17,9 +17,14 @@ from graphllm.loading.checkpoint.source import open_source
 from tests.artifacts import artifact_of
 from tests.engine.harness import GREEDY, finish, open_core, request
 from tests.models import test_parity as parity
+from tests.tiers import thorough
 
 COUNT, SEQS, LENGTHS = 12, 3, (1, 7, 33, 66, 100)
-NAMES = ("mamba", "falcon_mamba", "jamba")
+NAMES = (
+    "mamba2",
+    "jamba",
+    *map(thorough, ("mamba", "falcon_mamba", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1", "qwen3_next")),
+)
 BUCKETS = (Bucket("decode", 1, 1), Bucket("decode", 2, SEQS), Bucket("decode", 2, SEQS, 3), Bucket("mixed", 2, 32))
 
 
