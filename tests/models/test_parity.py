@@ -27,8 +27,8 @@ LLAMA = {
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 HYBRID = ["linear_attention", "linear_attention", "full_attention"]
 DELTA = {
-    "head_dim": 32, "num_hidden_layers": 3, "layer_types": HYBRID, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 20,
+    "head_dim": 32, "num_hidden_layers": 3, "layer_types": HYBRID, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12, "linear_key_head_dim": 24, "linear_value_head_dim": 20,
     "shared_expert_intermediate_size": 40,
 }  # fmt: skip
 SCALES = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 2.0}
@@ -169,7 +169,7 @@ ARCHS = (
                   "layer_types": [*MIXED[::-1]], "sliding_window": 33}),
     Arch("qwen3_next", "Qwen3Next", LLAMA | EXPERTS | DELTA),
     Arch("qwen3_next_some_dense", "Qwen3Next",
-         LLAMA | EXPERTS | DELTA | {"linear_num_key_heads": 6, "linear_conv_kernel_dim": 3, "num_hidden_layers": 4,
+         LLAMA | EXPERTS | DELTA | {"linear_num_key_heads": 12, "linear_conv_kernel_dim": 3, "num_hidden_layers": 4,
                                     "attention_bias": True, "decoder_sparse_step": 2, "mlp_only_layers": [1],
                                     "layer_types": [*HYBRID[::-1], "linear_attention"], "norm_topk_prob": False}),
     Arch("qwen3_5", "Qwen3_5Text", LLAMA | DELTA),
