@@ -45,6 +45,8 @@ _WHOLE: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }  # fmt: skip
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
+_WHOLE["Qwen3_5Moe"] = _WHOLE["Qwen3_5"] | {"text_config": _WHOLE["Qwen3_5"]["text_config"] | _MOE}
 # How programs have named the text model's tensors.
 _NAMES = {
     "now": ("model.language_model.", "lm_head."),

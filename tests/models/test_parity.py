@@ -173,6 +173,7 @@ ARCHS = (
                                     "attention_bias": True, "decoder_sparse_step": 2, "mlp_only_layers": [1],
                                     "layer_types": [*HYBRID[::-1], "linear_attention"], "norm_topk_prob": False}),
     Arch("qwen3_5", "Qwen3_5Text", LLAMA | DELTA),
+    Arch("qwen3_5_moe", "Qwen3_5MoeText", LLAMA | EXPERTS | DELTA),
     Arch("gpt2", "GPT2", GPT2),
     Arch("gpt2_untied", "GPT2", GPT2 | {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
     Arch("opt", "OPT", OPT),
@@ -216,7 +217,12 @@ ARCHS = (
 )  # fmt: skip
 # Sinks and windows in the middle of a prompt; states that go on.
 CHUNKED = {"gpt_oss", "mamba", "jamba", "mamba2", "lfm2", "falcon_h1", "qwen3_next"}
-CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM"}
+CLASSES = {
+    "GPT2": "GPT2LMHeadModel",
+    "Gemma3Text": "Gemma3ForCausalLM",
+    "Qwen3_5Text": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
+}
 
 
 def _build(arch: Arch, fields: dict[str, Any]) -> transformers.PreTrainedModel:

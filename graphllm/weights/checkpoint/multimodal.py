@@ -14,6 +14,7 @@ ARCHITECTURES = (
     "Gemma3ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 _INNER = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)|(lm_head\..+)")
 # Fields next to text_config that say something of the text model, too.
