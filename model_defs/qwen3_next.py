@@ -57,8 +57,9 @@ class Config(moe.Config):
         return self.G * self.K_delta, self.G * self.K_delta, self.H_delta * self.V_delta
 
 
-def from_hf(hf: HF) -> Config:
-    """The config of a ``config.json``. Raises ConfigError for settings that are not supported."""
+def from_hf(hf: HF, dense: bool = True) -> Config:
+    """The config of a ``config.json``. dense: whether the family has layers without experts. Raises ConfigError for
+    settings that are not supported."""
     check_plain(hf)
     hf = _DEFAULTS | dict(hf)
     only(hf, "hidden_act", "silu")
@@ -78,7 +79,7 @@ def from_hf(hf: HF) -> Config:
         H=H,
         K=K,
         E=E,
-        F=whole(hf, "intermediate_size"),
+        F=whole(hf, "intermediate_size") if dense else 0,
         V=whole(hf, "vocab_size"),
         max_len=max(whole(hf, "max_position_embeddings", le=MOST), rope_settings.max_len),
         layer_types=_layer_types(hf, N),

@@ -41,8 +41,8 @@ def _whole(family: str) -> dict[str, Any]:
     """A config.json that says all that transformers' class knows."""
     sizes = {} if family in OTHERS + RECURRENT else LLAMA | FAMILIES[family] | {"num_key_value_heads": 4}
     config = getattr(transformers, f"{family}Config")(**{n: v for n, v in sizes.items() if n != "architectures"})
-    ends = {"GPT2": "LMHeadModel", "Gemma3Text": ""} | dict.fromkeys(OTHERS[2:], "Model")
-    name = "Gemma3ForCausalLM" if family == "Gemma3Text" else family + ends.get(family, "ForCausalLM")
+    ends = {"GPT2": "LMHeadModel"} | dict.fromkeys(OTHERS[2:], "Model")
+    name = family.removesuffix("Text") + ends.get(family, "ForCausalLM")
     return config.to_dict() | {"architectures": [name]}
 
 

@@ -258,14 +258,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {}, "Mistral": {}, "Qwen2": {}, "Qwen3": {}, "Phi3": {}, "Granite": {}, "Mixtral": _LOCAL,
     "Gemma2": {"query_pre_attn_scalar": 8}, "Gemma3Text": {}, "GraniteMoe": _LOCAL, "Phimoe": _LOCAL,
     "GptOss": _LOCAL, "Qwen2Moe": _EXPERTS | {"shared_expert_intermediate_size": 32}, "Qwen3Moe": _EXPERTS,
-    "Olmoe": _EXPERTS, "Qwen3Next": _EXPERTS,
+    "Olmoe": _EXPERTS, "Qwen3Next": _EXPERTS, "Qwen3_5Text": {}, "Qwen3_5MoeText": _EXPERTS,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_files_leave_out(family: str) -> None:
     """Every field that may be missing has transformers' value then."""
-    name = "Gemma3ForCausalLM" if family == "Gemma3Text" else f"{family}ForCausalLM"
+    name = f"{family.removesuffix('Text')}ForCausalLM"
     whole = {**LLAMA, **FAMILIES[family], "architectures": [name], "num_attention_heads": 8, "head_dim": 8,
              "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "sliding_window": 16, "rope_theta": 5e4,
              "tie_word_embeddings": True}  # fmt: skip

@@ -33,7 +33,20 @@ _WHOLE: dict[str, dict[str, Any]] = {
         "text_config": _TEXT | {"model_type": "mistral", "sliding_window": None}, "tie_word_embeddings": False,
         "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 8},
     },
+    "Qwen3_5": {
+        "text_config": _TEXT | {
+            "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
+            "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5,
+                                "mrope_section": [2, 1, 1], "mrope_interleaved": True}},
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 24, "depth": 1, "num_heads": 2, "patch_size": 4,
+            "out_hidden_size": 32, "num_position_embeddings": 16},
+        "tie_word_embeddings": False,
+    },
 }  # fmt: skip
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
+_WHOLE["Qwen3_5Moe"] = _WHOLE["Qwen3_5"] | {"text_config": _WHOLE["Qwen3_5"]["text_config"] | _MOE}
 # How programs have named the text model's tensors.
 _NAMES = {
     "now": ("model.language_model.", "lm_head."),
@@ -43,7 +56,13 @@ _NAMES = {
 
 @pytest.mark.parametrize(
     ("name", "names"),
-    [("Gemma3", "older"), ("Mistral3", "now"), thorough("Gemma3", "now"), thorough("Mistral3", "older")],
+    [
+        ("Gemma3", "older"),
+        ("Mistral3", "now"),
+        ("Qwen3_5", "now"),
+        thorough("Gemma3", "now"),
+        thorough("Mistral3", "older"),
+    ],
 )
 def test_the_text_model_runs(name: str, names: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(5)

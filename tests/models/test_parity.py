@@ -27,8 +27,8 @@ LLAMA = {
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 HYBRID = ["linear_attention", "linear_attention", "full_attention"]
 DELTA = {
-    "head_dim": 32, "num_hidden_layers": 3, "layer_types": HYBRID, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 20,
+    "head_dim": 32, "num_hidden_layers": 3, "layer_types": HYBRID, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12, "linear_key_head_dim": 24, "linear_value_head_dim": 20,
     "shared_expert_intermediate_size": 40,
 }  # fmt: skip
 SCALES = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 2.0}
@@ -169,9 +169,11 @@ ARCHS = (
                   "layer_types": [*MIXED[::-1]], "sliding_window": 33}),
     Arch("qwen3_next", "Qwen3Next", LLAMA | EXPERTS | DELTA),
     Arch("qwen3_next_some_dense", "Qwen3Next",
-         LLAMA | EXPERTS | DELTA | {"linear_num_key_heads": 6, "linear_conv_kernel_dim": 3, "num_hidden_layers": 4,
+         LLAMA | EXPERTS | DELTA | {"linear_num_key_heads": 12, "linear_conv_kernel_dim": 3, "num_hidden_layers": 4,
                                     "attention_bias": True, "decoder_sparse_step": 2, "mlp_only_layers": [1],
                                     "layer_types": [*HYBRID[::-1], "linear_attention"], "norm_topk_prob": False}),
+    Arch("qwen3_5", "Qwen3_5Text", LLAMA | DELTA),
+    Arch("qwen3_5_moe", "Qwen3_5MoeText", LLAMA | EXPERTS | DELTA),
     Arch("gpt2", "GPT2", GPT2),
     Arch("gpt2_untied", "GPT2", GPT2 | {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
     Arch("opt", "OPT", OPT),
@@ -215,7 +217,12 @@ ARCHS = (
 )  # fmt: skip
 # Sinks and windows in the middle of a prompt; states that go on.
 CHUNKED = {"gpt_oss", "mamba", "jamba", "mamba2", "lfm2", "falcon_h1", "qwen3_next"}
-CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+CLASSES = {
+    "GPT2": "GPT2LMHeadModel",
+    "Gemma3Text": "Gemma3ForCausalLM",
+    "Qwen3_5Text": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
+}
 
 
 def _build(arch: Arch, fields: dict[str, Any]) -> transformers.PreTrainedModel:
@@ -247,13 +254,13 @@ PREBUILT = SECOND | {"gpt_oss"}  # of prebuilt kernels, in the first tier
 EACH = {
     "llama_biases", "llama_dynamic", "llama_llama3", "llama_yarn_mscale", "mistral_layer_types", "qwen2", "qwen3",
     "gemma2", "gemma3", "phi3_longrope", "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "olmoe", "granite",
-    "granite_moe", "phimoe_longrope", "gpt_oss", "qwen3_next", "gpt2", "opt", "mamba", "falcon_mamba", "jamba",
-    "mamba2", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
+    "granite_moe", "phimoe_longrope", "gpt_oss", "qwen3_next", "qwen3_5", "gpt2", "opt", "mamba", "falcon_mamba",
+    "jamba", "mamba2", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
 }  # fmt: skip
 
 
 # References that go through tokens one by one on the host: in the second tier, but for two families.
-LOOPS = {"mamba", "falcon_mamba", "granite_hybrid", "nemotron_h", "falcon_h1", "qwen3_next"}
+LOOPS = {"mamba", "falcon_mamba", "granite_hybrid", "nemotron_h", "falcon_h1", "qwen3_next", "qwen3_5"}
 
 
 def _marks(backend: str, name: str) -> list[pytest.MarkDecorator]:

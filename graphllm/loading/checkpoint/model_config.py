@@ -60,7 +60,7 @@ def with_architecture(config: dict[str, Any]) -> dict[str, Any]:
     from graphllm.ir.registry import load_models  # imports torch and every family
 
     plain = kind.removesuffix("_text").replace("_", "")
-    known = [name for name in load_models() for end in _CAUSAL if name.lower() == plain + end.lower()]
+    known = [n for n in load_models() for end in _CAUSAL if n.lower().replace("_", "") == plain + end.lower()]
     return {**config, "architectures": known} if known else config
 
 

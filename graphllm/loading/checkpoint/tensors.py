@@ -11,6 +11,7 @@ from graphllm.loading.checkpoint.conversion import safetensors_of
 from graphllm.loading.checkpoint.model_files import ModelFiles
 from graphllm.weights.checkpoint.checkpoint import Checkpoint, TensorInfo, WeightError, draft_name, weight_files
 from graphllm.weights.checkpoint.multimodal import is_multimodal, text_tensors
+from graphllm.weights.checkpoint.stacked_experts import has_stacks, single_experts
 
 _FURTHER = "mtp_layers."  # in the names of tensors that only draft
 
@@ -57,6 +58,8 @@ def _text_tensors(files: ModelFiles, load_format: str) -> Tensors:
     found, absent = _stored(files, load_format)
     if found is not None and is_multimodal(files.config or {}):
         found = replace(found, tensors=text_tensors(found.tensors))
+    if found is not None and has_stacks(files.config or {}):
+        found = replace(found, tensors=single_experts(found.tensors))
     return Tensors(found, absent)
 
 

@@ -10,7 +10,12 @@ from typing import Any
 from graphllm.config.fields import section, strings
 from graphllm.weights.checkpoint.tensor_info import TensorInfo
 
-ARCHITECTURES = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
+ARCHITECTURES = (
+    "Gemma3ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 _INNER = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)|(lm_head\..+)")
 # Fields next to text_config that say something of the text model, too.
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config")
