@@ -1,6 +1,11 @@
-"""gated_delta: specification in op.py; a C++ kernel for CPUs and a Triton kernel."""
+"""gated_delta: specification in op.py, kernels in files of their own."""
 
-from graphllm.ops.recurrent.gated_delta import cpu, triton_gated_delta  # noqa: F401
+import importlib.util
+
+from graphllm.ops.recurrent.gated_delta import cpu  # noqa: F401
 from graphllm.ops.recurrent.gated_delta.op import gated_delta
+
+if importlib.util.find_spec("triton"):
+    from graphllm.ops.recurrent.gated_delta import triton_gated_delta  # noqa: F401
 
 __all__ = ["gated_delta"]

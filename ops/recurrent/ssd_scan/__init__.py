@@ -1,6 +1,11 @@
-"""ssd_scan: specification in op.py; a C++ kernel for CPUs and a Triton kernel."""
+"""ssd_scan: specification in op.py, kernels in files of their own."""
 
-from graphllm.ops.recurrent.ssd_scan import cpu, triton_ssd_scan  # noqa: F401
+import importlib.util
+
+from graphllm.ops.recurrent.ssd_scan import cpu  # noqa: F401
 from graphllm.ops.recurrent.ssd_scan.op import ssd_scan
+
+if importlib.util.find_spec("triton"):
+    from graphllm.ops.recurrent.ssd_scan import triton_ssd_scan  # noqa: F401
 
 __all__ = ["ssd_scan"]
