@@ -23,9 +23,10 @@ from graphllm.ir import ForwardContext, Graph, Model, Weight, all_models, regist
 from graphllm.model_defs.common import HF
 from graphllm.model_defs.pooling import Pooling
 from graphllm.ops.gemm.linear import linear
+from graphllm.weights.plan.expr import Expr, Read, map_parts
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
-_STARTS = ("model.", "transformer.")  # of names that a model without a head saves without them
+_STARTS = ("model.", "transformer.", "backbone.")  # of names that a model without a head saves without them
 _MOST_LABELS = 1 << 16
 
 
@@ -214,7 +215,13 @@ def _either_name(weights: dict[str, Weight]) -> dict[str, Weight]:
         bare = tuple(name.removeprefix(start) for name in given for start in _STARTS if name.startswith(start))
         return tuple(dict.fromkeys((*given, *bare)))
 
-    return {name: replace(w, sources=tuple(map(names, w.sources))) for name, w in weights.items()}
+    def read(expr: Expr) -> Expr:
+        return replace(expr, sources=names(expr.sources)) if isinstance(expr, Read) else map_parts(expr, read)
+
+    def either(w: Weight) -> Weight:
+        return replace(w, sources=tuple(map(names, w.sources)), expr=read(w.expr) if isinstance(w.expr, Expr) else None)
+
+    return {name: either(w) for name, w in weights.items()}
 
 
 register_derivation(derived)

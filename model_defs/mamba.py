@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphllm.config.fields import MOST, number, raw, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
-from graphllm.model_defs.common import HF, MOST_LAYERS, head_matrix, only, token_table
+from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, head_matrix, only, token_table
 from graphllm.ops.embeddings.embedding import embedding
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.norms.rms_norm import rms_norm
@@ -56,12 +56,14 @@ class Config(Mixer):
 
 def from_hf(hf: HF) -> Config:
     """The config of a ``config.json``. Raises ConfigError for settings that are not supported."""
+    check_plain(hf)
     only(hf, "hidden_act", "silu")
+    only(hf, "rms_norm", True)  # the files of Mamba's authors say so
     falcon = hf["architectures"][0] == "FalconMambaForCausalLM"
     D = whole(hf, "hidden_size", 768)
     return Config(
         D=D,
-        M=whole(hf, "intermediate_size", whole(hf, "expand", 2) * D),
+        M=whole(hf, "intermediate_size") if "intermediate_size" in hf else whole(hf, "expand", 2) * D,
         N=whole(hf, "state_size", 16, le=MOST_STATES),
         R=rank(hf, "time_step_rank", D),
         W=whole(hf, "conv_kernel", 4, ge=2, le=MOST_TAPS),

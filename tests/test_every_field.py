@@ -21,11 +21,12 @@ from graphllm.loading.checkpoint.unread_files import warn_unread
 from graphllm.weights.checkpoint import inert_fields
 from graphllm.weights.checkpoint.inert_fields import CONFIG, GENERATION, QUANTIZATION, unknown_fields
 from graphllm.weights.plan.schemes import scheme_of
-from tests.models.test_config import FAMILIES, LLAMA, PUBLISHED
+from tests.models.test_config import FAMILIES, LLAMA, PUBLISHED, PUBLISHED_RECURRENT
 from tests.weights.quantized import FORMATS
 
 MODELS = load_models()
 OTHERS = ("GPT2", "OPT", "Bert", "Roberta", "XLMRoberta", "DistilBert", "ModernBert", "NomicBert", "Camembert")
+RECURRENT = ("Mamba", "FalconMamba", "Jamba")
 DOCS = Path(__file__).parents[1] / "docs" / "checkpoints.md"
 # A value for a field that is not the usual one, by the type of that.
 _OTHER: dict[type, Any] = {
@@ -38,7 +39,7 @@ _OTHER: dict[type, Any] = {
 
 def _whole(family: str) -> dict[str, Any]:
     """A config.json that says all that transformers' class knows."""
-    sizes = {} if family in OTHERS else LLAMA | FAMILIES[family] | {"num_key_value_heads": 4}
+    sizes = {} if family in OTHERS + RECURRENT else LLAMA | FAMILIES[family] | {"num_key_value_heads": 4}
     config = getattr(transformers, f"{family}Config")(**{n: v for n, v in sizes.items() if n != "architectures"})
     ends = {"GPT2": "LMHeadModel"} | dict.fromkeys(OTHERS[2:], "Model")
     name = family.removesuffix("Text") + ends.get(family, "ForCausalLM")
@@ -52,9 +53,9 @@ def _read(hf: dict[str, Any]) -> tuple[Any, list[str]]:
     return c, unread_fields(fields)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [*PUBLISHED, *PUBLISHED_RECURRENT])
 def test_published_files_are_read_whole(name: str) -> None:
-    assert _read(PUBLISHED[name][1])[1] == []
+    assert _read({**PUBLISHED, **PUBLISHED_RECURRENT}[name][1])[1] == []
 
 
 # What is asked for and decides nothing in these small models, of which no layer has a window, and rotation is plain.
@@ -64,7 +65,7 @@ _DECIDE_ELSEWHERE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS, *RECURRENT])
 def test_config_json(family: str) -> None:
     """Field by field: with another value the config is another one, or refused, or the field is told or inert."""
     hf = _whole(family)

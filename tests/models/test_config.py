@@ -10,9 +10,10 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from graphllm.config import ConfigError, key_fields
+from graphllm.config import ConfigError, EngineArgs, key_fields
 from graphllm.config.fields import MAX_MODEL_LEN
 from graphllm.ir.registry import load_models
+from graphllm.loading.artifact.resolve import compile_config
 from graphllm.ops.attention.rope_table import Rope
 
 MODELS = load_models()
@@ -103,6 +104,89 @@ PUBLISHED: dict[str, tuple[type, dict[str, Any]]] = {
         "ffn_dim": 3072, "hidden_size": 768, "max_position_embeddings": 2048, "num_attention_heads": 12,
         "num_hidden_layers": 12, "vocab_size": 50272, "word_embed_proj_dim": 768}),
 }  # fmt: skip
+
+PUBLISHED_RECURRENT: dict[str, tuple[type, dict[str, Any]]] = {
+    "mamba-2.8b-hf": (transformers.MambaConfig, {
+        "architectures": ["MambaForCausalLM"], "bos_token_id": 0, "conv_kernel": 4, "d_inner": 5120, "d_model": 2560,
+        "eos_token_id": 0, "expand": 2, "fused_add_norm": True, "hidden_act": "silu", "hidden_size": 2560,
+        "initializer_range": 0.1, "intermediate_size": 5120, "layer_norm_epsilon": 1e-05, "model_type": "mamba",
+        "n_layer": 64, "num_hidden_layers": 64, "pad_token_id": 0, "pad_vocab_size_multiple": 8,
+        "rescale_prenorm_residual": False, "residual_in_fp32": True, "rms_norm": True, "ssm_cfg": {},
+        "state_size": 16, "time_step_floor": 0.0001, "time_step_init_scheme": "random", "time_step_max": 0.1,
+        "time_step_min": 0.001, "time_step_rank": 160, "time_step_scale": 1.0, "use_bias": False, "use_cache": True,
+        "use_conv_bias": True, "vocab_size": 50280}),
+    "falcon-mamba-7b": (transformers.FalconMambaConfig, {
+        "architectures": ["FalconMambaForCausalLM"], "bos_token_id": 0, "conv_kernel": 4, "eos_token_id": 11,
+        "expand": 16, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.1, "intermediate_size": 8192,
+        "layer_norm_epsilon": 1e-05, "mixer_rms_eps": 1e-06, "model_type": "falcon_mamba", "num_hidden_layers": 64,
+        "pad_token_id": 11, "residual_in_fp32": True, "state_size": 16, "tie_word_embeddings": False,
+        "time_step_rank": 256, "use_bias": False, "use_conv_bias": True, "use_falcon_mambapy": False,
+        "vocab_size": 65024}),
+    "jamba-v0.1": (transformers.JambaConfig, {
+        "architectures": ["JambaForCausalLM"], "attn_layer_offset": 4, "attn_layer_period": 8,
+        "expert_layer_offset": 1, "expert_layer_period": 2, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 14336, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_state": 16,
+        "mamba_dt_rank": 256, "mamba_expand": 2, "mamba_inner_layernorms": True, "mamba_proj_bias": False,
+        "max_position_embeddings": 262144, "model_type": "jamba", "n_ctx": 262144, "num_attention_heads": 32,
+        "num_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "num_logits_to_keep": 1, "rms_norm_eps": 1e-06, "router_aux_loss_coef": 0.001, "sliding_window": None,
+        "tie_word_embeddings": False, "use_mamba_kernels": True, "vocab_size": 65536}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("leave_out", [(), ("expand", "time_step_rank", "mamba_dt_rank", "tie_word_embeddings")])
+@pytest.mark.parametrize("name", PUBLISHED_RECURRENT)
+def test_recurrent_files_mean_what_transformers_reads(name: str, leave_out: tuple[str, ...]) -> None:
+    cls, hf = PUBLISHED_RECURRENT[name]
+    hf = {n: v for n, v in hf.items() if n not in leave_out}
+    model, theirs = MODELS[hf["architectures"][0]], cls.from_dict(dict(hf))
+    c = model.config(hf)
+    fields: dict[str, str] = {}
+    if name == "jamba-v0.1":
+        fields = {"H": "num_attention_heads", "K": "num_key_value_heads", "F": "intermediate_size", "X": "num_experts",
+                  "A": "num_experts_per_tok", "N": "mamba_d_state", "R": "mamba_dt_rank", "W": "mamba_d_conv",
+                  "max_len": "max_position_embeddings", "eps": "rms_norm_eps", "bias": "mamba_proj_bias"}  # fmt: skip
+        assert theirs.mamba_expand * theirs.hidden_size == c.M
+        kinds = zip(theirs.layers_block_type, theirs.layers_num_experts, strict=True)
+        assert list(c.layer_types) == [kind + ("_sparse" if count > 1 else "") for kind, count in kinds]
+    else:
+        fields = {"M": "intermediate_size", "N": "state_size", "R": "time_step_rank", "W": "conv_kernel",
+                  "eps": "layer_norm_epsilon", "bias": "use_bias", "conv_bias": "use_conv_bias",
+                  "wide": "residual_in_fp32"}  # fmt: skip
+        assert c.mixer_eps == getattr(theirs, "mixer_rms_eps", 0.0)
+    fields |= {"D": "hidden_size", "V": "vocab_size", "tied": "tie_word_embeddings"}
+    assert {n: getattr(c, n) for n in fields} == {n: getattr(theirs, field) for n, field in fields.items()}
+    assert len(model.graphs[0].layer_types(c)) == theirs.num_hidden_layers
+    assert key_fields(c)["D"] == c.D
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("mamba-2.8b-hf", {"rms_norm": False}, "rms_norm is False, which is not supported"),
+        ("mamba-2.8b-hf", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("mamba-2.8b-hf", {"conv_kernel": 1}, "conv_kernel"),
+        ("mamba-2.8b-hf", {"state_size": 512}, "state_size"),
+        ("mamba-2.8b-hf", {"time_step_rank": "most"}, "time_step_rank"),
+        ("jamba-v0.1", {"attn_layer_offset": 8}, "attn_layer_offset is 8.*below the period, 8"),
+        ("jamba-v0.1", {"expert_layer_offset": 2}, "expert_layer_offset is 2.*below the period, 2"),
+        ("jamba-v0.1", {"num_experts_per_tok": 17}, "num_experts_per_tok is 17"),
+        ("jamba-v0.1", {"mamba_inner_layernorms": False}, "mamba_inner_layernorms is False"),
+        ("jamba-v0.1", {"sliding_window": 64}, "sliding_window is 64"),
+    ],
+)
+def test_recurrent_files_that_are_refused(name: str, given: dict[str, Any], message: str) -> None:
+    hf = PUBLISHED_RECURRENT[name][1] | given
+    with pytest.raises(ConfigError, match=message):
+        MODELS[hf["architectures"][0]].config(hf)
+
+
+def test_a_model_that_counts_no_tokens() -> None:
+    """It has vLLM's context if the user gives none, and any that the user gives."""
+    for length, expected in ((None, 2048), (1_000_000, 1_000_000)):
+        hf = PUBLISHED_RECURRENT["mamba-2.8b-hf"][1]
+        config = compile_config(hf, EngineArgs(target="cpu", max_model_len=length))
+        assert config.max_model_len == expected <= MODELS["MambaForCausalLM"].config(hf).max_len
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

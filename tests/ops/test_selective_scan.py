@@ -105,3 +105,15 @@ def test_levels(level: str, threads: int) -> None:
     results = check_impl(selective_scan, selective_scan.impls["cpu"], SMALL)
     assert len(results) >= 2 * len(SMALL)
     assert [str(r) for r in results if not r.ok] == []
+
+
+@pytest.mark.parametrize(("T", "S"), [(1, 1), (6, 6), (50, 3), (2, 4)])
+def test_it_is_tuned_on_all_rows_of_states_that_exist(T: int, S: int) -> None:
+    """In mixed steps a bucket has fewer tokens than sequences, too."""
+    given = {"state": torch.zeros(S + 1, 1, 24, 16), "at": _slots([0] * S, [0] * S, [0] * S), **_drawn(T, 24, 16)}
+    made = selective_scan.with_tuning_inputs(selective_scan.bind((), given))
+    assert made["query_start_loc"].diff().ge(0).all()
+    assert made["query_start_loc"][-1] == T
+    assert sorted(made["slots"].tolist()) == list(range(S))
+    assert cpu_scan(**made).isfinite().all()
+    assert bool(made["state"][:-1].flatten(1).any(1).sum() == min(S, T))

@@ -7,7 +7,6 @@ generated code runs while an artifact is made.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path

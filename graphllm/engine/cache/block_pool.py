@@ -61,6 +61,14 @@ class BlockPool:
                 if self._key_of[block] is None:
                     self._free.move_to_end(block, last=False)
 
+    def reuse_first(self, block: int) -> bool:
+        """Give out a block before others, if nobody holds it and all that are free hold something; whether it is."""
+        oldest = next(iter(self._free), 0)
+        if block not in self._free or self._key_of[oldest] is None:
+            return False
+        self._free.move_to_end(block, last=False)
+        return True
+
     def exclusive(self, block: int) -> bool:
         """Whether its only holder may write into it."""
         return self.references[block] == 1 and self._key_of[block] is None

@@ -7,6 +7,7 @@ says how long a beginning they serve. The first two also hold the block tables o
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -161,6 +162,9 @@ class Snapshots:
     def __init__(self, num_snapshots: int, unit: int, caching: bool) -> None:
         self.unit = unit
         self.pool = BlockPool(num_snapshots + 1, caching)  # its block 0 is none of them
+        self._stored = [0] * num_snapshots  # how often each was written
+        self._loads = [0] * num_snapshots  # sequences that went on from what each holds now
+        self._superseded: OrderedDict[int, int] = OrderedDict()  # snapshots, with how often they had been written
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
         """For each digest its snapshot's number + 1, 0 for none."""
@@ -175,16 +179,41 @@ class Snapshots:
         return self.pool.find(0, digest) > 0
 
     def reserve(self) -> int:
-        """A snapshot to write, held; -1 when all are held."""
-        return self.pool.allocate() - 1 if self.pool.free_blocks else -1
+        """A snapshot to write, held; -1 when all are held. Superseded ones are written over first, then the least
+        recently used."""
+        if not self.pool.free_blocks:
+            return -1
+        for snapshot, stored in list(self._superseded.items()):
+            if self._stored[snapshot] != stored:  # it has become another one
+                del self._superseded[snapshot]
+            elif self.pool.reuse_first(snapshot + 1):
+                del self._superseded[snapshot]
+                break
+        return self.pool.allocate() - 1
+
+    def load(self, snapshot: int) -> int:
+        """A sequence goes on from a snapshot; how often that has been written."""
+        self._loads[snapshot] += 1
+        self._superseded.pop(snapshot, None)
+        return self._stored[snapshot]
+
+    def supersede(self, snapshot: int, stored: int) -> None:
+        """The sequence that went on from a snapshot has a later one. Unless others did too, none is likely to.
+
+        stored: what `load` gave.
+        """
+        if self._loads[snapshot] == 1 and self._stored[snapshot] == stored:
+            self._superseded[snapshot] = stored
 
     def hold(self, snapshot: int) -> None:
         """Keep a snapshot until it is released."""
         self.pool.hold(snapshot + 1)
 
-    def store(self, snapshot: int, digest: bytes) -> None:
-        """Make a written snapshot findable."""
+    def store(self, snapshot: int, digest: bytes, shared: bool) -> None:
+        """Make a written snapshot findable. shared: several prompts are known to begin like that."""
         self.pool.store(snapshot + 1, 0, digest)
+        self._stored[snapshot] += 1
+        self._loads[snapshot] = 2 if shared else 0
 
     def release(self, snapshot: int) -> None:
         """Let go of a snapshot; one that cannot be found is reused first."""

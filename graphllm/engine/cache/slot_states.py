@@ -89,6 +89,9 @@ class RecurrentStates(SlotStates):
 
     Prompts that share a beginning and then differ, as after a common system message, get a snapshot where they part:
     the second request that finds the blocks up to there without one takes it.
+
+    Where there is no room, the snapshot goes first that one sequence alone went on from and then left a later one, as
+    the last turn of a conversation does.
     """
 
     forkable = False
@@ -102,6 +105,7 @@ class RecurrentStates(SlotStates):
         self._caching, self._boundary, self._hasher = caching and self.cacheable, boundary, hasher
         self._interval = -(-interval // boundary) * boundary
         self._stop = np.zeros(max_num_seqs, dtype=np.int32)  # of each slot: where its prompt parts from others
+        self._origin: dict[int, tuple[int, int]] = {}  # of each slot: the snapshot it began with, see `Snapshots.load`
         self._seen: OrderedDict[bytes, str] = OrderedDict()  # digests, with the first request that found them
         self._resets: list[int] = []
         self._loads: list[tuple[int, int]] = []
@@ -135,8 +139,10 @@ class RecurrentStates(SlotStates):
         return first != request
 
     def begin(self, slot: int, snapshot: int) -> None:
+        self._origin.pop(slot, None)
         if snapshot >= 0:
             self._loads.append((snapshot, slot))
+            self._origin[slot] = snapshot, self._snapshots.load(snapshot)
         else:
             self._resets.append(slot)
 
@@ -192,7 +198,10 @@ class RecurrentStates(SlotStates):
             if live[i]:
                 state, end = requests[i], int(ends[i])
                 self._hasher.digest(state, end)
-                self._snapshots.store(snapshot, state.digests[end // self._hasher.block_size - 1])
+                digest = state.digests[end // self._hasher.block_size - 1]
+                self._snapshots.store(snapshot, digest, end == int(self._stop[slot]))
+                if (origin := self._origin.pop(slot, None)) is not None:
+                    self._snapshots.supersede(*origin)
             self._snapshots.release(snapshot)
         for snapshot, _ in loads:
             self._snapshots.release(snapshot)

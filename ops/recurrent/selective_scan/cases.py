@@ -57,6 +57,7 @@ def _case(
 CASES = (
     *(_case(step.name, step) for step in STEPS),
     _case("decode_N4", Step([1] * 7), 40, 4),
+    _case("decode_16", Step([1] * 16), 90),
     _case("decode_D33_plain", Step([1, 1]), 33, skip=False, bias=False),
     _case("decode_D19_N24", Step([1, 1, 1]), 19, 24, bias=False),
     _case("verify_N24", Step([4, 4], versions=4), 17, 24, skip=False),

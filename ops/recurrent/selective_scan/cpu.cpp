@@ -9,7 +9,8 @@ namespace graphllm {
 namespace {
 
 constexpr i64 kMostN = 256;
-constexpr i64 kAhead = 8;         // tokens: rows are far apart, so the processor does not read ahead by itself
+constexpr i64 kMostBlocks = 4;     // of a sequence in a row: they lie side by side
+constexpr i64 kAhead = 8;          // tokens: rows are far apart, so the processor does not read ahead by itself
 constexpr i64 kMinWork = 1 << 15;  // numbers of states that make a thread worth its start
 constexpr float kLog2e = 1.442695041f;
 
@@ -57,6 +58,17 @@ inline void store_reg(T* to, Reg x, i64 count) {
 
 // Rows of N numbers, one for each of count channels, as N columns, and columns as rows.
 inline void to_columns(const float* rows, i64 stride, i64 count, i64 N, Reg* columns) {
+#ifdef GRAPHLLM_AVX512
+  if (count == 16 && N % 16 == 0) {
+    for (i64 n = 0; n < N; n += 16) {
+      __m512i tile[16];
+      for (i64 i = 0; i < 16; i++) tile[i] = _mm512_loadu_si512(rows + i * stride + n);
+      transpose16(tile);
+      for (i64 i = 0; i < 16; i++) columns[n + i] = (Reg)tile[i];
+    }
+    return;
+  }
+#endif
   for (i64 c = 0; c < kRegLanes; c += 8)
     for (i64 n = 0; n < N; n += 8)
       if (c + 8 <= count && n + 8 <= N) {
@@ -70,6 +82,17 @@ inline void to_columns(const float* rows, i64 stride, i64 count, i64 N, Reg* col
       }
 }
 inline void to_rows(const Reg* columns, i64 stride, i64 count, i64 N, float* rows) {
+#ifdef GRAPHLLM_AVX512
+  if (count == 16 && N % 16 == 0) {
+    for (i64 n = 0; n < N; n += 16) {
+      __m512i tile[16];
+      for (i64 i = 0; i < 16; i++) tile[i] = (__m512i)columns[n + i];
+      transpose16(tile);
+      for (i64 i = 0; i < 16; i++) _mm512_storeu_si512(rows + i * stride + n, tile[i]);
+    }
+    return;
+  }
+#endif
   for (i64 c = 0; c < count; c += 8)
     for (i64 n = 0; n < N; n += 8)
       if (c + 8 <= count && n + 8 <= N) {
@@ -97,13 +120,15 @@ inline Reg softplus(Reg v) {
   return larger(v, Reg{}) + s * sum;
 }
 
-// What a block of channels has of its own. decay: A / log 2, by columns.
+// What a block of channels has of its own. decay: A log2(e), by columns. The decays of blocks lie side by side: where they
+// begin at multiples of 4 KiB, as states do, a processor takes reads of one for reads of the other's writes.
 struct Block {
   i64 first, count;
-  Reg decay[kMostN], skip, bias;
+  Reg *decay, skip, bias;
 
   template <typename T>
-  void read(const Args<T>& a, i64 number) {
+  void read(const Args<T>& a, i64 number, Reg* memory) {
+    decay = memory;
     first = number * kRegLanes, count = std::min(kRegLanes, a.channels - first);
     to_columns(a.A + first * a.A_stride, a.A_stride, count, a.N, decay);
     for (i64 n = 0; n < a.N; n++) decay[n] *= kLog2e;
@@ -139,25 +164,44 @@ void scan(const Args<T>& a, const Block& block, i64 sequence) {
   }
 }
 
+// Begins to read the states of a block of a sequence, which lie elsewhere.
+template <typename T>
+inline void prefetch(const Args<T>& a, i64 first, i64 sequence) {
+  const i64 count = std::min(kRegLanes, a.channels - first) * a.N;
+  const float* states = a.state + a.slots.read(sequence) + first * a.N;
+  for (i64 i = 0; i < count; i += 16) __builtin_prefetch(states + i);
+}
+
 template <typename T>
 void selective_scan(const Args<T>& a) {
-  const i64 items = ceil_div(a.channels, kRegLanes) * a.sequences;
-  if (items == 0) return;
-  const i64 work = a.slots.query_start_loc[a.sequences] * a.channels * a.N;
+  const i64 work = a.sequences ? a.slots.query_start_loc[a.sequences] * a.channels * a.N : 0;
+  if (work == 0) return;
   const i64 threads = std::min<i64>(omp_get_max_threads(), std::max<i64>(1, work / kMinWork));
+  const i64 blocks = ceil_div(a.channels, kRegLanes);
+  const i64 each = blocks * a.sequences >= 8 * kMostBlocks * threads ? kMostBlocks : 1;
 #pragma omp parallel num_threads(int(threads))
   {
-    Block block;
-    i64 known = -1;
-    const Range mine = share(items);
+    static thread_local Scratch memory;
+    Reg* decays = memory.get<Reg>(each * a.N);
+    Block own[kMostBlocks];
+    i64 known = -1, count = 0;
+    const Range mine = share(ceil_div(blocks, each) * a.sequences);
     for (i64 item = mine.from; item < mine.to; item++) {
-      const i64 sequence = item % a.sequences;
+      const i64 group = item / a.sequences, sequence = item % a.sequences;
+      if (known != group) {
+        count = std::min(each, blocks - group * each);
+        for (i64 b = 0; b < count; b++) own[b].read(a, group * each + b, decays + b * a.N);
+        known = group;
+      }
       if (a.slots.count(sequence) == 0) continue;
-      if (known != item / a.sequences) block.read(a, known = item / a.sequences);
-      if (a.N == 16)
-        scan<16>(a, block, sequence);
-      else
-        scan<0>(a, block, sequence);
+      for (i64 b = 0; b < count; b++) {
+        const bool last = sequence + 1 == a.sequences;
+        prefetch(a, own[b].first + (last ? each * kRegLanes : 0), last ? 0 : sequence + 1);
+        if (a.N == 16)
+          scan<16>(a, own[b], sequence);
+        else
+          scan<0>(a, own[b], sequence);
+      }
     }
   }
 }

@@ -970,3 +970,25 @@ def test_the_simulation_notices() -> None:
     with pytest.raises(AssertionError):
         sim.step()
     assert alone(request("a", prompt(10), 20))[1] == "length"
+
+
+def _conversations(count: int, turns: int, snapshots: int, **limits: Any) -> tuple[int, int]:
+    """Tokens that conversations found, turn by turn and each in its turn, and tokens whose blocks were there without a
+    state. They have a common beginning."""
+    sim = simulation(500, recurrent=True, num_snapshots=snapshots, max_len=256, **limits)
+    texts = [[*prompt(21), *prompt(8, 1 + i)] for i in range(count)]
+    for turn in range(turns):
+        for i, text in enumerate(texts):
+            sim.add(request(f"{i} {turn}", text, 5))
+            sim.run()
+            text += [*sim.output[f"{i} {turn}"], *prompt(20, 100 * (turn + 1) + i)]
+    admission = sim.scheduler.admission
+    return admission.prefix_hits, admission.prefix_hits_without_state
+
+
+def test_conversations_with_a_snapshot_each() -> None:
+    """One more for the common beginning, and one that is being written: what an earlier turn left goes first."""
+    found, lost = _conversations(6, 5, snapshots=6 + 2)
+    assert found > 0.9 * (found + lost)
+    found, lost = _conversations(6, 5, snapshots=6)
+    assert found < 0.5 * (found + lost)

@@ -23,13 +23,16 @@ ARCHITECTURES = {
     "mistral": (transformers.MistralConfig, transformers.MistralModel, {"sliding_window": 24, "head_dim": 8}),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2Model, {}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3Model, {"head_dim": 16}),
-}
+    "mamba": (transformers.MambaConfig, transformers.MambaModel, {"intermediate_size": 64}),
+    "jamba": (transformers.JambaConfig, transformers.JambaModel,
+              {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4}),
+}  # fmt: skip
 
 
 def _make(name: str, folder: Path) -> transformers.PreTrainedModel:
     config, kind, more = ARCHITECTURES[name]
     torch.manual_seed(3)
-    model = kind(config(**SIZES, **more)).eval()
+    model = kind(config(**SIZES | more)).eval()
     model.save_pretrained(folder)
     return model
 
