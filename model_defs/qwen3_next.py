@@ -43,13 +43,16 @@ _DEFAULTS: dict[str, Any] = {
 @dataclass(frozen=True)
 class Config(moe.Config):
     """A delta net has G heads of queries and keys of K_delta numbers, and H_delta, a multiple, of values of V_delta.
-    taps: inputs that its convolution weighs."""
+    taps: inputs that its convolution weighs. eps_delta: of its norm. most_beta: the largest share of a value that is
+    replaced; with 2 a key may change the sign of what it stands for."""
 
     G: int = 0
     H_delta: int = 0
     K_delta: int = 0
     V_delta: int = 0
     taps: int = 0
+    eps_delta: float = 1e-6
+    most_beta: float = 1.0
 
     @property
     def parts(self) -> tuple[int, int, int]:
@@ -73,7 +76,7 @@ def from_hf(hf: HF, dense: bool = True) -> Config:
             f"config.json: linear_num_key_heads is {G}, no divisor of linear_num_value_heads = {H_delta}; "
             "correct one of them"
         )
-    bias = switch(hf, "attention_bias", False)
+    bias, eps = switch(hf, "attention_bias", False), number(hf, "rms_norm_eps", 1e-6, ge=0, le=1)
     return Config(
         D=whole(hf, "hidden_size"),
         H=H,
@@ -84,7 +87,7 @@ def from_hf(hf: HF, dense: bool = True) -> Config:
         max_len=max(whole(hf, "max_position_embeddings", le=MOST), rope_settings.max_len),
         layer_types=_layer_types(hf, N),
         window=0,
-        eps=number(hf, "rms_norm_eps", 1e-6, ge=0, le=1),
+        eps=eps,
         scale=E**-0.5,
         rope=rope_settings,
         tied=switch(hf, "tie_word_embeddings", False),
@@ -101,6 +104,7 @@ def from_hf(hf: HF, dense: bool = True) -> Config:
         K_delta=whole(hf, "linear_key_head_dim", 128, le=LARGEST_HEAD),
         V_delta=whole(hf, "linear_value_head_dim", 128, le=LARGEST_HEAD),
         taps=whole(hf, "linear_conv_kernel_dim", 4, ge=2, le=64),
+        eps_delta=eps,
     )
 
 
@@ -217,10 +221,9 @@ def delta_net(c: Config, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) 
     q_TGK, k_TGK = (x.unflatten(1, (c.G, c.K_delta)) for x in (q, k))
     v_THV = v.unflatten(1, (c.H_delta, c.V_delta))
     g_TH = w.rate * torch.nn.functional.softplus(gate_TH + w.gate_bias)
-    o_THV = gated_delta(
-        q_TGK, k_TGK, v_THV, g_TH, torch.sigmoid(beta_TH), ctx.state.delta, at, c.K_delta**-0.5, _KEY_EPS
-    )
-    return linear(gated_rms_norm(o_THV.flatten(1), z, w.delta_norm, c.H_delta, c.eps, gate_first=False), w.o)
+    beta_TH = c.most_beta * torch.sigmoid(beta_TH)
+    o_THV = gated_delta(q_TGK, k_TGK, v_THV, g_TH, beta_TH, ctx.state.delta, at, c.K_delta**-0.5, _KEY_EPS)
+    return linear(gated_rms_norm(o_THV.flatten(1), z, w.delta_norm, c.H_delta, c.eps_delta, gate_first=False), w.o)
 
 
 def norm(c: Config, w: SimpleNamespace, x_TD: Tensor) -> Tensor:

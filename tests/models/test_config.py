@@ -258,7 +258,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {}, "Mistral": {}, "Qwen2": {}, "Qwen3": {}, "Phi3": {}, "Granite": {}, "Mixtral": _LOCAL,
     "Gemma2": {"query_pre_attn_scalar": 8}, "Gemma3Text": {}, "GraniteMoe": _LOCAL, "Phimoe": _LOCAL,
     "GptOss": _LOCAL, "Qwen2Moe": _EXPERTS | {"shared_expert_intermediate_size": 32}, "Qwen3Moe": _EXPERTS,
-    "Olmoe": _EXPERTS, "Qwen3Next": _EXPERTS, "Qwen3_5Text": {}, "Qwen3_5MoeText": _EXPERTS,
+    "Olmoe": _EXPERTS, "Qwen3Next": _EXPERTS, "Qwen3_5Text": {}, "Qwen3_5MoeText": _EXPERTS, "OlmoHybrid": {},
 }  # fmt: skip
 
 

@@ -174,6 +174,11 @@ ARCHS = (
                                     "layer_types": [*HYBRID[::-1], "linear_attention"], "norm_topk_prob": False}),
     Arch("qwen3_5", "Qwen3_5Text", LLAMA | DELTA),
     Arch("qwen3_5_moe", "Qwen3_5MoeText", LLAMA | EXPERTS | DELTA),
+    # Transformers stores the three convolutions in equal parts, whatever their sizes.
+    Arch("olmo_hybrid", "OlmoHybrid",
+         LLAMA | DELTA | {"linear_value_head_dim": 8, "rope_parameters": {"rope_theta": None, "rope_type": "default"}}),
+    Arch("olmo_hybrid_rotary", "OlmoHybrid",
+         LLAMA | DELTA | {"linear_value_head_dim": 8, "linear_allow_neg_eigval": False, "attention_bias": True}),
     Arch("gpt2", "GPT2", GPT2),
     Arch("gpt2_untied", "GPT2", GPT2 | {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
     Arch("opt", "OPT", OPT),
@@ -255,12 +260,12 @@ EACH = {
     "llama_biases", "llama_dynamic", "llama_llama3", "llama_yarn_mscale", "mistral_layer_types", "qwen2", "qwen3",
     "gemma2", "gemma3", "phi3_longrope", "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "olmoe", "granite",
     "granite_moe", "phimoe_longrope", "gpt_oss", "qwen3_next", "qwen3_5", "gpt2", "opt", "mamba", "falcon_mamba",
-    "jamba", "mamba2", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
+    "jamba", "olmo_hybrid", "mamba2", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
 }  # fmt: skip
 
 
 # References that go through tokens one by one on the host: in the second tier, but for two families.
-LOOPS = {"mamba", "falcon_mamba", "granite_hybrid", "nemotron_h", "falcon_h1", "qwen3_next", "qwen3_5"}
+LOOPS = {"mamba", "falcon_mamba", "granite_hybrid", "nemotron_h", "falcon_h1", "qwen3_next", "qwen3_5", "olmo_hybrid"}
 
 
 def _marks(backend: str, name: str) -> list[pytest.MarkDecorator]:

@@ -40,7 +40,9 @@ def _supports(site: CallSite) -> bool:
 
 
 def _remedy(site: CallSite) -> str:
-    dtype = str(site.args["v_THV"].dtype).removeprefix("torch.")
+    dtype, K = str(site.args["v_THV"].dtype).removeprefix("torch."), site.args["state"].shape[4]
+    if K > _MOST_KEYS:
+        return f"keys of {K} numbers: the delta rule for a CPU takes at most {_MOST_KEYS}"
     return f"dtype {dtype}: no delta rule for a CPU takes it; use bfloat16 or float32"
 
 
