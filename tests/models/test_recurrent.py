@@ -23,7 +23,20 @@ COUNT, SEQS, LENGTHS = 12, 3, (1, 7, 33, 66, 100)
 NAMES = (
     "mamba2",
     "jamba",
-    *map(thorough, ("mamba", "falcon_mamba", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1", "qwen3_next")),
+    *map(
+        thorough,
+        (
+            "mamba",
+            "falcon_mamba",
+            "granite_hybrid",
+            "nemotron_h",
+            "lfm2",
+            "falcon_h1",
+            "qwen3_next",
+            "qwen3_5",
+            "olmo_hybrid",
+        ),
+    ),
 )
 BUCKETS = (Bucket("decode", 1, 1), Bucket("decode", 2, SEQS), Bucket("decode", 2, SEQS, 3), Bucket("mixed", 2, 32))
 
