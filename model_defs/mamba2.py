@@ -91,8 +91,8 @@ def mixer_weights(c: Mixer, prefix: str) -> dict[str, Weight]:
         "conv": Weight((c.channels, c.W), expr=Reshape(conv, (c.channels, c.W))),
         **bias,
         "A": Weight((c.H,), expr=Each("-exp", Read((f"{prefix}A_log",), (c.H,))), dtype="float32"),
-        "skip": Weight((c.H,), (f"{prefix}D",)),
-        "dt_bias": Weight((c.H,), (f"{prefix}dt_bias",)),
+        "skip": Weight((c.H,), (f"{prefix}D",), dtype="float32"),
+        "dt_bias": Weight((c.H,), (f"{prefix}dt_bias",), dtype="float32"),
         **norm,
         **projection("out_proj", (c.D, c.inner), c.out_bias),
     }

@@ -42,8 +42,8 @@ def _case(
             "C_TGN": C.view(T, G, N),
             "state": make.normal(step.entries, step.versions, H, P, N, dtype=torch.float32),
             **step.arguments(make),
-            "D_H": make.normal(H) if skip else None,
-            "dt_bias_H": make.normal(H) if skip else None,
+            "D_H": make.normal(H, dtype=torch.float32) if skip else None,
+            "dt_bias_H": make.normal(H, dtype=torch.float32) if skip else None,
             "dt_min": limits[0],
             "dt_max": limits[1],
         }

@@ -61,7 +61,8 @@ template <typename T>
 struct Scan {
   const T *x, *dt;
   const float* A;
-  const T *B, *C, *D, *dt_bias;
+  const T *B, *C;
+  const float *D, *dt_bias;
   float* state;
   T* out;
   Slots at;
@@ -112,7 +113,7 @@ struct Scan {
         row(block, r, from + place, to + place);
       }
       from = to;
-      const float skip = D ? to_float(D[h]) : 0.0f;
+      const float skip = D ? D[h] : 0.0f;
       for (i64 k = 0; k < tokens; k++) {
         Reg all[kRows] = {};
         for (i64 r = 0; r < count; r++) all[r] = load_reg(sums + (k * kRows + r) * kRegLanes);
@@ -139,7 +140,7 @@ struct Scan {
 #pragma omp for
       for (i64 t = 0; t < tokens; t++)
         for (i64 h = 0; h < H; h++) {
-          const float given = to_float(dt[t * dt_stride + h]) + (dt_bias ? to_float(dt_bias[h]) : 0.0f);
+          const float given = to_float(dt[t * dt_stride + h]) + (dt_bias ? dt_bias[h] : 0.0f);
           float step = std::max(given, 0.0f) + std::log1p(std::exp(-std::abs(given)));
           step = std::max(step, dt_min);
           if (dt_max > 0) step = std::min(step, dt_max);
@@ -169,8 +170,8 @@ struct Scan {
     using Numbers = const Number*;                                                                                     \
     using Ids = const std::int32_t*;                                                                                   \
     graphllm::Scan<Number>{static_cast<Numbers>(x), static_cast<Numbers>(dt), static_cast<const float*>(A),            \
-                           static_cast<Numbers>(B), static_cast<Numbers>(C), static_cast<Numbers>(D),                  \
-                           static_cast<Numbers>(dt_bias), static_cast<float*>(state), static_cast<Number*>(out),       \
+                           static_cast<Numbers>(B), static_cast<Numbers>(C), static_cast<const float*>(D),             \
+                           static_cast<const float*>(dt_bias), static_cast<float*>(state), static_cast<Number*>(out),  \
                            {static_cast<Ids>(query_start_loc), static_cast<Ids>(slots),                                \
                             static_cast<Ids>(state_versions), versions, slot_stride, version_stride},                  \
                            S, H, P, G, N, x_stride, dt_stride, B_stride, C_stride, float(dt_min), float(dt_max)}       \

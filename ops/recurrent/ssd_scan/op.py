@@ -41,7 +41,7 @@ def ssd_scan(
 
     x_THP: [T, H, P], rows may be strided. Rows after the last sequence are padding, and what they give is unspecified.
     dt_TH: [T, H], rows may be strided.
-    A_H: [H] float32, negative.
+    A_H: [H], negative. It and D_H and dt_bias_H are float32.
     B_TGN, C_TGN: [T, G, N], rows may be strided; H is a multiple of G.
     state: [slots, versions, H, P, N] float32.
     D_H, dt_bias_H: [H].
