@@ -82,20 +82,28 @@ def experts_per_token(hf: HF, N: int, default: int | None = None) -> int:
     return A
 
 
-def layer_types_of(layer_types: Sequence[str], L: int) -> tuple[str, ...]:
-    """Layer types "full" and "sliding" of L layers from the file's ``layer_types``. Raises ConfigError for other types,
-    and for more or fewer layers."""
+def layer_types_of(layer_types: Sequence[str], L: int, known: Mapping[str, str] = _LAYER_TYPES) -> tuple[str, ...]:
+    """Layer types of L layers from the file's ``layer_types``. Raises ConfigError for unknown types, and for more or
+    fewer layers. known: a layer type for each of the file's; usually "full" and "sliding"."""
     for name in layer_types:
-        if name not in _LAYER_TYPES:
+        if name not in known:
             raise ConfigError(
                 f"config.json: layer_types has {name!r}, which is not supported; use a checkpoint with "
-                + " and ".join(_LAYER_TYPES)
+                + " and ".join(known)
             )
     if len(layer_types) != L:
         raise ConfigError(
             f"config.json: layer_types has {len(layer_types)} entries; give one for each of num_hidden_layers = {L}"
         )
-    return tuple(_LAYER_TYPES[name] for name in layer_types)
+    return tuple(known[name] for name in layer_types)
+
+
+def single_experts(of: str, names: tuple[str, ...], count: int, rows: int, inner: int, shard: Shard) -> Weight:
+    """The matrices [rows, inner] of experts that are stored one by one, stacked; several of an expert one after the
+    other. of: what their names begin with, before the expert's number."""
+    sources = tuple(f"{of}{n}.{name}.weight" for n in range(count) for name in names)
+    segments = (rows,) * len(sources)
+    return Weight((count, len(names) * rows, inner), sources, segments, shard=shard, expert_axis=0)
 
 
 def token_table(c: Any, *names: str) -> Weight:

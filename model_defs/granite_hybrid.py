@@ -12,7 +12,7 @@ from graphllm.config import ConfigError
 from graphllm.config.fields import number, raw, strings, switch, whole
 from graphllm.ir import ForwardContext, StateSpec, Weight, register_model
 from graphllm.model_defs import granite, llama, mamba2
-from graphllm.model_defs.common import HF, check_plain, extended, only
+from graphllm.model_defs.common import HF, check_plain, extended, layer_types_of, only
 from graphllm.ops.activations.swiglu import swiglu
 from graphllm.ops.embeddings.embedding import embedding
 from graphllm.ops.gemm.linear import linear
@@ -40,7 +40,7 @@ def from_hf(hf: HF) -> Config:
     return extended(
         Config,
         dense,
-        layer_types=typed(types, L),
+        layer_types=layer_types_of(types, L, _TYPES),
         scale=number(hf, "attention_multiplier", 1.0),
         N=N,
         A=whole(hf, "num_experts_per_tok", 2) if N else 0,
@@ -51,19 +51,6 @@ def from_hf(hf: HF) -> Config:
         F_shared=whole(hf, "shared_intermediate_size", 1024),
         rotary=only(hf, "position_embedding_type", None, "nope", "rope") == "rope",
     )
-
-
-def typed(types: tuple[str, ...], L: int) -> tuple[str, ...]:
-    """ "mamba2" or "full" of each layer. Raises ConfigError for other types, and for more or fewer layers."""
-    for name in types:
-        if name not in _TYPES:
-            raise ConfigError(
-                f"config.json: layer_types has {name!r}, which is not supported; use a checkpoint with "
-                + " and ".join(_TYPES)
-            )
-    if len(types) != L:
-        raise ConfigError(f"config.json: layer_types has {len(types)} entries; give one for each of {L} layers")
-    return tuple(_TYPES[name] for name in types)
 
 
 def mixer_of(hf: HF, D: int, eps: float) -> mamba2.Mixer:

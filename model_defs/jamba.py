@@ -11,7 +11,6 @@ from torch import Tensor
 from graphllm.config import ConfigError
 from graphllm.config.fields import MOST, number, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model
-from graphllm.ir.weight import Shard
 from graphllm.model_defs import llama
 from graphllm.model_defs.common import (
     HF,
@@ -22,6 +21,7 @@ from graphllm.model_defs.common import (
     head_matrix,
     heads,
     only,
+    single_experts,
     split_heads,
     token_table,
 )
@@ -137,15 +137,10 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
             "down": Weight((c.D, c.F), (mlp + "down_proj.weight",), shard="input"),
         }
 
-    def stacked(names: tuple[str, ...], rows: int, inner: int, shard: Shard) -> Weight:
-        sources = tuple(f"{mlp}experts.{x}.{name}_proj.weight" for x in range(c.X) for name in names)
-        segments = (rows,) * len(sources)
-        return Weight((c.X, len(names) * rows, inner), sources, segments, shard=shard, expert_axis=0)
-
     return weights | {
         "router": Weight((c.X, c.D), (mlp + "router.weight",), exact=True),
-        "gate_up": stacked(("gate", "up"), c.F_expert, c.D, "output"),
-        "down": stacked(("down",), c.D, c.F_expert, "input"),
+        "gate_up": single_experts(mlp + "experts.", ("gate_proj", "up_proj"), c.X, c.F_expert, c.D, "output"),
+        "down": single_experts(mlp + "experts.", ("down_proj",), c.X, c.D, c.F_expert, "input"),
     }
 
 

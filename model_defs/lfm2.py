@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from graphllm.config import ConfigError
 from graphllm.config.fields import number, raw, strings, switch, whole
 from graphllm.ir import ForwardContext, StateSpec, Weight, register_model
 from graphllm.model_defs import llama
-from graphllm.model_defs.common import HF, check_plain, extended, with_bias
+from graphllm.model_defs.common import HF, check_plain, extended, layer_types_of, with_bias
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.norms.rms_norm import rms_norm
 from graphllm.ops.recurrent.causal_conv import causal_conv
@@ -61,11 +60,7 @@ def _layer_types(hf: HF, L: int) -> tuple[str, ...]:
     full = raw(hf, "full_attn_idxs")
     full = list(range(L)) if full is None else full
     types = strings(hf, "layer_types") or tuple("full_attention" if i in full else "conv" for i in range(L))
-    if len(types) != L or any(name not in _TYPES for name in types):
-        raise ConfigError(
-            f"config.json: layer_types is {list(types)}; give conv or full_attention for each of {L} layers"
-        )
-    return tuple(_TYPES[name] for name in types)
+    return layer_types_of(types, L, _TYPES)
 
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
@@ -110,8 +105,7 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
 
 
 def _convolve(w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) -> Tensor:
-    given = ctx.inputs
-    at = Slots(given.query_start_loc, given.slots, given.state_versions)
+    at = Slots.of(ctx.inputs)
     before_TD, after_TD, x_TD = linear(h_TD, w.in_proj, getattr(w, "in_proj_bias", None)).chunk(3, 1)
     conved_TD = causal_conv(before_TD * x_TD, w.conv, ctx.state.conv, at, getattr(w, "conv_bias", None), "")
     return linear(after_TD * conved_TD, w.out_proj, getattr(w, "out_proj_bias", None))

@@ -119,7 +119,7 @@ def mixer_states(c: Mixer) -> tuple[StateSpec, ...]:
 
 def mix(c: Mixer, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) -> Tensor:
     """The mixer, from normalized rows to what is added to the stream."""
-    at = Slots(ctx.inputs.query_start_loc, ctx.inputs.slots, ctx.inputs.state_versions)
+    at = Slots.of(ctx.inputs)
     x_TM, gate_TM = linear(h_TD, w.in_proj, getattr(w, "in_proj_bias", None)).split(c.M, dim=1)
     x_TM = causal_conv(x_TM, w.conv, ctx.state.conv, at, getattr(w, "conv_bias", None))
     dt_TR, B_TN, C_TN = linear(x_TM, w.x_proj).split((c.R, c.N, c.N), dim=1)

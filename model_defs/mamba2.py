@@ -108,8 +108,7 @@ def mixer_states(c: Mixer) -> tuple[StateSpec, ...]:
 
 def mix(c: Mixer, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
     """The layer's recurrent part: [T, D]."""
-    given = ctx.inputs
-    at = Slots(given.query_start_loc, given.slots, given.state_versions)
+    at = Slots.of(ctx.inputs)
     projected = linear(x_TD, w.in_proj, getattr(w, "in_proj_bias", None))
     if c.scales:
         widths = (c.inner, c.inner, c.G * c.N, c.G * c.N, c.H)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from graphllm.config.fields import raw, switch, whole
 from graphllm.ir import ForwardContext, StateSpec, Weight, register_model
-from graphllm.ir.weight import Shard
 from graphllm.model_defs import llama
-from graphllm.model_defs.common import HF, experts_per_token, extended, head_dim, only
+from graphllm.model_defs.common import HF, experts_per_token, extended, head_dim, only, single_experts
 from graphllm.ops.activations.swiglu import swiglu
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.moe.fused_moe import fused_moe
@@ -87,15 +86,10 @@ def expert_weights(c: Config) -> dict[str, Weight]:
     moe = llama.LAYER + ("block_sparse_moe." if c.mixtral else "mlp.")
     gate, up, down = ("w1", "w3", "w2") if c.mixtral else ("gate_proj", "up_proj", "down_proj")
 
-    def stacked(names: tuple[str, ...], rows: int, inner: int, shard: Shard) -> Weight:
-        sources = tuple(f"{moe}experts.{n}.{name}.weight" for n in range(c.N) for name in names)
-        segments = (rows,) * len(sources)
-        return Weight((c.N, len(names) * rows, inner), sources, segments, shard=shard, expert_axis=0)
-
     weights = {
         "router": Weight((c.N, c.D), (moe + "gate.weight",), exact=True),
-        "gate_up": stacked((gate, up), c.F_expert, c.D, "output"),
-        "down": stacked((down,), c.D, c.F_expert, "input"),
+        "gate_up": single_experts(moe + "experts.", (gate, up), c.N, c.F_expert, c.D, "output"),
+        "down": single_experts(moe + "experts.", (down,), c.N, c.D, c.F_expert, "input"),
     }
     if c.F_shared:
         shared = moe + "shared_expert."

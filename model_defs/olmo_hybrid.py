@@ -15,7 +15,7 @@ from graphllm.config import ConfigError
 from graphllm.config.fields import raw, section, strings, switch, whole
 from graphllm.ir import ForwardContext, StateSpec, Weight, register_model
 from graphllm.model_defs import llama, qwen3_next
-from graphllm.model_defs.common import HF, LARGEST_HEAD, extended, only
+from graphllm.model_defs.common import HF, LARGEST_HEAD, extended, layer_types_of, only
 from graphllm.ops.embeddings.embedding import embedding
 from graphllm.ops.norms.rms_norm import rms_norm
 from graphllm.weights.plan.expr import Concat, Each, Read, Reshape
@@ -41,8 +41,6 @@ def from_hf(hf: HF) -> Config:
     L = len(dense.layer_types)
     usual = ["full_attention" if i % 4 == 3 or (L < 4 and i == L - 1) else "linear_attention" for i in range(L)]
     kinds = strings(hf, "layer_types") or usual
-    if len(kinds) != L or not set(kinds) <= _KINDS.keys():
-        raise ConfigError(f"config.json: layer_types has to be one of {' and '.join(_KINDS)} for each of {L} layers")
     G = whole(hf, "linear_num_key_heads", dense.H, dense.H)
     H_delta = whole(hf, "linear_num_value_heads", dense.H, dense.H)
     if H_delta % G:
@@ -52,7 +50,7 @@ def from_hf(hf: HF) -> Config:
     return extended(
         Config,
         dense,
-        layer_types=tuple(_KINDS[kind] for kind in kinds),
+        layer_types=layer_types_of(kinds, L, _KINDS),
         qk_norm="row",
         G=G,
         H_delta=H_delta,

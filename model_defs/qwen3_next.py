@@ -17,7 +17,16 @@ from graphllm.config import ConfigError
 from graphllm.config.fields import MOST, number, raw, strings, switch, whole
 from graphllm.ir import ForwardContext, StateSpec, Weight, register_model, select_rows
 from graphllm.model_defs import llama, moe
-from graphllm.model_defs.common import HF, LARGEST_HEAD, MOST_LAYERS, check_plain, experts_per_token, heads, only
+from graphllm.model_defs.common import (
+    HF,
+    LARGEST_HEAD,
+    MOST_LAYERS,
+    check_plain,
+    experts_per_token,
+    heads,
+    layer_types_of,
+    only,
+)
 from graphllm.ops.attention.paged_attention import kv_state, paged_attention
 from graphllm.ops.attention.rope import rope
 from graphllm.ops.attention.rope_table import Rope
@@ -113,15 +122,10 @@ def _layer_types(hf: HF, N: int) -> tuple[str, ...]:
     L, period = whole(hf, "num_hidden_layers", le=MOST_LAYERS), whole(hf, "full_attention_interval", 4)
     usual = tuple("linear_attention" if (i + 1) % period else "full_attention" for i in range(L))
     kinds = strings(hf, "layer_types") or usual
-    if len(kinds) != L or not set(kinds) <= _LAYER_TYPES.keys():
-        raise ConfigError(
-            f"config.json: layer_types has {len(kinds)} entries, of {', '.join(sorted(set(kinds)))}; give one of "
-            f"{' and '.join(_LAYER_TYPES)} for each of num_hidden_layers = {L}"
-        )
+    types = layer_types_of(kinds, L, _LAYER_TYPES)
     every, plain = whole(hf, "decoder_sparse_step", 1), raw(hf, "mlp_only_layers") or ()
     return tuple(
-        _LAYER_TYPES[kind] + ("_sparse" if N and i not in plain and (i + 1) % every == 0 else "")
-        for i, kind in enumerate(kinds)
+        kind + ("_sparse" if N and i not in plain and (i + 1) % every == 0 else "") for i, kind in enumerate(types)
     )
 
 
@@ -214,7 +218,7 @@ def attend(c: Config, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) -> 
 
 def delta_net(c: Config, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) -> Tensor:
     """A gated delta net, from normalized rows to what is added to the stream."""
-    at = Slots(ctx.inputs.query_start_loc, ctx.inputs.slots, ctx.inputs.state_versions)
+    at = Slots.of(ctx.inputs)
     mixed, z = linear(h_TD, w.qkvz).split((sum(c.parts), c.parts[2]), 1)
     beta_TH, gate_TH = linear(h_TD, w.beta_gate).float().chunk(2, 1)
     q, k, v = causal_conv(mixed, w.conv, ctx.state.conv, at).split(c.parts, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -23,6 +24,11 @@ class Slots(NamedTuple):
     query_start_loc: Tensor
     slots: Tensor
     state_versions: Tensor
+
+    @staticmethod
+    def of(inputs: SimpleNamespace) -> Slots:
+        """Of a graph's inputs, see `ForwardContext`."""
+        return Slots(inputs.query_start_loc, inputs.slots, inputs.state_versions)
 
 
 def sequences(slots: Slots) -> Iterator[tuple[slice, int, int]]:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from graphllm.host.machine import detect_target
+from graphllm.ir.kernels import CKernel
 from tests.tiers import thorough
 
 X86 = platform.machine() == "x86_64"
@@ -24,3 +30,21 @@ _FLAGS = {
 }
 LEVELS = {name: flags for name, flags in _FLAGS.items() if _HERE[name]}  # flags of the compiler by name
 PARAMS: list[Any] = [name if name == "native" else thorough(name) for name in LEVELS]
+
+
+def level_of(kernels: Sequence[CKernel], params: Sequence[Any] = PARAMS) -> Any:
+    """A module's fixture ``level``: binds these kernels to a library compiled for each level in turn, but for the
+    machine's own, which the shared suite binds."""
+
+    @pytest.fixture(scope="module", params=params)
+    def level(
+        request: pytest.FixtureRequest,
+        compiled_for: Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]],
+    ) -> Iterator[str]:
+        if request.param == "native":
+            yield request.param
+            return
+        with compiled_for(kernels, LEVELS[request.param]):
+            yield request.param
+
+    return level

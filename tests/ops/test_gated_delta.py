@@ -13,8 +13,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from graphllm.ops.recurrent.gated_delta import cpu, gated_delta
 from graphllm.ops.recurrent.gated_delta.cpu import cpu_gated_delta
-from graphllm.ops.recurrent.slots import Slots
 from tests.ops.levels import LEVELS, PARAMS
+from tests.ops.packed import packed
 
 DTYPES = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
 
@@ -23,11 +23,6 @@ DTYPES = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
 def level(request: pytest.FixtureRequest, compiled_for: Callable[..., Any]) -> Iterator[str]:
     with compiled_for([*cpu._kernels.values()], LEVELS[request.param]):
         yield request.param
-
-
-def _slots(counts: Sequence[int], entries: Sequence[int], versions: Sequence[int] | None = None) -> Slots:
-    starts = torch.tensor([0, *counts]).cumsum(0).int()
-    return Slots(starts, torch.tensor(entries).int(), torch.tensor(versions or [0] * len(counts)).int())
 
 
 def _drawn(
@@ -53,7 +48,7 @@ def test_reference_is_what_transformers_computes(T: int) -> None:
         *(t[None] for t in (q, k, v, g, beta)), initial_state=state[1].transpose(-1, -2).clone(),
         output_final_state=True, use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
-    out = gated_delta(q, k, v, g, beta, state, _slots([T], [1]), scale=K**-0.5, norm_eps=1e-6)
+    out = gated_delta(q, k, v, g, beta, state, packed([T], [1]), scale=K**-0.5, norm_eps=1e-6)
     torch.testing.assert_close(out, expected[0], atol=2e-6, rtol=2e-5)
     torch.testing.assert_close(state[1, 0].transpose(-1, -2), last[0], atol=2e-6, rtol=2e-5)
 
@@ -70,7 +65,7 @@ def test_any_size(
 ) -> None:  # fmt: skip
     _, H, K, V = sizes
     S, given = len(counts), _drawn(sum(counts), *sizes, dtype=dtype, channels=channels)
-    at = _slots(counts, [*range(S, 0, -1)], [(2 * s + 1) % versions for s in range(S)])
+    at = packed(counts, [*range(S, 0, -1)], [(2 * s + 1) % versions for s in range(S)])
     state = torch.randn(S + 2, versions, H, V, K)
     wide, found = state.double(), state.clone()
     truth = gated_delta(*(t.double() for t in given), wide, at, scale=K**-0.5, norm_eps=1e-6)
@@ -94,7 +89,7 @@ def test_rows_are_what_they_are_alone(level: str, threads: int, channels: bool, 
         outs: list[list[Tensor]] = [[], [], []]
         for step in steps:
             rows = [[t[done[s] : done[s] + n] for t in given[s]] for s, n in step]
-            at = _slots([n for _, n in step], [s for s, _ in step])
+            at = packed([n for _, n in step], [s for s, _ in step])
             merged = [torch.cat(parts) for parts in zip(*rows, strict=True)]
             out = cpu_gated_delta(*merged, state, at, K**-0.5, 1e-6, invariant=True)
             for (s, n), some in zip(step, out.split([n for _, n in step]), strict=True):

@@ -3,9 +3,7 @@ instruction level."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +12,14 @@ from torch import Tensor
 from torch.nn.functional import conv1d, silu
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
-from graphllm.ir.kernels import CKernel, c_kernel
+from graphllm.ir.kernels import c_kernel
 from graphllm.ir.testing.check import cases_of, check_impl
 from graphllm.ops.recurrent.causal_conv import causal_conv
 from graphllm.ops.recurrent.slots import Slots
 from graphllm.ops.recurrent.ssd_scan import ssd_scan
 from tests.ops.implementations import implementation
-from tests.ops.levels import LEVELS, PARAMS
+from tests.ops.levels import level_of
+from tests.ops.packed import packed
 
 OPS = {"causal_conv": causal_conv, "ssd_scan": ssd_scan}
 KERNELS = [c_kernel(f"graphllm_{name}_{t}") for name in OPS for t in ("f32", "bf16")]
@@ -28,24 +27,7 @@ H, G, P, N, D, W = 4, 2, 24, 40, 40, 4
 Run = Callable[[dict[str, Tensor], Tensor, Slots], Tensor]
 
 
-@pytest.fixture(scope="module", params=PARAMS)
-def level(
-    request: pytest.FixtureRequest,
-    compiled_for: Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]],
-) -> Iterator[str]:
-    """Binds the kernels to a library compiled for the level, where the shared suite does not."""
-    if request.param == "native":
-        yield request.param
-        return
-    with compiled_for(KERNELS, LEVELS[request.param]):
-        yield request.param
-
-
-def _at(counts: Sequence[int], version: int = 0) -> Slots:
-    """The sequences of a step, the first in entry 0 and so on."""
-    starts = [sum(counts[:s]) for s in range(len(counts) + 1)]
-    many = len(counts)
-    return Slots(*(torch.tensor(values, dtype=torch.int32) for values in (starts, list(range(many)), [version] * many)))
+level = level_of(KERNELS)
 
 
 def _conv(of: Any) -> Run:
@@ -90,7 +72,7 @@ def test_transformers(name: str, kind: str, T: int) -> None:
     a, shape = _drawn(name, T)
     state = torch.zeros(2, 1, *shape)
     y, last = _theirs(name, a)
-    torch.testing.assert_close(RUNS[name](of)(a, state, _at([T])), y, atol=3e-5, rtol=1e-4)
+    torch.testing.assert_close(RUNS[name](of)(a, state, packed([T])), y, atol=3e-5, rtol=1e-4)
     torch.testing.assert_close(state[0, 0], last, atol=3e-5, rtol=1e-4)
 
 
@@ -100,11 +82,11 @@ def test_steps_of_any_size_give_the_same(name: str, chunks: list[int]) -> None:
     """To the bit: the kernel adds in one order, wherever a step ends."""
     run, (a, shape) = RUNS[name](implementation(OPS[name], "cpu")), _drawn(name, 130)
     whole, state = torch.zeros(2, 1, *shape), torch.zeros(2, 1, *shape)
-    expected = run(a, whole, _at([130]))
+    expected = run(a, whole, packed([130]))
     found = []
     for i, count in enumerate(chunks):
         rows = slice(sum(chunks[:i]), sum(chunks[:i]) + count)
-        found.append(run({n: t[rows] if t.shape[0] == 130 else t for n, t in a.items()}, state, _at([count])))
+        found.append(run({n: t[rows] if t.shape[0] == 130 else t for n, t in a.items()}, state, packed([count])))
     assert torch.equal(torch.cat(found), expected)
     assert torch.equal(state[0], whole[0])
 
@@ -119,10 +101,10 @@ def test_drafts_are_undone_at_each_place(name: str, taken: int) -> None:
     def rows(*wanted: int) -> dict[str, Tensor]:
         return {n: t[list(wanted)] if t.shape[0] == 9 else t for n, t in a.items()}
 
-    run(rows(0, 1, 2, 3), state, _at([4]))
-    found = run(rows(5, 6, 7), state, _at([3], version=taken - 1))
-    run(rows(*range(taken)), plain, _at([taken]))
-    assert torch.equal(found, run(rows(5, 6, 7), plain, _at([3])))
+    run(rows(0, 1, 2, 3), state, packed([4]))
+    found = run(rows(5, 6, 7), state, packed([3], versions=[taken - 1]))
+    run(rows(*range(taken)), plain, packed([taken]))
+    assert torch.equal(found, run(rows(5, 6, 7), plain, packed([3])))
     assert torch.equal(state[0, 2], plain[0, 0])
 
 

@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from graphllm.ir.kernels import CKernel, c_kernel
+from graphllm.ir.kernels import c_kernel
 from graphllm.ir.testing.check import cases_of, check_impl
 from graphllm.ops.attention.paged_attention import paged_attention
 from graphllm.ops.attention.paged_attention.cpu import cpu_paged_attention
 from graphllm.ops.attention.paged_attention.operands import Paged, Rows, Scores
-from tests.ops.levels import LEVELS
+from tests.ops.levels import LEVELS, level_of
 
 KERNELS = [c_kernel(f"graphllm_paged_attention_{t}_{c}") for t in ("f32", "bf16") for c in ("e4m3", "int8")]
 CASES = [c for c in cases_of(paged_attention) if ("fp8" in c.name or "int8" in c.name) and c.size == "small"]
 E4M3 = torch.arange(256, dtype=torch.uint8)  # every code: 0x7F and 0xFF are NaN
 
 
-@pytest.fixture(
-    scope="module", params=[n if n == "native" else pytest.param(n, marks=pytest.mark.slow) for n in LEVELS]
-)
-def level(
-    request: pytest.FixtureRequest,
-    compiled_for: Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]],
-) -> Iterator[str]:
-    """Binds the kernels to a library compiled for the level, where the shared suite does not."""
-    if request.param == "native":
-        yield request.param
-        return
-    with compiled_for(KERNELS, LEVELS[request.param]):
-        yield request.param
+level = level_of(KERNELS, [n if n == "native" else pytest.param(n, marks=pytest.mark.slow) for n in LEVELS])
 
 
 def number(code: int) -> float:

@@ -14,15 +14,9 @@ from graphllm.ir.op import each_alone
 from graphllm.ops.recurrent.selective_scan.cpu import plain
 from graphllm.ops.recurrent.selective_scan.op import selective_scan
 from graphllm.ops.recurrent.slots import Slots
+from graphllm.ops.recurrent.triton_softplus import softplus
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _softplus(v):
-    """log(1 + exp(v)). Where exp(-|v|) is lost in 1 + exp(-|v|), it is the logarithm itself."""
-    e = tl.exp(-tl.abs(v))
-    return tl.maximum(v, 0.0) + tl.where(e < 1e-4, e - 0.5 * e * e, tl.log(1.0 + e))
 
 
 @triton.jit(do_not_specialize_on_alignment=["x_row", "dt_row", "A_row", "B_row", "C_row"])
@@ -49,7 +43,7 @@ def _scan_kernel(
             t = first + i
             row = t.to(tl.int64)
             x = tl.load(x_ptr + row * x_row + d, mask=is_d, other=0.0).to(tl.float32)
-            step = _softplus(tl.load(dt_ptr + row * dt_row + d, mask=is_d, other=0.0).to(tl.float32) + bias)
+            step = softplus(tl.load(dt_ptr + row * dt_row + d, mask=is_d, other=0.0).to(tl.float32) + bias)
             given = tl.load(B_ptr + row * B_row + n, mask=is_n, other=0.0).to(tl.float32)
             taken = tl.load(C_ptr + row * C_row + n, mask=is_n, other=0.0).to(tl.float32)
             state = state * tl.exp2(step[:, None] * decay) + (step * x)[:, None] * given[None, :]

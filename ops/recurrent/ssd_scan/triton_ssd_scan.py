@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,7 +11,9 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ir.op import each_alone
 from graphllm.ops.recurrent.slots import Slots
+from graphllm.ops.recurrent.ssd_scan.cpu import plain
 from graphllm.ops.recurrent.ssd_scan.op import ssd_scan
+from graphllm.ops.recurrent.triton_softplus import softplus
 
 _ROWS = 16
 
@@ -41,8 +42,7 @@ def _scan_kernel(
         dt = tl.load(dt_ptr + t * DT_ROW + h).to(tl.float32)
         if BIAS:
             dt += tl.load(bias_ptr + h).to(tl.float32)
-        dt = tl.maximum(dt, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(dt)))
-        dt = tl.maximum(dt, DT_MIN)
+        dt = tl.maximum(softplus(dt), DT_MIN)
         if DT_MAX > 0:
             dt = tl.minimum(dt, DT_MAX)
         x = tl.load(x_ptr + t * X_ROW + h * P + p, mask=p < P, other=0).to(tl.float32)
@@ -58,14 +58,7 @@ def _scan_kernel(
 
 
 def _supports(site: CallSite) -> bool:
-    x_THP, B_TGN, C_TGN, state = (site.args[name] for name in ("x_THP", "B_TGN", "C_TGN", "state"))
-    return (
-        x_THP.dtype.itemsize <= 4
-        and site.args["A_H"].dtype == state.dtype == torch.float32
-        and site.args["dt_TH"].stride(1) == 1
-        and all(t.stride(2) == 1 and t.stride(1) == t.shape[2] for t in (x_THP, B_TGN, C_TGN))
-        and state.stride()[2:] == (state.shape[3] * state.shape[4], state.shape[4], 1)
-    )
+    return site.args["x_THP"].dtype.itemsize <= 4 and plain(site)
 
 
 @ssd_scan.impl("triton", device="cuda", supports=_supports, row_order=each_alone)
