@@ -61,6 +61,26 @@ SHAPES |= {
     "llama3-70b": {**SHAPES["llama3.1-8b"], "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
                    "intermediate_size": 28672},
     "gpt-oss-20b-mxfp4": {**SHAPES["gpt-oss-20b"], "quantization_config": {"quant_method": "mxfp4"}},
+    # Qwen3-Next-80B-A3B, of whose 48 layers these are 12: three of four are gated delta nets.
+    "qwen3-next-12": {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
+        "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+        "intermediate_size": 5120, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "partial_rotary_factor": 0.25, "vocab_size": 151936, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000000.0, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "bfloat16",
+        "attention_bias": False,
+    },
+    # Mamba-Codestral-7B.
+    "mamba2-7b": {
+        "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "hidden_size": 4096, "num_hidden_layers": 64,
+        "num_heads": 128, "head_dim": 64, "n_groups": 8, "state_size": 128, "expand": 2, "conv_kernel": 4,
+        "chunk_size": 256, "vocab_size": 32768, "layer_norm_epsilon": 1e-5, "rms_norm": True, "use_bias": False,
+        "use_conv_bias": True, "hidden_act": "silu", "residual_in_fp32": True, "tie_word_embeddings": False,
+        "time_step_limit": [0.0, 1e9], "dtype": "bfloat16",
+    },
     "tiny": {
         **SHAPES["llama3.1-8b"], "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "head_dim": 16,
         "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 1024, "max_position_embeddings": 4096,

@@ -17,7 +17,7 @@ from graphllm.loading.checkpoint.source import open_source
 from tests.artifacts import artifact_of
 from tests.engine.harness import GREEDY, finish, open_core, request
 from tests.models import test_parity as parity
-from tests.tiers import thorough
+from tests.tiers import COMPILED, ON_GPU, thorough
 
 COUNT, SEQS, LENGTHS = 12, 3, (1, 7, 33, 66, 100)
 NAMES = (
@@ -48,7 +48,7 @@ class Opened:
         arch = next(a for a in parity.ARCHS if a.name == name)
         self.model = parity.saved_oracle(arch, folder)
         place = artifact_of(
-            open_source(folder), target="cpu", backend=backend, dtype="float32", max_model_len=128, max_num_seqs=SEQS,
+            open_source(folder), target="cuda" if ON_GPU and backend == "inductor" else "cpu", backend=backend, dtype="float32", max_model_len=128, max_num_seqs=SEQS,
             max_num_batched_tokens=32, block_size=16, num_speculative_tokens=2, tune=False, buckets=BUCKETS,
         )  # fmt: skip
         self.core: EngineCore = open_core(folder, place, 80, snapshots=20)
@@ -78,7 +78,7 @@ class Opened:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=COMPILED)])
 def test_every_way(name: str, backend: str, tmp_path: Path) -> None:
     opened = Opened(name, backend, tmp_path)
     core, prompts = opened.core, opened.prompts

@@ -43,6 +43,9 @@ CASES = [
     ("gpu_table_quantized", {"shapes": ("llama3.1-8b-fp8", "llama3.1-8b-awq"), "runs": 3, "startup": False,
                              "tensor_parallel_size": 1, "compile": "--max-model-len 8320", "rows": "", "trace": "",
                              "no_experts": False}),
+    ("gpu_table_recurrent", {"shapes": ("qwen3-next-12", "mamba2-7b"), "runs": 3, "startup": False,
+                             "tensor_parallel_size": 1, "compile": "--max-model-len 8320 --max-num-seqs 128",
+                             "rows": "", "trace": "", "no_experts": False}),
     ("gpu_table_tp2", {"shapes": ("llama3.1-8b", "llama3-70b"), "runs": 2, "startup": False, "tensor_parallel_size": 2,
                        "compile": "--max-model-len 8320", "rows": "", "trace": "", "no_experts": False}),
     ("gpu_table_tp4", {"shapes": ("llama3.1-8b", "llama3-70b"), "runs": 2, "startup": False, "tensor_parallel_size": 4,
@@ -73,6 +76,9 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "llama3.1-8b-fp8": {"decode 1": (2.6, 2.4), "decode 64": (3.6, 3.4), "TTFT 8192": (154, 144)},
     "llama3.1-8b-awq": {"decode 1": (2.0, 1.8), "decode 64": (4.3, 3.8)},
     "gpt-oss-20b-mxfp4": {"decode 1": (1.75, 1.5), "decode 32": (4.8, 4.3)},
+    "qwen3-next-12": {"decode 1": (0.95, 0.75), "decode 32": (5.3, 5.0), "decode 128": (10.1, 9.6),
+                      "TTFT 8192": (45, 40)},
+    "mamba2-7b": {"decode 1": (4.1, 3.8), "decode 64": (8.5, 8.0), "TTFT 8192": (210, 190)},
     "llama3.1-8b tp2": {"decode 1": (2.7, 2.5), "decode 32": (3.1, 3.0), "decode 64": (3.4, 3.2),
                         "decode 128": (4.3, 4.1), "decode 256": (6.1, 5.8), "TTFT 8192": (122, 118),
                         "mixed": (22000, 23000), "startup": (8, 5)},
@@ -93,11 +99,16 @@ class Floor:
     def __init__(self, c: dict, ranks: int = 1, gpu: str = "H200") -> None:
         """gpu: a key of RATES."""
         self.ranks, self.sums, self.width = ranks, 2 * c["num_hidden_layers"], c["hidden_size"]
-        D, F, E = c["hidden_size"], c["intermediate_size"], c["head_dim"]
-        H, K, L = c["num_attention_heads"], c["num_key_value_heads"], c["num_hidden_layers"]
+        D, L, E, F = c["hidden_size"], c["num_hidden_layers"], c["head_dim"], c.get("intermediate_size", 0)
+        H, K = c.get("num_attention_heads", 0), c.get("num_key_value_heads", 0)
         self.N, self.A = c.get("num_experts", c.get("num_local_experts", 1)), c.get("num_experts_per_tok", 1)
         self.expert = L * 3 * D * c.get("moe_intermediate_size", F)
-        self.dense, self.head = L * (D * (H + 2 * K) * E + H * E * D), c["vocab_size"] * D
+        mixer, self.state, recurrent = recurrent_layers(c)
+        gate = H if recurrent and H else 0  # of what attention gives
+        L -= recurrent
+        self.dense = L * (D * (H + gate + 2 * K) * E + H * E * D) + recurrent * mixer
+        self.dense += 3 * c["num_hidden_layers"] * D * c.get("shared_expert_intermediate_size", 0)
+        self.head = c["vocab_size"] * D
         self.bandwidth, self.arithmetic = (ranks * rate for rate in RATES[gpu])
         self.layers = self.dense + self.A * self.expert  # weights that a token is multiplied with
         method = c.get("quantization_config", {}).get("quant_method")
@@ -122,7 +133,7 @@ class Floor:
 
     def decode(self, batch: int, context: float) -> float:
         """Of one step at that mean context."""
-        return self.products(batch, batch) + batch * context * self.kv / self.bandwidth
+        return self.products(batch, batch) + batch * (context * self.kv + self.state) / self.bandwidth
 
     def prefill(self, lengths: list[int]) -> float:
         """Of prompts, causal, in one step."""
@@ -136,6 +147,21 @@ class Floor:
         flops += self.attention * (prompts * (prompts + 1) / 2).sum()
         read = (outputs * prompts + outputs * (outputs + 1) / 2).sum() * self.kv
         return float(flops / self.arithmetic + read / self.bandwidth)
+
+
+def recurrent_layers(c: dict) -> tuple[int, float, int]:
+    """Weights of one such layer, bytes of states that a step of one token reads and writes in all, and how many layers
+    are recurrent."""
+    D, L = c["hidden_size"], c["num_hidden_layers"]
+    if c["model_type"] == "mamba2":
+        H, P, N = c["num_heads"], c["head_dim"], c["state_size"]
+        return D * (3 * H * P + 2 * c["n_groups"] * N + H), 2 * 4.0 * L * H * P * N, L
+    if "full_attention_interval" in c:
+        G, H = c["linear_num_key_heads"], c["linear_num_value_heads"]
+        K, V = c["linear_key_head_dim"], c["linear_value_head_dim"]
+        count = L - L // c["full_attention_interval"]
+        return D * (2 * G * K + 3 * H * V + 2 * H), 2 * 4.0 * count * H * K * V, count
+    return 0, 0.0, 0
 
 
 def this_gpu() -> str:
@@ -163,7 +189,8 @@ def measure(shape: str, artifact: str, folder: str, runs: int, only: str = "", r
     found: dict[str, list[float]] = {}
     floors: dict[str, float] = {}
     lengths = rng.integers(100, 1025, (2, 1000))
-    drive(core, prompts(lengths[0][:300]), [20] * 300, greedy)
+    if not floor.state:
+        drive(core, prompts(lengths[0][:300]), [20] * 300, greedy)
     host: dict[str, Any] = {}
     for turn in range(runs):
         for row in only.split(",") if only else TARGETS[case_of(shape, ranks)]:
@@ -195,6 +222,11 @@ def measure(shape: str, artifact: str, folder: str, runs: int, only: str = "", r
             found.setdefault(row, []).append(value)
             print(shape, turn, row, round(value, 3), file=sys.stderr, flush=True)
     host |= void_unless(check_tokens, outputs(core, prompts([128] * 8), 16, greedy))
+    if floor.state:
+        add(core, prompts([128] * 8), [64] * 8, greedy)
+        for _ in range(40):
+            core.step()
+        host |= void_unless(check_states, core)
     core.close()
     return {"rows": {row: {"runs": [round(v, 3) for v in values], "floor": round(floors[row], 3)}
                      for row, values in found.items()}, **host}  # fmt: skip
@@ -215,6 +247,18 @@ def distinct_experts(artifact: str, folder: str, sizes: list[int]) -> dict[str, 
             core.step()
     core.close()
     return {**found, **void_unless(check_experts, found, config["num_experts_per_tok"])}
+
+
+def check_states(core: Any) -> None:
+    """Raises AssertionError where recurrent states of two sequences that decode are zeros, the same, or not finite."""
+    import torch
+
+    slots = [state.slot for state in core.scheduler.requests.by_slot if state is not None][:2]
+    for name, tensor in core.executor.states.tensors.items():
+        if tensor.dtype == torch.float32 and name.split(".")[-1] in ("delta", "ssm"):
+            first, second = (tensor[slot, 0] for slot in slots)
+            if not (first.isfinite().all() and first.abs().mean() > 1e-7 and not torch.equal(first, second)):
+                raise AssertionError(f"the work is not real: {name} of two sequences {first.abs().mean():.3g}")
 
 
 def padding(core: Any) -> dict[str, tuple[int, int]]:
