@@ -47,8 +47,9 @@ class Opened:
     def __init__(self, name: str, backend: str, folder: Path) -> None:
         arch = next(a for a in parity.ARCHS if a.name == name)
         self.model = parity.saved_oracle(arch, folder)
+        target = "cuda" if ON_GPU and backend == "inductor" else "cpu"
         place = artifact_of(
-            open_source(folder), target="cuda" if ON_GPU and backend == "inductor" else "cpu", backend=backend, dtype="float32", max_model_len=128, max_num_seqs=SEQS,
+            open_source(folder), target=target, backend=backend, dtype="float32", max_model_len=128, max_num_seqs=SEQS,
             max_num_batched_tokens=32, block_size=16, num_speculative_tokens=2, tune=False, buckets=BUCKETS,
         )  # fmt: skip
         self.core: EngineCore = open_core(folder, place, 80, snapshots=20)
