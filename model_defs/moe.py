@@ -95,7 +95,8 @@ def expert_weights(c: Config) -> dict[str, Weight]:
         shared = moe + "shared_expert."
         weights["shared_gate_up"] = llama.merged("gate up", shared, (c.F_shared, c.F_shared), c.D)
         weights["shared_down"] = Weight((c.D, c.F_shared), (shared + "down_proj.weight",), shard="input")
-        weights["shared_gate"] = Weight((1, c.D), (moe + "shared_expert_gate.weight",))
+        gates = (moe + "gate.weight", moe + "shared_expert_gate.weight")  # one product for both
+        weights["router"] = Weight((c.N + 1, c.D), gates, (c.N, 1), exact=True)
     return weights
 
 
@@ -113,11 +114,12 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
 
 def experts(c: Config, w: SimpleNamespace, h_TD: Tensor) -> Tensor:
     """The experts of a layer, from normalized rows to what is added to the stream."""
-    weights_TA, experts_TA = moe_route(linear(h_TD, w.router), c.A, renormalize=c.renormalize)
+    logits_TN, share_TC = linear(h_TD, w.router).split((c.N, 1 if c.F_shared else 0), 1)
+    weights_TA, experts_TA = moe_route(logits_TN, c.A, renormalize=c.renormalize)
     out_TD = fused_moe(h_TD, w.gate_up, w.down, weights_TA, experts_TA)
     if c.F_shared:
         shared_TD = linear(swiglu(linear(h_TD, w.shared_gate_up)), w.shared_down)
-        out_TD = out_TD + torch.sigmoid(linear(h_TD, w.shared_gate)) * shared_TD
+        out_TD = out_TD + torch.sigmoid(share_TC) * shared_TD
     return out_TD
 
 

@@ -65,12 +65,12 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
         for graph in model.graphs
     ]
     layers = [states for graph in per_graph for states in graph]
-    if config.kv_cache_dtype != "auto" and not any(
-        s.dtype == "cache" for graph in model.graphs for t in set(graph.layer_types(c)) for s in graph.states(c, t)
-    ):
-        raise ConfigError(
-            f"kv_cache_dtype is {config.kv_cache_dtype}: this model has no keys and values to round; use auto"
-        )
+    used = {s.dtype for graph in model.graphs for t in set(graph.layer_types(c)) for s in graph.states(c, t)}
+    for setting, dtype, what in (
+        ("kv_cache_dtype", "cache", "keys and values"), ("mamba_ssm_cache_dtype", "recurrent", "recurrent states")
+    ):  # fmt: skip
+        if (chosen := getattr(config, setting)) != "auto" and dtype not in used:
+            raise ConfigError(f"{setting} is {chosen}: this model has no {what} to round; use auto")
     for task in tasks:
         task.check(layers)
     blocks, versions = plan_blocks(layers, config.block_size, config.max_model_len), config.longest_query
@@ -132,4 +132,4 @@ def _with_provider(spec: InputSpec) -> InputSpec:
 
 
 def _typed(state: StateSpec, config: CompileConfig) -> StateSpec:
-    return state.typed(config.dtype, config.cache_dtype)
+    return state.typed(config.state_dtypes)

@@ -35,6 +35,7 @@ class EngineSettings(TypedDict, total=False):
     dtype: Literal["auto", "bfloat16", "float16", "float32"]
     quantization: str | None
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8", "int8"]
+    mamba_ssm_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"]
     quantization_rules: Sequence[str] | str
     buckets: Sequence[Bucket] | str | None
     max_model_len: int | str | None
@@ -133,6 +134,7 @@ class EngineArgs:
     dtype: Literal["auto", "bfloat16", "float16", "float32"]
     quantization: str | None
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8", "int8"]
+    mamba_ssm_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"]
     quantization_rules: tuple[str, ...]
     buckets: tuple[Bucket, ...] | None
     max_model_len: int | None

@@ -16,6 +16,7 @@ _SHORT = (256, 512, 1024)  # tokens of steps for which a GPU has products that s
 _LARGEST_BUCKET, _MOST_QUERIES = 2**24, 2**10
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantization = Literal["int8", "int4", "fp8", "mxfp4", "nf4"]
+RecurrentDtype = Literal["auto", "bfloat16", "float16", "float32"]
 CacheDtype = Literal["auto", "bfloat16", "float16", "float32", "fp8", "int8"]
 
 
@@ -154,6 +155,11 @@ class CompileConfig:
         "auto",
         help="Type of the cache's keys and values: fp8 (e4m3) and int8 hold twice the tokens in the same memory; auto: "
         "that of the model.",
+    )
+    mamba_ssm_cache_dtype: RecurrentDtype = setting(
+        "auto",
+        help="Type in which scans and delta nets keep their states; they compute in float32. With float16 a step moves "
+        "half the bytes, and each token rounds the state. auto: float32.",
     )
     quantization_rules: tuple[str, ...] = setting(
         (),
@@ -327,6 +333,12 @@ class CompileConfig:
         """The torch dtype that `kv_cache_dtype` means."""
         return {"auto": self.dtype, "fp8": "float8_e4m3fn"}.get(self.kv_cache_dtype, self.kv_cache_dtype)
 
+    @property
+    def state_dtypes(self) -> dict[str, str]:
+        """The torch dtypes of states that are "model", "cache" or "recurrent" in a `StateSpec`."""
+        recurrent = "float32" if self.mamba_ssm_cache_dtype == "auto" else self.mamba_ssm_cache_dtype
+        return {"model": self.dtype, "cache": self.cache_dtype, "recurrent": recurrent}
+
 
 def ranked_logprobs(max_logprobs: int) -> int:
     """How many of the likeliest tokens a step finds at each position; for more, the host ranks the vocabulary."""
@@ -401,6 +413,10 @@ def check(config: CompileConfig) -> None:
     if config.kv_cache_dtype not in ("auto", "fp8", "int8", config.dtype):
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype}: the model computes in {config.dtype}; use auto, fp8 or int8"
+        )
+    if config.mamba_ssm_cache_dtype not in ("auto", "float32") and config.target.device == "cpu":
+        raise ConfigError(
+            f"mamba_ssm_cache_dtype is {config.mamba_ssm_cache_dtype}: on a CPU states are float32; leave it out"
         )
     if config.prompt_lookup_max and not config.num_speculative_tokens:
         raise ConfigError(

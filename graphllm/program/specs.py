@@ -5,6 +5,7 @@ Models and ops declare them, `program.json` lists them, and whoever allocates or
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -50,7 +51,8 @@ class StateSpec:
 
     axis: what indexes its first dimension, see below.
     shape: without the first dimension.
-    dtype: a torch dtype's name, "model" for the artifact's, or "cache" for the dtype of `--kv-cache-dtype`.
+    dtype: a torch dtype's name, "model" for the artifact's, "cache" for the dtype of `--kv-cache-dtype`, or "recurrent"
+        for that of `--mamba-ssm-cache-dtype`.
     retention: what it keeps of a sequence, see below.
     window: tokens of the retention "window".
 
@@ -70,15 +72,12 @@ class StateSpec:
     retention: Retention = "full"
     window: int = 0
 
-    def typed(self, dtype: str, cache_dtype: str) -> StateSpec:
-        """With the names of torch dtypes for "model" and "cache". In a cache in int8, each row of the last dimension
-        has a float32 scale, in four more bytes."""
-        if self.dtype == "model":
+    def typed(self, dtypes: Mapping[str, str]) -> StateSpec:
+        """With the names of torch dtypes for those of `CompileConfig.state_dtypes`. In a cache in int8, each row of the
+        last dimension has a float32 scale, in four more bytes."""
+        dtype = dtypes.get(self.dtype, self.dtype)
+        if self.dtype != "cache" or dtype != "int8":
             return replace(self, dtype=dtype)
-        if self.dtype != "cache":
-            return self
-        if cache_dtype != "int8":
-            return replace(self, dtype=cache_dtype)
         *rows, width = self.shape
         if not isinstance(width, int) or width % _SCALE_BYTES:
             raise ConfigError(

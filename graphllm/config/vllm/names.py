@@ -327,7 +327,7 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
     **hints("an engine does not sleep", sleep_mode_backend=(), sleep_mode_offload_cudagraph=False,
              enable_cumem_allocator=False),
     **fixed(
-        _STATES, mamba_cache_dtype="auto", mamba_ssm_cache_dtype="auto", mamba_cache_mode=("none", "align", "all"),
+        _STATES, mamba_cache_dtype="auto", mamba_cache_mode=("none", "align", "all"),
         enable_mamba_cache_stochastic_rounding=False, mamba_block_size=(), use_replayssm=False,
     ),
     **hints(

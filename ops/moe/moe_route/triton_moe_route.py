@@ -24,6 +24,14 @@ def _largest(values, at, PAD: tl.constexpr):
 
 
 @triton.jit
+def _scores(logits, highest, total, SIGMOID: tl.constexpr):
+    if SIGMOID:
+        return 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        return tl.exp(logits - highest) / total
+
+
+@triton.jit
 def route_kernel(
     logits_ptr,  # [T, N]
     bias_ptr,  # [N]
@@ -37,11 +45,9 @@ def route_kernel(
     t = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, N_PAD)
     logits = tl.load(logits_ptr + t * LOGITS_ROW + n, mask=n < N, other=float("-inf")).to(tl.float32)
-    if SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-logits))
-    else:
-        scores = tl.exp(logits - tl.max(logits, axis=0))
-        scores = scores / tl.sum(scores, axis=0)
+    highest = tl.max(logits, axis=0)
+    total = tl.sum(tl.exp(logits - highest), axis=0)
+    scores = _scores(logits, highest, total, SIGMOID)
     ranked = logits
     if BIAS:
         ranked = tl.where(n < N, scores + tl.load(bias_ptr + n, mask=n < N, other=0.0), float("-inf"))
@@ -64,8 +70,12 @@ def route_kernel(
     weights = tl.zeros([K_PAD], tl.float32)
     experts = tl.zeros([K_PAD], tl.int32)
     for i in tl.static_range(K):
-        _best, at = _largest(ranked, n, N_PAD)
-        weights = tl.where(k == i, tl.sum(tl.where(n == at, scores, 0.0), axis=0), weights)
+        best, at = _largest(ranked, n, N_PAD)
+        if BIAS:
+            score = tl.sum(tl.where(n == at, scores, 0.0), axis=0)
+        else:
+            score = _scores(best, highest, total, SIGMOID)
+        weights = tl.where(k == i, score, weights)
         experts = tl.where(k == i, at, experts)
         ranked = tl.where(n == at, float("-inf"), ranked)
     if RENORMALIZE:
