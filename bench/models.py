@@ -73,6 +73,19 @@ SHAPES |= {
         "rope_theta": 10000000.0, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "bfloat16",
         "attention_bias": False,
     },
+    # Granite 4.0 H 350M: layers of Mamba2, four with attention.
+    "granite-hybrid-350m": {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_size": 768,
+        "num_hidden_layers": 32, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 2048,
+        "shared_intermediate_size": 2048, "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 48,
+        "mamba_d_head": 32, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2,
+        "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False,
+        "layer_types": ["attention" if i in (10, 13, 17, 27) else "mamba" for i in range(32)],
+        "position_embedding_type": "nope", "embedding_multiplier": 12, "attention_multiplier": 0.015625,
+        "residual_multiplier": 0.246, "logits_scaling": 3, "vocab_size": 100352, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True,
+        "attention_bias": False, "dtype": "bfloat16",
+    },
     # Mamba-Codestral-7B.
     "mamba2-7b": {
         "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "hidden_size": 4096, "num_hidden_layers": 64,

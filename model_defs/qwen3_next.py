@@ -225,7 +225,7 @@ def delta_net(c: Config, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) 
     q_TGK, k_TGK = (x.unflatten(1, (c.G, c.K_delta)) for x in (q, k))
     v_THV = v.unflatten(1, (c.H_delta, c.V_delta))
     g_TH = w.rate * torch.nn.functional.softplus(gate_TH + w.gate_bias)
-    beta_TH = c.most_beta * torch.sigmoid(beta_TH)
+    beta_TH = torch.sigmoid(beta_TH) if c.most_beta == 1 else c.most_beta * torch.sigmoid(beta_TH)
     o_THV = gated_delta(q_TGK, k_TGK, v_THV, g_TH, beta_TH, ctx.state.delta, at, c.K_delta**-0.5, _KEY_EPS)
     return linear(gated_rms_norm(o_THV.flatten(1), z, w.delta_norm, c.H_delta, c.eps_delta, gate_first=False), w.o)
 

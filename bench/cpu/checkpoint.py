@@ -20,8 +20,11 @@ def config_of(shape: str, layers: int | None = None) -> dict[str, Any]:
 
 
 def tensors_of(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a Qwen2 or Qwen3-MoE checkpoint with tied embeddings; its heads together are
-    as wide as the model."""
+    """Name and shape of every tensor of a checkpoint with tied embeddings: of Qwen2 or Qwen3-MoE, with heads that are
+    together as wide as the model, or of a hybrid, as transformers has it."""
+    if is_hybrid(config):
+        yield from _of_transformers(config)
+        return
     hidden, heads, experts = config["hidden_size"], config["num_attention_heads"], config.get("num_experts", 0)
     inner = config["moe_intermediate_size" if experts else "intermediate_size"]
     kv = hidden // heads * config["num_key_value_heads"]
@@ -46,6 +49,21 @@ def tensors_of(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.norm.weight", (hidden,)
 
 
+def is_hybrid(config: dict[str, Any]) -> bool:
+    """Whether some layers are recurrent."""
+    return "mamba_n_heads" in config
+
+
+def _of_transformers(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    for name, parameter in model.named_parameters():
+        yield name, tuple(parameter.shape)
+
+
 def words(config: dict[str, Any]) -> list[str]:
     """The vocabulary of a byte-level BPE: the bytes as it writes them, one merged token (some readers of BPE need
     one), and a made-up word for each other."""
@@ -68,7 +86,7 @@ def make_checkpoint(folder: Path, config: dict[str, Any]) -> None:
     torch.manual_seed(0)
     tensors = {
         name: torch.ones(shape, dtype=torch.bfloat16)
-        if "norm" in name
+        if "norm" in name or name.endswith(".D")
         else torch.empty(shape).normal_(0, _DEVIATION).bfloat16()
         for name, shape in tensors_of(config)
     }

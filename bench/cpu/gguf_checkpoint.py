@@ -1,14 +1,14 @@
-"""A Qwen2 or Qwen3-MoE checkpoint as a GGUF file: the same numbers under llama.cpp's names, weights in bf16, the
-rest in float32. The matrices of a layer's experts are stacked."""
+"""A Qwen2, Qwen3-MoE or Granite hybrid checkpoint as a GGUF file: the same numbers under llama.cpp's names, weights in
+bf16, the rest in float32. The matrices of a layer's experts are stacked."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.cpu.checkpoint import words
+from bench.cpu.checkpoint import is_hybrid, words
 from bench.cpu.peer import Workload
 
 GGUF_BITS = {"bf16": 16, "Q8_0": 8, "Q4_0": 4, "Q4_K_M": 4}
@@ -59,7 +59,10 @@ def write_gguf(checkpoint: Path, file: Path, config: dict[str, Any], words: Sequ
     part = file.with_suffix(".part")
     writer = gguf.GGUFWriter(part, gguf.MODEL_ARCH_NAMES[_architecture(config)])
     add_sizes(writer, config)
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    if is_hybrid(config):
+        _add_hybrid(writer, config)
+    else:
+        writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     if "num_experts" in config:
@@ -77,12 +80,57 @@ def write_gguf(checkpoint: Path, file: Path, config: dict[str, Any], words: Sequ
         for name, sources in _stacks(tensors.keys()).items():
             parts = [tensors.get_tensor(source) for source in sources]
             tensor = torch.stack(parts) if len(parts) > 1 else parts[0]
-            as_is = tensor.ndim > 1 and not name.endswith("mlp.gate.weight")  # routers are float32
-            data = tensor.view(torch.uint8).numpy() if as_is else tensor.float().numpy()
-            kind = gguf.GGMLQuantizationType.BF16 if as_is else None
-            writer.add_tensor(gguf_name(name, config), data, raw_dtype=kind)
+            for called, part_of_it in _renamed(name, tensor, config):
+                as_is = part_of_it.dtype == torch.bfloat16
+                data = part_of_it.view(torch.uint8).numpy() if as_is else part_of_it.numpy()
+                writer.add_tensor(called, data, raw_dtype=gguf.GGMLQuantizationType.BF16 if as_is else None)
     finish(writer)
     part.rename(file)
+
+
+def _renamed(name: str, tensor: Any, config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What llama.cpp has in a tensor's place: matrices in bf16, vectors, routers and what scans read in float32."""
+    if ".mamba." in name:
+        layer, leaf = name.split(".")[2], name.partition(".mamba.")[2]
+        if leaf == "A_log":
+            yield f"blk.{layer}.ssm_a", -tensor.float().exp()[:, None]
+        elif leaf == "D":
+            yield f"blk.{layer}.ssm_d", tensor.float()[:, None]
+        elif leaf == "dt_bias":
+            yield f"blk.{layer}.ssm_dt.bias", tensor.float()
+        elif leaf == "conv1d.weight":
+            yield f"blk.{layer}.ssm_conv1d.weight", tensor.float().squeeze(1)
+        elif leaf == "norm.weight":
+            yield f"blk.{layer}.ssm_norm.weight", tensor.float().reshape(config["mamba_n_groups"], -1)
+        else:
+            yield gguf_name(name, config), tensor if tensor.ndim > 1 else tensor.float()
+    elif ".shared_mlp." in name:
+        layer = name.split(".")[2]
+        if name.endswith("input_linear.weight"):
+            for called, part in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                yield f"blk.{layer}.ffn_{called}.weight", part
+        else:
+            yield f"blk.{layer}.ffn_down.weight", tensor
+    else:
+        plain = tensor.ndim > 1 and not name.endswith("mlp.gate.weight")
+        yield gguf_name(name, config), tensor if plain else tensor.float()
+
+
+def _add_hybrid(writer: Any, config: dict[str, Any]) -> None:
+    attends = [kind == "attention" for kind in config["layer_types"]]
+    writer.add_head_count_kv([config["num_key_value_heads"] if a else 0 for a in attends])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")  # it says whether there is any
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
 
 
 def add_sizes(writer: Any, config: dict[str, Any]) -> None:
@@ -105,6 +153,8 @@ def finish(writer: Any) -> None:
 def _architecture(config: dict[str, Any]) -> Any:
     import gguf
 
+    if is_hybrid(config):
+        return gguf.MODEL_ARCH.GRANITE_HYBRID
     return gguf.MODEL_ARCH.QWEN3MOE if "num_experts" in config else gguf.MODEL_ARCH.QWEN2
 
 

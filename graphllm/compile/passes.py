@@ -21,6 +21,7 @@ from graphllm.passes.fuse_attention import fuse_attention
 from graphllm.passes.fuse_gate import fuse_gate
 from graphllm.passes.fuse_linear import fuse_linear
 from graphllm.passes.fuse_moe import fuse_moe
+from graphllm.passes.join_shared_expert import join_shared_expert
 from graphllm.passes.quantize_activations import quantize_activations
 from graphllm.passes.quantize_linear import quantize_linear
 from graphllm.passes.quantize_moe import quantize_moe
@@ -73,6 +74,7 @@ PIPELINE = Pipeline(
         add_adapters,
         quantize_linear,
         quantize_moe,
+        join_shared_expert,
         scale_cache,
         attend_tree,
         fuse_attention,

@@ -26,6 +26,8 @@ def _case(
             given["logits_TN"] = make.integers(0, 2, T, N).to(make.dtype)
         if bias:
             given["bias_N"] = make.normal(N, scale=0.3).float()
+        if name == "shared":  # both are columns of one product
+            given["logits_TN"], given["share_T1"] = make.normal(T, N + 1, scale=2.0).split((N, 1), 1)
         return given
 
     bucket = Bucket("mixed" if T > 64 else "decode", T, T)
@@ -44,6 +46,7 @@ CASES = (
     _case(6, 16, 2, "sparsemixer_wide", scoring="sparsemixer", jitter=0.5),
     _case(9, 512, 10),
     _case(9, 16, 4, "equal"),
+    _case(9, 60, 4, "shared"),
     _case(0, 8, 2),
     *(_case(T, N, k, size="real") for T in (1, 32, 1024) for N, k in ((8, 2), (32, 4), (128, 8))),
     *(_case(T, 256, 8, "sigmoid_groups", size="real", **_V3) for T in (1, 32, 1024)),

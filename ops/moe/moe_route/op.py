@@ -21,6 +21,7 @@ class Routing(NamedTuple):
     kept_groups: groups that experts are chosen from.
     bias_N: added to the scores for the choice only, [N] float32.
     jitter: of "sparsemixer".
+    share_T1: logits of how much an expert counts that all tokens go to, [T, 1], the last one.
     """
 
     k: int
@@ -31,10 +32,11 @@ class Routing(NamedTuple):
     kept_groups: int = 1
     bias_N: Tensor | None = None
     jitter: float = 0.0
+    share_T1: Tensor | None = None
 
 
 def _cost(logits_TN: Tensor, bias_N: Tensor | None, k: int) -> Cost:
-    out = 8 * logits_TN.shape[0] * k
+    out = 8 * logits_TN.shape[0] * (k + 1)
     return Cost(nbytes(logits_TN, bias_N) + out, 8 * logits_TN.numel())
 
 
@@ -53,11 +55,17 @@ def moe_route(logits_TN: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     with logits at most 2 * jitter times max(|logit|, best logit) below the best. It knows no bias, groups or
     renormalize.
 
+    With share_T1 each token has one more, the last: expert N, whose weight is the sigmoid of its logit.
+
     Sources: Jiang et al. 2024 (softmax), DeepSeek-AI 2024, V2 (groups) and V3 (sigmoid, correction), Liu et al. 2023
     (sparsemixer).
     """
-    k, scoring, renormalize, scale, groups, kept_groups, bias_N, jitter = routing
+    k, scoring, renormalize, scale, groups, kept_groups, bias_N, jitter, share_T1 = routing
     logits = logits_TN.to(torch.promote_types(logits_TN.dtype, torch.float32))
+    if share_T1 is not None:
+        weights, chosen = moe_route.reference(logits_TN, routing._replace(share_T1=None))
+        shared = torch.full_like(chosen[:, :1], logits_TN.shape[1])
+        return torch.cat([weights, torch.sigmoid(share_T1.to(weights.dtype))], 1), torch.cat([chosen, shared], 1)
     if scoring == "sparsemixer":
         return _sparsemixer(logits, k, jitter, scale)
     scores = torch.softmax(logits, -1) if scoring == "softmax" else torch.sigmoid(logits)
@@ -77,7 +85,8 @@ def moe_route(logits_TN: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 @moe_route.fake(traceable=True)
-def _(logits_TN: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _(logits_TN: Tensor, k: int, share_T1: Tensor | None) -> tuple[Tensor, Tensor]:
+    k += share_T1 is not None
     weights = logits_TN.new_empty(logits_TN.shape[0], k, dtype=torch.promote_types(logits_TN.dtype, torch.float32))
     return weights, torch.empty_like(weights, dtype=torch.int32)
 

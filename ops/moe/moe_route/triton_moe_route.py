@@ -35,11 +35,12 @@ def _scores(logits, highest, total, SIGMOID: tl.constexpr):
 def route_kernel(
     logits_ptr,  # [T, N]
     bias_ptr,  # [N]
+    share_ptr,  # [T, 1]
     weights_ptr,  # [T, k] float32
     experts_ptr,  # [T, k] int32
     LOGITS_ROW: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
     SIGMOID: tl.constexpr, BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT: tl.constexpr, EMULATED: tl.constexpr,
+    KEPT: tl.constexpr, SHARE: tl.constexpr, SHARE_ROW: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     gdc_wait_early(EMULATED)
     t = tl.program_id(0).to(tl.int64)
@@ -71,17 +72,19 @@ def route_kernel(
     experts = tl.zeros([K_PAD], tl.int32)
     for i in tl.static_range(K):
         best, at = _largest(ranked, n, N_PAD)
-        if BIAS:
-            score = tl.sum(tl.where(n == at, scores, 0.0), axis=0)
-        else:
-            score = _scores(best, highest, total, SIGMOID)
+        score = tl.sum(tl.where(n == at, scores, 0.0), axis=0) if BIAS else _scores(best, highest, total, SIGMOID)
         weights = tl.where(k == i, score, weights)
         experts = tl.where(k == i, at, experts)
         ranked = tl.where(n == at, float("-inf"), ranked)
     if RENORMALIZE:
         weights = weights / tl.sum(weights, axis=0)
-    tl.store(weights_ptr + t * K + k, weights * SCALE, mask=k < K)
-    tl.store(experts_ptr + t * K + k, experts, mask=k < K)
+    row = t * (K + SHARE)
+    tl.store(weights_ptr + row + k, weights * SCALE, mask=k < K)
+    tl.store(experts_ptr + row + k, experts, mask=k < K)
+    if SHARE:
+        share = tl.load(share_ptr + t * SHARE_ROW).to(tl.float32)
+        tl.store(weights_ptr + row + K, 1.0 / (1.0 + tl.exp(-share)))
+        tl.store(experts_ptr + row + K, N)
 
 
 def _supports(site: CallSite) -> bool:
@@ -100,14 +103,17 @@ def _supports(site: CallSite) -> bool:
 
 @moe_route.impl("triton", device="cuda", supports=_supports)
 def triton_route(logits_TN: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    k, scoring, renormalize, scale, groups, kept_groups, bias_N, _ = routing
+    k, scoring, renormalize, scale, groups, kept_groups, bias_N, _, share_T1 = routing
     T, N = logits_TN.shape
-    weights = torch.empty((T, k), dtype=torch.float32, device=logits_TN.device)
-    experts = torch.empty((T, k), dtype=torch.int32, device=logits_TN.device)
+    width = k + (share_T1 is not None)
+    weights = torch.empty((T, width), dtype=torch.float32, device=logits_TN.device)
+    experts = torch.empty((T, width), dtype=torch.int32, device=logits_TN.device)
     launch_triton(
-        route_kernel, (T,), logits_TN, logits_TN if bias_N is None else bias_N, weights, experts,
+        route_kernel, (T,), logits_TN, logits_TN if bias_N is None else bias_N,
+        logits_TN if share_T1 is None else share_T1, weights, experts,
         LOGITS_ROW=logits_TN.stride(0), N=N, N_PAD=1 << (N - 1).bit_length(), K=k, K_PAD=1 << (k - 1).bit_length(),
         SIGMOID=scoring == "sigmoid", BIAS=bias_N is not None, RENORMALIZE=renormalize, SCALE=scale, GROUPS=groups,
-        KEPT=kept_groups, EMULATED=triton.knobs.runtime.interpret, num_warps=1,
+        KEPT=kept_groups, SHARE=share_T1 is not None, SHARE_ROW=0 if share_T1 is None else share_T1.stride(0),
+        EMULATED=triton.knobs.runtime.interpret, num_warps=1,
     )  # fmt: skip
     return weights, experts
