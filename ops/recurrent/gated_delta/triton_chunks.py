@@ -1,0 +1,239 @@
+"""gated_delta for prompts on a GPU, in chunks of 64 tokens.
+
+With g_i the sum of a chunk's gates up to token i and S the state before the chunk, the deltas D of all of its tokens
+solve a triangular system:
+
+    (I + A) D = beta (V - exp(g) K S^T),  A_ij = beta_i exp(g_i - g_j) k_i . k_j for i > j
+
+`_solve_kernel` has a program for each chunk and head of keys, and writes what does not depend on the state: (I + A)^-1
+with beta, products of queries and keys with their decays, and a few factors of rows. `_carry_kernel` has a program for
+rows of a head's state, and goes through the chunks. Lengths of keys and queries are factors of rows, so that products
+are of the keys as they came. No exponent is positive. Few tokens go one by one (triton_gated_delta).
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphllm.ir import CallSite, launch_triton
+from graphllm.ops.recurrent.gated_delta.op import gated_delta
+from graphllm.ops.recurrent.slots import Slots
+
+_CHUNK = tl.constexpr(64)
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _product(a, b, acc, EMULATED: tl.constexpr):
+    """acc + a @ b in float32. Triton's interpreter (EMULATED) cannot multiply bfloat16."""
+    if EMULATED:
+        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _narrow(x, EMULATED: tl.constexpr):
+    """As a factor of a product. The interpreter would cut, not round."""
+    return x if EMULATED else x.to(tl.bfloat16)
+
+
+@triton.jit
+def _find(start_ptr, place, S, CHUNKED: tl.constexpr, BY_CHUNK: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The sequence with a chunk, or (BY_CHUNK is False) the one of that number among those with chunks; S if there is
+    none. And the chunks before it."""
+    s = 0
+    chunks = 0
+    before = 0
+    for base in range(0, S, BLOCK_S):
+        i = base + tl.arange(0, BLOCK_S)
+        count = tl.load(start_ptr + 1 + i, mask=i < S, other=0) - tl.load(start_ptr + i, mask=i < S, other=0)
+        own = tl.where(count >= CHUNKED, (count + _CHUNK - 1) // _CHUNK, 0)
+        unit = own if BY_CHUNK else tl.minimum(own, 1)
+        earlier = before + tl.cumsum(unit, 0) <= place
+        s += tl.sum(tl.where(earlier, tl.where(i < S, 1, 0), 0))
+        chunks += tl.sum(tl.where(earlier, own, 0))
+        before += tl.sum(unit)
+    return s, chunks
+
+
+@triton.jit
+def _merge(a, b, MERGE: tl.constexpr):
+    """a @ b of blocks."""
+    if MERGE == "bf16":
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    else:
+        return tl.dot(a, b, input_precision=MERGE)
+
+
+@triton.jit
+def _inverse(A, MERGE: tl.constexpr):
+    """(I + A)^-1 of a strictly lower triangular A [64, 64]: row by row in the blocks of 16 on the diagonal; with those
+    as D, and L as what is below them, by (I + D L)^-1 D, where D L is nilpotent."""
+    b = tl.arange(0, 4)
+    r = tl.arange(0, 16)
+    i = tl.arange(0, 64)
+    same = (b[:, None] == b[None, :])[:, :, None, None]
+    blocks = tl.permute(tl.reshape(A, [4, 16, 4, 16]), (0, 2, 1, 3))
+    D = -tl.sum(tl.where(same, blocks, 0.0), 1)
+    for n in tl.static_range(2, 16):
+        chosen = (r == n)[None, :, None]
+        row = tl.sum(tl.where(chosen, D, 0.0), 1)
+        row += tl.sum(row[:, :, None] * D, 1)
+        D = tl.where(chosen, row[:, None, :], D)
+    D += tl.where(r[:, None] == r[None, :], 1.0, 0.0)[None, :, :]
+    D = tl.reshape(tl.permute(tl.where(same, D[:, None, :, :], 0.0), (0, 2, 1, 3)), [64, 64])
+    L = tl.where((i // 16)[:, None] > (i // 16)[None, :], A, 0.0)
+    N = _merge(D, L, MERGE)
+    some = D - _merge(N, D, MERGE)
+    return some + _merge(_merge(N, N, MERGE), some, MERGE)
+
+
+@triton.jit(do_not_specialize_on_alignment=["S"])
+def _solve_kernel(
+    q_ptr, k_ptr, g_ptr, beta_ptr, start_ptr, inverse_ptr, seen_ptr, factor_ptr, scale, norm_eps, S,
+    Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, G_ROW: tl.constexpr,
+    G_HEAD: tl.constexpr, BETA_ROW: tl.constexpr, BETA_HEAD: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
+    HEADS: tl.constexpr,  # heads of values that a program makes: SHARE or a divisor
+    K: tl.constexpr, K_PAD: tl.constexpr, NORM: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr,
+    MERGE: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0) // (H // HEADS)
+    head0 = tl.program_id(0) % (H // HEADS) * HEADS
+    s, before = _find(start_ptr, chunk, S, CHUNKED, True, BLOCK_S)
+    if s < S:
+        i = tl.arange(0, _CHUNK)
+        e = tl.arange(0, K_PAD)
+        t = tl.load(start_ptr + s) + (chunk - before) * _CHUNK + i
+        valid = t < tl.load(start_ptr + s + 1)
+        t = t.to(tl.int64)
+        inside = valid[:, None] & (e < K)[None, :]
+        key_head = head0 // SHARE
+        k = tl.load(k_ptr + (t * K_ROW)[:, None] + key_head * K_HEAD + e[None, :], mask=inside, other=0.0)
+        q = tl.load(q_ptr + (t * Q_ROW)[:, None] + key_head * Q_HEAD + e[None, :], mask=inside, other=0.0)
+        zeros = tl.zeros([_CHUNK, _CHUNK], tl.float32)
+        k_k = _product(k, tl.trans(k), zeros, EMULATED)
+        q_k = _product(q, tl.trans(k), zeros, EMULATED)
+        of_k = tl.full([_CHUNK], 1.0, tl.float32)
+        of_q = of_k * scale
+        if NORM:
+            wide = k.to(tl.float32)
+            of_k = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) + norm_eps)
+            wide = q.to(tl.float32)
+            of_q = scale / tl.sqrt_rn(tl.sum(wide * wide, 1) + norm_eps)
+        q_k *= of_q[:, None] * of_k[None, :]
+        k_k *= of_k[:, None] * of_k[None, :]
+        places = i[:, None] * _CHUNK + i[None, :]
+        for head in range(head0, head0 + HEADS):
+            gate = tl.load(g_ptr + t * G_ROW + head * G_HEAD, mask=valid, other=0.0).to(tl.float32) * _LOG2E
+            beta = tl.load(beta_ptr + t * BETA_ROW + head * BETA_HEAD, mask=valid, other=0.0).to(tl.float32)
+            total = tl.cumsum(gate, 0)
+            decay = tl.exp2(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
+            A = tl.where(i[:, None] > i[None, :], k_k * decay * beta[:, None], 0.0)
+            at = (chunk * H + head).to(tl.int64)
+            square = at * (_CHUNK * _CHUNK) + places
+            tl.store(seen_ptr + square, (q_k * decay).to(seen_ptr.dtype.element_ty))
+            inverse = _inverse(A, MERGE) * beta[None, :]
+            tl.store(inverse_ptr + square, inverse.to(inverse_ptr.dtype.element_ty))
+            row = factor_ptr + at * (4 * _CHUNK) + i
+            grown = tl.exp2(total)
+            last = tl.sum(gate, 0)
+            tl.store(row, grown * of_k)
+            tl.store(row + _CHUNK, grown * of_q)
+            tl.store(row + 2 * _CHUNK, tl.exp2(tl.minimum(last - total, 0.0)) * of_k)
+            tl.store(row + 3 * _CHUNK, tl.exp2(last) + tl.zeros([_CHUNK], tl.float32))
+
+
+@triton.jit(do_not_specialize_on_alignment=["S"])
+def _carry_kernel(
+    q_ptr, k_ptr, v_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, inverse_ptr, seen_ptr, factor_ptr, S,
+    Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr,
+    V_HEAD: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr, H: tl.constexpr,
+    SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr, BLOCK_V: tl.constexpr,
+    CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
+    rows = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V + tl.arange(0, BLOCK_V)
+    key_head = head // SHARE
+    i = tl.arange(0, _CHUNK)
+    e = tl.arange(0, K_PAD)
+    places = i[:, None] * _CHUNK + i[None, :]
+    in_state = (e < K)[:, None] & (rows < V)[None, :]
+    rank = tl.program_id(1)
+    s, before = _find(start_ptr, rank, S, CHUNKED, False, BLOCK_S)
+    while s < S:
+        first = tl.load(start_ptr + s)
+        end = tl.load(start_ptr + s + 1)
+        entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[None, :] * K + e[:, None]
+        state = tl.load(entry + tl.load(version_ptr + s).to(tl.int64) * VERSION, mask=in_state, other=0.0)
+        for chunk in range(tl.cdiv(end - first, _CHUNK)):
+            t = first + chunk * _CHUNK + i
+            valid = t < end
+            t = t.to(tl.int64)
+            in_keys = valid[:, None] & (e < K)[None, :]
+            in_values = valid[:, None] & (rows < V)[None, :]
+            at = ((before + chunk) * H + head).to(tl.int64)
+            row = factor_ptr + at * (4 * _CHUNK)
+            square = at * (_CHUNK * _CHUNK) + places
+            k = tl.load(k_ptr + (t * K_ROW)[:, None] + key_head * K_HEAD + e[None, :], mask=in_keys, other=0.0)
+            v = tl.load(v_ptr + (t * V_ROW)[:, None] + head * V_HEAD + rows[None, :], mask=in_values, other=0.0)
+            held = _narrow(state, EMULATED)
+            zeros = tl.zeros([_CHUNK, BLOCK_V], tl.float32)
+            known = _product(k, held, zeros, EMULATED) * tl.load(row + i)[:, None]
+            q = tl.load(q_ptr + (t * Q_ROW)[:, None] + key_head * Q_HEAD + e[None, :], mask=in_keys, other=0.0)
+            answer = _product(q, held, zeros, EMULATED) * tl.load(row + _CHUNK + i)[:, None]
+            unknown = _narrow(v.to(tl.float32) - known, EMULATED)
+            delta = _product(tl.load(inverse_ptr + square), unknown, zeros, EMULATED)
+            learnt = _narrow(delta * tl.load(row + 2 * _CHUNK + i)[:, None], EMULATED)
+            state = _product(tl.trans(k), learnt, state * tl.load(row + 3 * _CHUNK), EMULATED)
+            answer = _product(tl.load(seen_ptr + square), _narrow(delta, EMULATED), answer, EMULATED)
+            to = out_ptr + ((t * H + head) * V)[:, None] + rows[None, :]
+            tl.store(to, answer.to(out_ptr.dtype.element_ty), mask=in_values)
+        tl.store(entry + (VERSIONS - 1) * VERSION, state, mask=in_state)
+        rank += tl.num_programs(1)
+        s, before = _find(start_ptr, rank, S, CHUNKED, False, BLOCK_S)
+
+
+def launch_solve(
+    q_TGK: Tensor, k_TGK: Tensor, g_TH: Tensor, beta_TH: Tensor, starts: Tensor, scale: float, norm_eps: float,
+    chunked: int, heads: int, merge: str, warps: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What of chunks does not depend on states, for sequences of at least ``chunked`` tokens: inverses and products of
+    queries and keys [chunks, H, 64, 64], and factors of rows [chunks, H, 4, 64]."""
+    (T, G, K), H = q_TGK.shape, g_TH.shape[1]
+    emulated = triton.knobs.runtime.interpret
+    chunks = (T + chunked - 1) // chunked
+    dtype = torch.float32 if emulated else q_TGK.dtype
+    inverse, seen = (q_TGK.new_empty((chunks, H, 64, 64), dtype=dtype) for _ in range(2))
+    factors = q_TGK.new_empty((chunks, H, 4, 64), dtype=torch.float32)
+    tensors = {"Q": q_TGK, "K": k_TGK, "G": g_TH, "BETA": beta_TH}
+    launch_triton(
+        _solve_kernel, (chunks * (H // heads),),
+        q_TGK, k_TGK, g_TH, beta_TH, starts, inverse, seen, factors, scale, norm_eps, starts.shape[0] - 1,
+        **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
+        H=H, SHARE=H // G, HEADS=heads, K=K, K_PAD=max(16, triton.next_power_of_2(K)), NORM=norm_eps > 0,
+        CHUNKED=chunked, BLOCK_S=256, MERGE="ieee" if emulated else merge, EMULATED=emulated, num_warps=warps,
+    )  # fmt: skip
+    return inverse, seen, factors
+
+
+def launch_carry(
+    q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, state: Tensor, at: Slots, out_THV: Tensor,
+    solved: tuple[Tensor, Tensor, Tensor], chunked: int, lanes: int, block_v: int, warps: int, stages: int,
+) -> None:  # fmt: skip
+    """States of sequences of at least ``chunked`` tokens, and what they answer. lanes: programs that share sequences."""
+    versions, H, V, K = state.shape[1:]
+    tensors = {"Q": q_TGK, "K": k_TGK, "V": v_THV}
+    launch_triton(
+        _carry_kernel, (H * ((V + block_v - 1) // block_v), lanes),
+        q_TGK, k_TGK, v_THV, state, out_THV, *at, *solved, at.slots.shape[0],
+        **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
+        SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=versions, H=H, SHARE=H // q_TGK.shape[1], K=K, V=V,
+        K_PAD=max(16, triton.next_power_of_2(K)), BLOCK_V=block_v, CHUNKED=chunked, BLOCK_S=256,
+        EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
