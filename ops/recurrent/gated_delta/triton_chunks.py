@@ -116,9 +116,6 @@ def _solve_kernel(
         key_head = head0 // SHARE
         k = tl.load(k_ptr + (t * K_ROW)[:, None] + key_head * K_HEAD + e[None, :], mask=inside, other=0.0)
         q = tl.load(q_ptr + (t * Q_ROW)[:, None] + key_head * Q_HEAD + e[None, :], mask=inside, other=0.0)
-        zeros = tl.zeros([_CHUNK, _CHUNK], tl.float32)
-        k_k = _product(k, tl.trans(k), zeros, EMULATED)
-        q_k = _product(q, tl.trans(k), zeros, EMULATED)
         of_k = tl.full([_CHUNK], 1.0, tl.float32)
         of_q = of_k * scale
         if NORM:
@@ -126,19 +123,19 @@ def _solve_kernel(
             of_k = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) + norm_eps)
             wide = q.to(tl.float32)
             of_q = scale / tl.sqrt_rn(tl.sum(wide * wide, 1) + norm_eps)
-        q_k *= of_q[:, None] * of_k[None, :]
-        k_k *= of_k[:, None] * of_k[None, :]
         places = i[:, None] * _CHUNK + i[None, :]
         for head in range(head0, head0 + HEADS):
             gate = tl.load(g_ptr + t * G_ROW + head * G_HEAD, mask=valid, other=0.0).to(tl.float32) * _LOG2E
             beta = tl.load(beta_ptr + t * BETA_ROW + head * BETA_HEAD, mask=valid, other=0.0).to(tl.float32)
             total = tl.cumsum(gate, 0)
             decay = tl.exp2(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
-            A = tl.where(i[:, None] > i[None, :], k_k * decay * beta[:, None], 0.0)
             at = (chunk * H + head).to(tl.int64)
             square = at * (_CHUNK * _CHUNK) + places
-            tl.store(seen_ptr + square, (q_k * decay).to(seen_ptr.dtype.element_ty))
-            inverse = _inverse(A, MERGE) * beta[None, :]
+            zeros = tl.zeros([_CHUNK, _CHUNK], tl.float32)
+            seen = _product(q, tl.trans(k), zeros, EMULATED) * decay * (of_q[:, None] * of_k[None, :])
+            tl.store(seen_ptr + square, seen.to(seen_ptr.dtype.element_ty))
+            A = _product(k, tl.trans(k), zeros, EMULATED) * decay * ((beta * of_k)[:, None] * of_k[None, :])
+            inverse = _inverse(tl.where(i[:, None] > i[None, :], A, 0.0), MERGE) * beta[None, :]
             tl.store(inverse_ptr + square, inverse.to(inverse_ptr.dtype.element_ty))
             row = factor_ptr + at * (4 * _CHUNK) + i
             grown = tl.exp2(total)
@@ -149,21 +146,53 @@ def _solve_kernel(
             tl.store(row + 3 * _CHUNK, tl.exp2(last) + tl.zeros([_CHUNK], tl.float32))
 
 
-@triton.jit(do_not_specialize_on_alignment=["S"])
+@triton.jit
+def _advance(state, k, q, v, inverse, seen, row, EMULATED: tl.constexpr):
+    """The state after a chunk, and what it answers. row: where the factors of the chunk's rows are."""
+    i = tl.arange(0, _CHUNK)
+    held = _narrow(state, EMULATED)
+    zeros = tl.zeros([_CHUNK, state.shape[1]], tl.float32)
+    known = _product(k, held, zeros, EMULATED) * tl.load(row + i)[:, None]
+    unknown = _narrow(v.to(tl.float32) - known, EMULATED)
+    delta = _product(inverse, unknown, zeros, EMULATED)
+    learnt = _narrow(delta * tl.load(row + 2 * _CHUNK + i)[:, None], EMULATED)
+    state = _product(tl.trans(k), learnt, state * tl.load(row + 3 * _CHUNK), EMULATED)
+    answer = _product(q, held, zeros, EMULATED) * tl.load(row + _CHUNK + i)[:, None]
+    return state, _product(seen, _narrow(delta, EMULATED), answer, EMULATED)
+
+
+@triton.jit(do_not_specialize_on_alignment=["S", "T", "CHUNKS"])
 def _carry_kernel(
     q_ptr, k_ptr, v_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, inverse_ptr, seen_ptr, factor_ptr, S,
-    Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr,
-    V_HEAD: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr, H: tl.constexpr,
-    SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr, BLOCK_V: tl.constexpr,
-    CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr, EMULATED: tl.constexpr,
+    T, CHUNKS, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
+    V_ROW: tl.constexpr, V_HEAD: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr,
+    H: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr, TMA: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
-    rows = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V + tl.arange(0, BLOCK_V)
+    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    head = tl.program_id(0) // BLOCKS
+    row0 = tl.program_id(0) % BLOCKS * BLOCK_V
+    rows = row0 + tl.arange(0, BLOCK_V)
     key_head = head // SHARE
     i = tl.arange(0, _CHUNK)
     e = tl.arange(0, K_PAD)
     places = i[:, None] * _CHUNK + i[None, :]
     in_state = (e < K)[:, None] & (rows < V)[None, :]
+    k_places = i[:, None] * K_ROW + e[None, :]
+    q_places = i[:, None] * Q_ROW + e[None, :]
+    v_places = i[:, None] * V_ROW + rows[None, :]
+    out_places = i[:, None] * (H * V) + rows[None, :]
+    k_ptr += key_head * K_HEAD
+    q_ptr += key_head * Q_HEAD
+    v_ptr += head * V_HEAD
+    out_ptr += head * V
+    if TMA:
+        k_tiles = tl.make_tensor_descriptor(k_ptr, [T, K], [K_ROW, 1], [_CHUNK, K_PAD])
+        q_tiles = tl.make_tensor_descriptor(q_ptr, [T, K], [Q_ROW, 1], [_CHUNK, K_PAD])
+        v_tiles = tl.make_tensor_descriptor(v_ptr, [T, V], [V_ROW, 1], [_CHUNK, BLOCK_V])
+        squares = CHUNKS * H * _CHUNK
+        inverses = tl.make_tensor_descriptor(inverse_ptr, [squares, _CHUNK], [_CHUNK, 1], [_CHUNK, _CHUNK])
+        seens = tl.make_tensor_descriptor(seen_ptr, [squares, _CHUNK], [_CHUNK, 1], [_CHUNK, _CHUNK])
     rank = tl.program_id(1)
     s, before = _find(start_ptr, rank, S, CHUNKED, False, BLOCK_S)
     while s < S:
@@ -171,28 +200,33 @@ def _carry_kernel(
         end = tl.load(start_ptr + s + 1)
         entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[None, :] * K + e[:, None]
         state = tl.load(entry + tl.load(version_ptr + s).to(tl.int64) * VERSION, mask=in_state, other=0.0)
-        for chunk in range(tl.cdiv(end - first, _CHUNK)):
-            t = first + chunk * _CHUNK + i
-            valid = t < end
+        whole = (end - first) // _CHUNK
+        if TMA:
+            for chunk in range(whole):
+                t = first + chunk * _CHUNK
+                at = (before + chunk) * H + head
+                state, answer = _advance(
+                    state, k_tiles.load([t, 0]), q_tiles.load([t, 0]), v_tiles.load([t, row0]),
+                    inverses.load([at * _CHUNK, 0]), seens.load([at * _CHUNK, 0]),
+                    factor_ptr + at.to(tl.int64) * (4 * _CHUNK), EMULATED,
+                )  # fmt: skip
+                to = out_ptr + t.to(tl.int64) * (H * V) + out_places
+                tl.store(to, answer.to(out_ptr.dtype.element_ty), mask=(rows < V)[None, :])
+        STAGES: tl.constexpr = 1 if TMA else None  # the last tokens, or all chunks
+        for chunk in tl.range(whole if TMA else 0, tl.cdiv(end - first, _CHUNK), num_stages=STAGES):
+            t = first + chunk * _CHUNK
+            valid = i < end - t
             t = t.to(tl.int64)
             in_keys = valid[:, None] & (e < K)[None, :]
             in_values = valid[:, None] & (rows < V)[None, :]
             at = ((before + chunk) * H + head).to(tl.int64)
-            row = factor_ptr + at * (4 * _CHUNK)
             square = at * (_CHUNK * _CHUNK) + places
-            k = tl.load(k_ptr + (t * K_ROW)[:, None] + key_head * K_HEAD + e[None, :], mask=in_keys, other=0.0)
-            v = tl.load(v_ptr + (t * V_ROW)[:, None] + head * V_HEAD + rows[None, :], mask=in_values, other=0.0)
-            held = _narrow(state, EMULATED)
-            zeros = tl.zeros([_CHUNK, BLOCK_V], tl.float32)
-            known = _product(k, held, zeros, EMULATED) * tl.load(row + i)[:, None]
-            q = tl.load(q_ptr + (t * Q_ROW)[:, None] + key_head * Q_HEAD + e[None, :], mask=in_keys, other=0.0)
-            answer = _product(q, held, zeros, EMULATED) * tl.load(row + _CHUNK + i)[:, None]
-            unknown = _narrow(v.to(tl.float32) - known, EMULATED)
-            delta = _product(tl.load(inverse_ptr + square), unknown, zeros, EMULATED)
-            learnt = _narrow(delta * tl.load(row + 2 * _CHUNK + i)[:, None], EMULATED)
-            state = _product(tl.trans(k), learnt, state * tl.load(row + 3 * _CHUNK), EMULATED)
-            answer = _product(tl.load(seen_ptr + square), _narrow(delta, EMULATED), answer, EMULATED)
-            to = out_ptr + ((t * H + head) * V)[:, None] + rows[None, :]
+            k = tl.load(k_ptr + t * K_ROW + k_places, mask=in_keys, other=0.0)
+            q = tl.load(q_ptr + t * Q_ROW + q_places, mask=in_keys, other=0.0)
+            v = tl.load(v_ptr + t * V_ROW + v_places, mask=in_values, other=0.0)
+            inverse, seen = tl.load(inverse_ptr + square), tl.load(seen_ptr + square)
+            state, answer = _advance(state, k, q, v, inverse, seen, factor_ptr + at * (4 * _CHUNK), EMULATED)
+            to = out_ptr + t * (H * V) + out_places
             tl.store(to, answer.to(out_ptr.dtype.element_ty), mask=in_values)
         tl.store(entry + (VERSIONS - 1) * VERSION, state, mask=in_state)
         rank += tl.num_programs(1)
@@ -224,7 +258,7 @@ def launch_solve(
 
 def launch_carry(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, state: Tensor, at: Slots, out_THV: Tensor,
-    solved: tuple[Tensor, Tensor, Tensor], chunked: int, lanes: int, block_v: int, warps: int, stages: int,
+    solved: tuple[Tensor, Tensor, Tensor], chunked: int, lanes: int, block_v: int, warps: int, stages: int, tma: bool,
 ) -> None:  # fmt: skip
     """States of sequences of at least ``chunked`` tokens, and what they answer. lanes: programs that share sequences."""
     versions, H, V, K = state.shape[1:]
@@ -232,8 +266,9 @@ def launch_carry(
     launch_triton(
         _carry_kernel, (H * ((V + block_v - 1) // block_v), lanes),
         q_TGK, k_TGK, v_THV, state, out_THV, *at, *solved, at.slots.shape[0],
+        q_TGK.shape[0], solved[0].shape[0],
         **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
         SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=versions, H=H, SHARE=H // q_TGK.shape[1], K=K, V=V,
         K_PAD=max(16, triton.next_power_of_2(K)), BLOCK_V=block_v, CHUNKED=chunked, BLOCK_S=256,
-        EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages,
+        TMA=tma, EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages,
     )  # fmt: skip
