@@ -147,17 +147,23 @@ def _solve_kernel(
 
 
 @triton.jit
-def _advance(state, k, q, v, inverse, seen, row, EMULATED: tl.constexpr):
-    """The state after a chunk, and what it answers. row: where the factors of the chunk's rows are."""
+def _factors(factor_ptr, at):
+    """Of a chunk's rows, for keys, queries and deltas, and what the state before it is multiplied by."""
+    row = factor_ptr + at.to(tl.int64) * (4 * _CHUNK)
     i = tl.arange(0, _CHUNK)
+    return tl.load(row + i), tl.load(row + _CHUNK + i), tl.load(row + 2 * _CHUNK + i), tl.load(row + 3 * _CHUNK)
+
+
+@triton.jit
+def _advance(state, k, q, v, inverse, seen, of_k, of_q, of_delta, of_state, EMULATED: tl.constexpr):
+    """The state after a chunk, and what it answers."""
     held = _narrow(state, EMULATED)
     zeros = tl.zeros([_CHUNK, state.shape[1]], tl.float32)
-    known = _product(k, held, zeros, EMULATED) * tl.load(row + i)[:, None]
+    known = _product(k, held, zeros, EMULATED) * of_k[:, None]
     unknown = _narrow(v.to(tl.float32) - known, EMULATED)
     delta = _product(inverse, unknown, zeros, EMULATED)
-    learnt = _narrow(delta * tl.load(row + 2 * _CHUNK + i)[:, None], EMULATED)
-    state = _product(tl.trans(k), learnt, state * tl.load(row + 3 * _CHUNK), EMULATED)
-    answer = _product(q, held, zeros, EMULATED) * tl.load(row + _CHUNK + i)[:, None]
+    state = _product(tl.trans(k), _narrow(delta * of_delta[:, None], EMULATED), state * of_state, EMULATED)
+    answer = _product(q, held, zeros, EMULATED) * of_q[:, None]
     return state, _product(seen, _narrow(delta, EMULATED), answer, EMULATED)
 
 
@@ -201,15 +207,21 @@ def _carry_kernel(
         entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[None, :] * K + e[:, None]
         state = tl.load(entry + tl.load(version_ptr + s).to(tl.int64) * VERSION, mask=in_state, other=0.0)
         whole = (end - first) // _CHUNK
+        last = tl.cdiv(end - first, _CHUNK) - 1
+        of_k, of_q, of_delta, of_state = _factors(factor_ptr, before * H + head)
         if TMA:
             for chunk in range(whole):
                 t = first + chunk * _CHUNK
                 at = (before + chunk) * H + head
+                next_k, next_q, next_delta, next_state = _factors(
+                    factor_ptr, (before + tl.minimum(chunk + 1, last)) * H + head
+                )
                 state, answer = _advance(
                     state, k_tiles.load([t, 0]), q_tiles.load([t, 0]), v_tiles.load([t, row0]),
                     inverses.load([at * _CHUNK, 0]), seens.load([at * _CHUNK, 0]),
-                    factor_ptr + at.to(tl.int64) * (4 * _CHUNK), EMULATED,
+                    of_k, of_q, of_delta, of_state, EMULATED,
                 )  # fmt: skip
+                of_k, of_q, of_delta, of_state = next_k, next_q, next_delta, next_state
                 to = out_ptr + t.to(tl.int64) * (H * V) + out_places
                 tl.store(to, answer.to(out_ptr.dtype.element_ty), mask=(rows < V)[None, :])
         STAGES: tl.constexpr = 1 if TMA else None  # the last tokens, or all chunks
@@ -225,7 +237,11 @@ def _carry_kernel(
             q = tl.load(q_ptr + t * Q_ROW + q_places, mask=in_keys, other=0.0)
             v = tl.load(v_ptr + t * V_ROW + v_places, mask=in_values, other=0.0)
             inverse, seen = tl.load(inverse_ptr + square), tl.load(seen_ptr + square)
-            state, answer = _advance(state, k, q, v, inverse, seen, factor_ptr + at * (4 * _CHUNK), EMULATED)
+            next_k, next_q, next_delta, next_state = _factors(
+                factor_ptr, (before + tl.minimum(chunk + 1, last)) * H + head
+            )
+            state, answer = _advance(state, k, q, v, inverse, seen, of_k, of_q, of_delta, of_state, EMULATED)
+            of_k, of_q, of_delta, of_state = next_k, next_q, next_delta, next_state
             to = out_ptr + t * (H * V) + out_places
             tl.store(to, answer.to(out_ptr.dtype.element_ty), mask=in_values)
         tl.store(entry + (VERSIONS - 1) * VERSION, state, mask=in_state)
