@@ -22,8 +22,10 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.recurrent.gated_delta.op import gated_delta
+from graphllm.ops.recurrent.gated_delta.triton_gated_delta import CHUNKED, has_prompts, launch_tokens
 from graphllm.ops.recurrent.slots import Slots
 
+_LANES = 4  # programs that share the sequences of a head
 _CHUNK = tl.constexpr(64)
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -257,7 +259,7 @@ def launch_solve(
     queries and keys [chunks, H, 64, 64], and factors of rows [chunks, H, 4, 64]."""
     (T, G, K), H = q_TGK.shape, g_TH.shape[1]
     emulated = triton.knobs.runtime.interpret
-    chunks = (T + chunked - 1) // chunked
+    chunks = (T + CHUNKED - 1) // CHUNKED  # a sequence of n tokens has at most n / CHUNKED
     dtype = torch.float32 if emulated else q_TGK.dtype
     inverse, seen = (q_TGK.new_empty((chunks, H, 64, 64), dtype=dtype) for _ in range(2))
     factors = q_TGK.new_empty((chunks, H, 4, 64), dtype=torch.float32)
@@ -288,3 +290,34 @@ def launch_carry(
         K_PAD=max(16, triton.next_power_of_2(K)), BLOCK_V=block_v, CHUNKED=chunked, BLOCK_S=256,
         TMA=tma, EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages,
     )  # fmt: skip
+
+
+def _by_copies(site: CallSite) -> bool:
+    """Whether the copy engine takes rows of queries, keys and values: 16 bytes at multiples of 16."""
+    rows = [site.args[name] for name in ("q_TGK", "k_TGK", "v_THV")]
+    return all(number % 8 == 0 for t in rows for number in (t.storage_offset(), *t.stride()[:2]))
+
+
+def _configs(site: CallSite) -> list[dict[str, int]]:
+    G, H = site.args["q_TGK"].shape[1], site.args["v_THV"].shape[1]
+    copies = int(_by_copies(site))
+    return [
+        {"heads": 1, "solve_warps": 4, "block_v": block_v, "warps": warps, "stages": stages, "copies": copies}
+        for block_v, warps, stages in ((32, 4, 3), (64, 4, 3))
+    ]
+
+
+@gated_delta.impl("triton_chunks", device="cuda", supports=has_prompts, configs=_configs)
+def triton_chunks(
+    q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots, scale: float,
+    norm_eps: float, *, heads: int, solve_warps: int, block_v: int, warps: int, stages: int, copies: int,
+) -> Tensor:  # fmt: skip
+    """Sequences of many tokens by chunks, in two launches, and the others token by token in a third."""
+    out_THV = v_THV.new_empty(v_THV.shape)
+    chunked = max(CHUNKED, state.shape[1] + 1)  # at most as many tokens as versions: each one's state is kept
+    solved = launch_solve(
+        q_TGK, k_TGK, g, beta_TH, at.query_start_loc, scale, norm_eps, chunked, heads, "tf32", solve_warps
+    )
+    launch_carry(q_TGK, k_TGK, v_THV, state, at, out_THV, solved, chunked, _LANES, block_v, warps, stages, copies > 0)
+    launch_tokens(q_TGK, k_TGK, v_THV, g, beta_TH, state, at, out_THV, scale, norm_eps, below=chunked)
+    return out_THV

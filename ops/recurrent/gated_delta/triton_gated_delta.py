@@ -1,4 +1,7 @@
-"""gated_delta on a GPU: a program has a block of rows of a head's state in registers for all of a sequence's tokens."""
+"""gated_delta on a GPU: a program has a block of rows of a head's state in registers for all of a sequence's tokens.
+
+Steps with prompts in bfloat16 go by `triton_chunks`, which leaves short sequences to the kernel here.
+"""
 
 # mypy: allow-untyped-defs
 
@@ -15,6 +18,8 @@ from graphllm.ops.recurrent.gated_delta.op import gated_delta
 from graphllm.ops.recurrent.slots import Slots
 
 _NUMBERS = 2048  # of a state that a program has: 32 registers of each of 128 threads would be twice as many
+CHUNKED = 32  # tokens from which on a sequence goes by chunks
+_MOST_KEYS = 128  # entries of a key that chunks take
 
 
 @triton.jit
@@ -25,13 +30,14 @@ def _delta_kernel(
     SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr, BLOCK_V: tl.constexpr, CHANNELS: tl.constexpr,
     NORM: tl.constexpr,
+    BELOW: tl.constexpr,  # sequences of as many tokens are left out, and longer ones; 0: none
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     head = tl.program_id(1)
     s = tl.program_id(2)
     first = tl.load(start_ptr + s)
     count = tl.load(start_ptr + 1 + s) - first
-    if count == 0:
+    if (count == 0) | ((BELOW > 0) & (count >= BELOW)):
         return
     k = tl.arange(0, K_PAD)
     inside = (rows < V)[:, None] & (k < K)[None, :]
@@ -60,7 +66,23 @@ def _delta_kernel(
             tl.store(entry + tl.minimum(i, VERSIONS - 1).to(tl.int64) * VERSION, state, mask=inside)
 
 
-def _supports(site: CallSite) -> bool:
+def has_prompts(site: CallSite) -> bool:
+    """Whether `triton_chunks` serves the site: steps in bfloat16 in which a sequence may have a chunk's worth of tokens,
+    and decays of heads. Sums begin where a step's tokens do, so a deterministic site goes token by token."""
+    q, k, v, g, state = (site.args[name] for name in ("q_TGK", "k_TGK", "v_THV", "g", "state"))
+    bucket = site.bucket
+    return (
+        not site.deterministic
+        and bucket.kind == "mixed"
+        and bucket.hi >= CHUNKED
+        and g.dim() == 2
+        and all(t.dtype == torch.bfloat16 for t in (q, k, v))
+        and state.shape[4] <= _MOST_KEYS
+        and _plain(site)
+    )
+
+
+def _plain(site: CallSite) -> bool:
     v, g, state = (site.args[name] for name in ("v_THV", "g", "state"))
     rows = [site.args[name] for name in ("q_TGK", "k_TGK")] + [v]
     V, K = state.shape[3:]
@@ -73,6 +95,10 @@ def _supports(site: CallSite) -> bool:
     )
 
 
+def _supports(site: CallSite) -> bool:
+    return _plain(site) and not has_prompts(site)
+
+
 @gated_delta.impl("triton", device="cuda", supports=_supports, row_order=each_alone)
 def triton_gated_delta(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots, scale: float,
@@ -80,6 +106,15 @@ def triton_gated_delta(
 ) -> Tensor:  # fmt: skip
     """One launch, in which each token waits for the one before: good for decoding."""
     out_THV = v_THV.new_empty(v_THV.shape)
+    launch_tokens(q_TGK, k_TGK, v_THV, g, beta_TH, state, at, out_THV, scale, norm_eps)
+    return out_THV
+
+
+def launch_tokens(
+    q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots,
+    out_THV: Tensor, scale: float, norm_eps: float, below: int = 0,
+) -> None:  # fmt: skip
+    """Sequences of fewer than ``below`` tokens, one token after the other; all if it is 0."""
     versions, H, V, K = state.shape[1:]
     K_pad = triton.next_power_of_2(K)
     block = max(1, min(triton.next_power_of_2(V), _NUMBERS // K_pad))
@@ -89,6 +124,5 @@ def triton_gated_delta(
         q_TGK, k_TGK, v_THV, g, beta_TH, state, out_THV, *at, scale, norm_eps,
         **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
         SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=versions, H=H, SHARE=H // q_TGK.shape[1], K=K, V=V,
-        K_PAD=K_pad, BLOCK_V=block, CHANNELS=g.dim() == 3, NORM=norm_eps > 0, num_warps=4,
+        K_PAD=K_pad, BLOCK_V=block, CHANNELS=g.dim() == 3, NORM=norm_eps > 0, BELOW=below, num_warps=4,
     )  # fmt: skip
-    return out_THV
