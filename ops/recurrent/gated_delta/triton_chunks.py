@@ -278,7 +278,10 @@ def launch_carry(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, state: Tensor, at: Slots, out_THV: Tensor,
     solved: tuple[Tensor, Tensor, Tensor], chunked: int, lanes: int, block_v: int, warps: int, stages: int, tma: bool,
 ) -> None:  # fmt: skip
-    """States of sequences of at least ``chunked`` tokens, and what they answer. lanes: programs that share sequences."""
+    """States of sequences of at least ``chunked`` tokens, and what they answer.
+
+    lanes: programs that share a head's sequences.
+    """
     versions, H, V, K = state.shape[1:]
     tensors = {"Q": q_TGK, "K": k_TGK, "V": v_THV}
     launch_triton(
@@ -299,7 +302,6 @@ def _by_copies(site: CallSite) -> bool:
 
 
 def _configs(site: CallSite) -> list[dict[str, int]]:
-    G, H = site.args["q_TGK"].shape[1], site.args["v_THV"].shape[1]
     copies = int(_by_copies(site))
     return [
         {"heads": 1, "solve_warps": 4, "block_v": block_v, "warps": warps, "stages": stages, "copies": copies}

@@ -67,8 +67,8 @@ def _delta_kernel(
 
 
 def has_prompts(site: CallSite) -> bool:
-    """Whether `triton_chunks` serves the site: steps in bfloat16 in which a sequence may have a chunk's worth of tokens,
-    and decays of heads. Sums begin where a step's tokens do, so a deterministic site goes token by token."""
+    """Whether `triton_chunks` serves the site: steps in bfloat16 with decays of heads, in which a sequence may have
+    enough tokens. Sums begin where a step's tokens do, so a deterministic site goes token by token."""
     q, k, v, g, state = (site.args[name] for name in ("q_TGK", "k_TGK", "v_THV", "g", "state"))
     bucket = site.bucket
     return (
