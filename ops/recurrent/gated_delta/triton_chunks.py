@@ -82,13 +82,12 @@ def _inverse(A, MERGE: tl.constexpr):
     i = tl.arange(0, 64)
     same = (b[:, None] == b[None, :])[:, :, None, None]
     blocks = tl.permute(tl.reshape(A, [4, 16, 4, 16]), (0, 2, 1, 3))
-    D = -tl.sum(tl.where(same, blocks, 0.0), 1)
-    for n in tl.static_range(2, 16):
-        chosen = (r == n)[None, :, None]
-        row = tl.sum(tl.where(chosen, D, 0.0), 1)
-        row += tl.sum(row[:, :, None] * D, 1)
-        D = tl.where(chosen, row[:, None, :], D)
-    D += tl.where(r[:, None] == r[None, :], 1.0, 0.0)[None, :, :]
+    below = tl.sum(tl.where(same, blocks, 0.0), 1)
+    D = tl.where((r[:, None] == r[None, :])[None, :, :], 1.0, below * 0.0)
+    for n in tl.static_range(15):
+        column = tl.sum(tl.where((r == n)[None, None, :], below, 0.0), 2)
+        row = tl.sum(tl.where((r == n)[None, :, None], D, 0.0), 1)
+        D -= column[:, :, None] * row[:, None, :]
     D = tl.reshape(tl.permute(tl.where(same, D[:, None, :, :], 0.0), (0, 2, 1, 3)), [64, 64])
     L = tl.where((i // 16)[:, None] > (i // 16)[None, :], A, 0.0)
     N = _merge(D, L, MERGE)
@@ -251,6 +250,102 @@ def _carry_kernel(
         s, before = _find(start_ptr, rank, S, CHUNKED, False, BLOCK_S)
 
 
+@triton.jit
+def _advance_rows(state, k, q, v, inverse, seen, of_k, of_q, of_delta, of_state, EMULATED: tl.constexpr):
+    """The state [V, K] after a chunk, and what it answers [V, 64]: results stay in registers as the next product's
+    left factor."""
+    held = _narrow(state, EMULATED)
+    zeros = tl.zeros([state.shape[0], _CHUNK], tl.float32)
+    known = _product(held, tl.trans(k), zeros, EMULATED) * of_k[None, :]
+    unknown = _narrow(tl.trans(v).to(tl.float32) - known, EMULATED)
+    delta = _product(unknown, tl.trans(inverse), zeros, EMULATED)
+    state = _product(_narrow(delta * of_delta[None, :], EMULATED), k, state * of_state, EMULATED)
+    answer = _product(held, tl.trans(q), zeros, EMULATED) * of_q[None, :]
+    return state, _product(_narrow(delta, EMULATED), tl.trans(seen), answer, EMULATED)
+
+
+@triton.jit(do_not_specialize_on_alignment=["S", "T", "CHUNKS"])
+def _carry_rows_kernel(
+    q_ptr, k_ptr, v_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, inverse_ptr, seen_ptr, factor_ptr, S,
+    T, CHUNKS, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
+    V_ROW: tl.constexpr, V_HEAD: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr,
+    H: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr, TMA: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    head = tl.program_id(0) // BLOCKS
+    row0 = tl.program_id(0) % BLOCKS * BLOCK_V
+    rows = row0 + tl.arange(0, BLOCK_V)
+    key_head = head // SHARE
+    i = tl.arange(0, _CHUNK)
+    e = tl.arange(0, K_PAD)
+    places = i[:, None] * _CHUNK + i[None, :]
+    in_state = (rows < V)[:, None] & (e < K)[None, :]
+    k_places = i[:, None] * K_ROW + e[None, :]
+    q_places = i[:, None] * Q_ROW + e[None, :]
+    v_places = i[:, None] * V_ROW + rows[None, :]
+    out_places = i[:, None] * (H * V) + rows[None, :]
+    k_ptr += key_head * K_HEAD
+    q_ptr += key_head * Q_HEAD
+    v_ptr += head * V_HEAD
+    out_ptr += head * V
+    if TMA:
+        k_tiles = tl.make_tensor_descriptor(k_ptr, [T, K], [K_ROW, 1], [_CHUNK, K_PAD])
+        q_tiles = tl.make_tensor_descriptor(q_ptr, [T, K], [Q_ROW, 1], [_CHUNK, K_PAD])
+        v_tiles = tl.make_tensor_descriptor(v_ptr, [T, V], [V_ROW, 1], [_CHUNK, BLOCK_V])
+        squares = CHUNKS * H * _CHUNK
+        inverses = tl.make_tensor_descriptor(inverse_ptr, [squares, _CHUNK], [_CHUNK, 1], [_CHUNK, _CHUNK])
+        seens = tl.make_tensor_descriptor(seen_ptr, [squares, _CHUNK], [_CHUNK, 1], [_CHUNK, _CHUNK])
+    rank = tl.program_id(1)
+    s, before = _find(start_ptr, rank, S, CHUNKED, False, BLOCK_S)
+    while s < S:
+        first = tl.load(start_ptr + s)
+        end = tl.load(start_ptr + s + 1)
+        entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[:, None] * K + e[None, :]
+        state = tl.load(entry + tl.load(version_ptr + s).to(tl.int64) * VERSION, mask=in_state, other=0.0)
+        whole = (end - first) // _CHUNK
+        last = tl.cdiv(end - first, _CHUNK) - 1
+        of_k, of_q, of_delta, of_state = _factors(factor_ptr, before * H + head)
+        if TMA:
+            for chunk in range(whole):
+                t = first + chunk * _CHUNK
+                at = (before + chunk) * H + head
+                next_k, next_q, next_delta, next_state = _factors(
+                    factor_ptr, (before + tl.minimum(chunk + 1, last)) * H + head
+                )
+                state, answer = _advance_rows(
+                    state, k_tiles.load([t, 0]), q_tiles.load([t, 0]), v_tiles.load([t, row0]),
+                    inverses.load([at * _CHUNK, 0]), seens.load([at * _CHUNK, 0]),
+                    of_k, of_q, of_delta, of_state, EMULATED,
+                )  # fmt: skip
+                of_k, of_q, of_delta, of_state = next_k, next_q, next_delta, next_state
+                to = out_ptr + t.to(tl.int64) * (H * V) + out_places
+                tl.store(to, tl.trans(answer).to(out_ptr.dtype.element_ty), mask=(rows < V)[None, :])
+        STAGES: tl.constexpr = 1 if TMA else None  # the last tokens, or all chunks
+        for chunk in tl.range(whole if TMA else 0, tl.cdiv(end - first, _CHUNK), num_stages=STAGES):
+            t = first + chunk * _CHUNK
+            valid = i < end - t
+            t = t.to(tl.int64)
+            in_keys = valid[:, None] & (e < K)[None, :]
+            in_values = valid[:, None] & (rows < V)[None, :]
+            at = ((before + chunk) * H + head).to(tl.int64)
+            square = at * (_CHUNK * _CHUNK) + places
+            k = tl.load(k_ptr + t * K_ROW + k_places, mask=in_keys, other=0.0)
+            q = tl.load(q_ptr + t * Q_ROW + q_places, mask=in_keys, other=0.0)
+            v = tl.load(v_ptr + t * V_ROW + v_places, mask=in_values, other=0.0)
+            inverse, seen = tl.load(inverse_ptr + square), tl.load(seen_ptr + square)
+            next_k, next_q, next_delta, next_state = _factors(
+                factor_ptr, (before + tl.minimum(chunk + 1, last)) * H + head
+            )
+            state, answer = _advance_rows(state, k, q, v, inverse, seen, of_k, of_q, of_delta, of_state, EMULATED)
+            of_k, of_q, of_delta, of_state = next_k, next_q, next_delta, next_state
+            to = out_ptr + t * (H * V) + out_places
+            tl.store(to, tl.trans(answer).to(out_ptr.dtype.element_ty), mask=in_values)
+        tl.store(entry + (VERSIONS - 1) * VERSION, state, mask=in_state)
+        rank += tl.num_programs(1)
+        s, before = _find(start_ptr, rank, S, CHUNKED, False, BLOCK_S)
+
+
 def launch_solve(
     q_TGK: Tensor, k_TGK: Tensor, g_TH: Tensor, beta_TH: Tensor, starts: Tensor, scale: float, norm_eps: float,
     chunked: int, heads: int, merge: str, warps: int,
@@ -277,6 +372,7 @@ def launch_solve(
 def launch_carry(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, state: Tensor, at: Slots, out_THV: Tensor,
     solved: tuple[Tensor, Tensor, Tensor], chunked: int, lanes: int, block_v: int, warps: int, stages: int, tma: bool,
+    turned: bool = False,
 ) -> None:  # fmt: skip
     """States of sequences of at least ``chunked`` tokens, and what they answer.
 
@@ -285,7 +381,7 @@ def launch_carry(
     versions, H, V, K = state.shape[1:]
     tensors = {"Q": q_TGK, "K": k_TGK, "V": v_THV}
     launch_triton(
-        _carry_kernel, (H * ((V + block_v - 1) // block_v), lanes),
+        _carry_rows_kernel if turned else _carry_kernel, (H * ((V + block_v - 1) // block_v), lanes),
         q_TGK, k_TGK, v_THV, state, out_THV, *at, *solved, at.slots.shape[0],
         q_TGK.shape[0], solved[0].shape[0],
         **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
