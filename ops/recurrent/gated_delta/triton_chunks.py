@@ -22,11 +22,11 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.recurrent.gated_delta.op import gated_delta
-from graphllm.ops.recurrent.gated_delta.triton_gated_delta import CHUNKED, has_prompts, launch_tokens
+from graphllm.ops.recurrent.gated_delta.triton_gated_delta import has_prompts, launch_tokens
+from graphllm.ops.recurrent.gated_delta.triton_lengths import CHUNK, CHUNKED, find_sequence
 from graphllm.ops.recurrent.slots import Slots
 
 _LANES = 4  # programs that share the sequences of a head
-_CHUNK = tl.constexpr(64)
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -43,25 +43,6 @@ def _product(a, b, acc, EMULATED: tl.constexpr):
 def _narrow(x, EMULATED: tl.constexpr):
     """As a factor of a product. The interpreter would cut, not round."""
     return x if EMULATED else x.to(tl.bfloat16)
-
-
-@triton.jit
-def _find(start_ptr, place, S, CHUNKED: tl.constexpr, BY_CHUNK: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The sequence with a chunk, or (BY_CHUNK is False) the one of that number among those with chunks; S if there is
-    none. And the chunks before it."""
-    s = 0
-    chunks = 0
-    before = 0
-    for base in range(0, S, BLOCK_S):
-        i = base + tl.arange(0, BLOCK_S)
-        count = tl.load(start_ptr + 1 + i, mask=i < S, other=0) - tl.load(start_ptr + i, mask=i < S, other=0)
-        own = tl.where(count >= CHUNKED, (count + _CHUNK - 1) // _CHUNK, 0)
-        unit = own if BY_CHUNK else tl.minimum(own, 1)
-        earlier = before + tl.cumsum(unit, 0) <= place
-        s += tl.sum(tl.where(earlier, tl.where(i < S, 1, 0), 0))
-        chunks += tl.sum(tl.where(earlier, own, 0))
-        before += tl.sum(unit)
-    return s, chunks
 
 
 @triton.jit
@@ -106,60 +87,60 @@ def _solve_kernel(
 ):  # fmt: skip
     chunk = tl.program_id(0) // (H // HEADS)
     head0 = tl.program_id(0) % (H // HEADS) * HEADS
-    s, before = _find(start_ptr, chunk, S, CHUNKED, True, BLOCK_S)
+    s, before = find_sequence(start_ptr, chunk, S, CHUNKED, "chunks", BLOCK_S)
     if s < S:
-        i = tl.arange(0, _CHUNK)
+        i = tl.arange(0, CHUNK)
         e = tl.arange(0, K_PAD)
-        t = tl.load(start_ptr + s) + (chunk - before) * _CHUNK + i
+        t = tl.load(start_ptr + s) + (chunk - before) * CHUNK + i
         valid = t < tl.load(start_ptr + s + 1)
         t = t.to(tl.int64)
         inside = valid[:, None] & (e < K)[None, :]
         key_head = head0 // SHARE
         k = tl.load(k_ptr + (t * K_ROW)[:, None] + key_head * K_HEAD + e[None, :], mask=inside, other=0.0)
         q = tl.load(q_ptr + (t * Q_ROW)[:, None] + key_head * Q_HEAD + e[None, :], mask=inside, other=0.0)
-        of_k = tl.full([_CHUNK], 1.0, tl.float32)
+        of_k = tl.full([CHUNK], 1.0, tl.float32)
         of_q = of_k * scale
         if NORM:
             wide = k.to(tl.float32)
             of_k = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) + norm_eps)
             wide = q.to(tl.float32)
             of_q = scale / tl.sqrt_rn(tl.sum(wide * wide, 1) + norm_eps)
-        places = i[:, None] * _CHUNK + i[None, :]
+        places = i[:, None] * CHUNK + i[None, :]
         for head in range(head0, head0 + HEADS):
             gate = tl.load(g_ptr + t * G_ROW + head * G_HEAD, mask=valid, other=0.0).to(tl.float32) * _LOG2E
             beta = tl.load(beta_ptr + t * BETA_ROW + head * BETA_HEAD, mask=valid, other=0.0).to(tl.float32)
             total = tl.cumsum(gate, 0)
             decay = tl.exp2(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
             at = (chunk * H + head).to(tl.int64)
-            square = at * (_CHUNK * _CHUNK) + places
-            zeros = tl.zeros([_CHUNK, _CHUNK], tl.float32)
+            square = at * (CHUNK * CHUNK) + places
+            zeros = tl.zeros([CHUNK, CHUNK], tl.float32)
             seen = _product(q, tl.trans(k), zeros, EMULATED) * decay * (of_q[:, None] * of_k[None, :])
             tl.store(seen_ptr + square, seen.to(seen_ptr.dtype.element_ty))
             A = _product(k, tl.trans(k), zeros, EMULATED) * decay * ((beta * of_k)[:, None] * of_k[None, :])
             inverse = _inverse(tl.where(i[:, None] > i[None, :], A, 0.0), MERGE) * beta[None, :]
             tl.store(inverse_ptr + square, inverse.to(inverse_ptr.dtype.element_ty))
-            row = factor_ptr + at * (4 * _CHUNK) + i
+            row = factor_ptr + at * (4 * CHUNK) + i
             grown = tl.exp2(total)
             last = tl.sum(gate, 0)
             tl.store(row, grown * of_k)
-            tl.store(row + _CHUNK, grown * of_q)
-            tl.store(row + 2 * _CHUNK, tl.exp2(tl.minimum(last - total, 0.0)) * of_k)
-            tl.store(row + 3 * _CHUNK, tl.exp2(last) + tl.zeros([_CHUNK], tl.float32))
+            tl.store(row + CHUNK, grown * of_q)
+            tl.store(row + 2 * CHUNK, tl.exp2(tl.minimum(last - total, 0.0)) * of_k)
+            tl.store(row + 3 * CHUNK, tl.exp2(last) + tl.zeros([CHUNK], tl.float32))
 
 
 @triton.jit
 def _factors(factor_ptr, at):
     """Of a chunk's rows, for keys, queries and deltas, and what the state before it is multiplied by."""
-    row = factor_ptr + at.to(tl.int64) * (4 * _CHUNK)
-    i = tl.arange(0, _CHUNK)
-    return tl.load(row + i), tl.load(row + _CHUNK + i), tl.load(row + 2 * _CHUNK + i), tl.load(row + 3 * _CHUNK)
+    row = factor_ptr + at.to(tl.int64) * (4 * CHUNK)
+    i = tl.arange(0, CHUNK)
+    return tl.load(row + i), tl.load(row + CHUNK + i), tl.load(row + 2 * CHUNK + i), tl.load(row + 3 * CHUNK)
 
 
 @triton.jit
 def _advance(state, k, q, v, inverse, seen, of_k, of_q, of_delta, of_state, EMULATED: tl.constexpr):
     """The state after a chunk, and what it answers."""
     held = _narrow(state, EMULATED)
-    zeros = tl.zeros([_CHUNK, state.shape[1]], tl.float32)
+    zeros = tl.zeros([CHUNK, state.shape[1]], tl.float32)
     known = _product(k, held, zeros, EMULATED) * of_k[:, None]
     unknown = _narrow(v.to(tl.float32) - known, EMULATED)
     delta = _product(inverse, unknown, zeros, EMULATED)
@@ -181,9 +162,9 @@ def _carry_kernel(
     row0 = tl.program_id(0) % BLOCKS * BLOCK_V
     rows = row0 + tl.arange(0, BLOCK_V)
     key_head = head // SHARE
-    i = tl.arange(0, _CHUNK)
+    i = tl.arange(0, CHUNK)
     e = tl.arange(0, K_PAD)
-    places = i[:, None] * _CHUNK + i[None, :]
+    places = i[:, None] * CHUNK + i[None, :]
     in_state = (e < K)[:, None] & (rows < V)[None, :]
     k_places = i[:, None] * K_ROW + e[None, :]
     q_places = i[:, None] * Q_ROW + e[None, :]
@@ -194,46 +175,47 @@ def _carry_kernel(
     v_ptr += head * V_HEAD
     out_ptr += head * V
     if TMA:
-        k_tiles = tl.make_tensor_descriptor(k_ptr, [T, K], [K_ROW, 1], [_CHUNK, K_PAD])
-        q_tiles = tl.make_tensor_descriptor(q_ptr, [T, K], [Q_ROW, 1], [_CHUNK, K_PAD])
-        v_tiles = tl.make_tensor_descriptor(v_ptr, [T, V], [V_ROW, 1], [_CHUNK, BLOCK_V])
-        squares = CHUNKS * H * _CHUNK
-        inverses = tl.make_tensor_descriptor(inverse_ptr, [squares, _CHUNK], [_CHUNK, 1], [_CHUNK, _CHUNK])
-        seens = tl.make_tensor_descriptor(seen_ptr, [squares, _CHUNK], [_CHUNK, 1], [_CHUNK, _CHUNK])
+        k_tiles = tl.make_tensor_descriptor(k_ptr, [T, K], [K_ROW, 1], [CHUNK, K_PAD])
+        q_tiles = tl.make_tensor_descriptor(q_ptr, [T, K], [Q_ROW, 1], [CHUNK, K_PAD])
+        v_tiles = tl.make_tensor_descriptor(v_ptr, [T, V], [V_ROW, 1], [CHUNK, BLOCK_V])
+        squares = CHUNKS * H * CHUNK
+        inverses = tl.make_tensor_descriptor(inverse_ptr, [squares, CHUNK], [CHUNK, 1], [CHUNK, CHUNK])
+        seens = tl.make_tensor_descriptor(seen_ptr, [squares, CHUNK], [CHUNK, 1], [CHUNK, CHUNK])
     rank = tl.program_id(1)
-    s, before = _find(start_ptr, rank, S, CHUNKED, False, BLOCK_S)
+    s, before = find_sequence(start_ptr, rank, S, CHUNKED, "long", BLOCK_S)
     while s < S:
         first = tl.load(start_ptr + s)
         end = tl.load(start_ptr + s + 1)
         entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[None, :] * K + e[:, None]
         state = tl.load(entry + tl.load(version_ptr + s).to(tl.int64) * VERSION, mask=in_state, other=0.0)
-        whole = (end - first) // _CHUNK
-        last = tl.cdiv(end - first, _CHUNK) - 1
+        state = state.to(tl.float32)
+        whole = (end - first) // CHUNK
+        last = tl.cdiv(end - first, CHUNK) - 1
         of_k, of_q, of_delta, of_state = _factors(factor_ptr, before * H + head)
         if TMA:
             for chunk in range(whole):
-                t = first + chunk * _CHUNK
+                t = first + chunk * CHUNK
                 at = (before + chunk) * H + head
                 next_k, next_q, next_delta, next_state = _factors(
                     factor_ptr, (before + tl.minimum(chunk + 1, last)) * H + head
                 )
                 state, answer = _advance(
                     state, k_tiles.load([t, 0]), q_tiles.load([t, 0]), v_tiles.load([t, row0]),
-                    inverses.load([at * _CHUNK, 0]), seens.load([at * _CHUNK, 0]),
+                    inverses.load([at * CHUNK, 0]), seens.load([at * CHUNK, 0]),
                     of_k, of_q, of_delta, of_state, EMULATED,
                 )  # fmt: skip
                 of_k, of_q, of_delta, of_state = next_k, next_q, next_delta, next_state
                 to = out_ptr + t.to(tl.int64) * (H * V) + out_places
                 tl.store(to, answer.to(out_ptr.dtype.element_ty), mask=(rows < V)[None, :])
         STAGES: tl.constexpr = 1 if TMA else None  # the last tokens, or all chunks
-        for chunk in tl.range(whole if TMA else 0, tl.cdiv(end - first, _CHUNK), num_stages=STAGES):
-            t = first + chunk * _CHUNK
+        for chunk in tl.range(whole if TMA else 0, tl.cdiv(end - first, CHUNK), num_stages=STAGES):
+            t = first + chunk * CHUNK
             valid = i < end - t
             t = t.to(tl.int64)
             in_keys = valid[:, None] & (e < K)[None, :]
             in_values = valid[:, None] & (rows < V)[None, :]
             at = ((before + chunk) * H + head).to(tl.int64)
-            square = at * (_CHUNK * _CHUNK) + places
+            square = at * (CHUNK * CHUNK) + places
             k = tl.load(k_ptr + t * K_ROW + k_places, mask=in_keys, other=0.0)
             q = tl.load(q_ptr + t * Q_ROW + q_places, mask=in_keys, other=0.0)
             v = tl.load(v_ptr + t * V_ROW + v_places, mask=in_values, other=0.0)
@@ -245,9 +227,9 @@ def _carry_kernel(
             of_k, of_q, of_delta, of_state = next_k, next_q, next_delta, next_state
             to = out_ptr + t * (H * V) + out_places
             tl.store(to, answer.to(out_ptr.dtype.element_ty), mask=in_values)
-        tl.store(entry + (VERSIONS - 1) * VERSION, state, mask=in_state)
+        tl.store(entry + (VERSIONS - 1) * VERSION, state.to(state_ptr.dtype.element_ty), mask=in_state)
         rank += tl.num_programs(1)
-        s, before = _find(start_ptr, rank, S, CHUNKED, False, BLOCK_S)
+        s, before = find_sequence(start_ptr, rank, S, CHUNKED, "long", BLOCK_S)
 
 
 @triton.jit
@@ -255,7 +237,7 @@ def _advance_rows(state, k, q, v, inverse, seen, of_k, of_q, of_delta, of_state,
     """The state [V, K] after a chunk, and what it answers [V, 64]: results stay in registers as the next product's
     left factor."""
     held = _narrow(state, EMULATED)
-    zeros = tl.zeros([state.shape[0], _CHUNK], tl.float32)
+    zeros = tl.zeros([state.shape[0], CHUNK], tl.float32)
     known = _product(held, tl.trans(k), zeros, EMULATED) * of_k[None, :]
     unknown = _narrow(tl.trans(v).to(tl.float32) - known, EMULATED)
     delta = _product(unknown, tl.trans(inverse), zeros, EMULATED)
@@ -277,9 +259,9 @@ def _carry_rows_kernel(
     row0 = tl.program_id(0) % BLOCKS * BLOCK_V
     rows = row0 + tl.arange(0, BLOCK_V)
     key_head = head // SHARE
-    i = tl.arange(0, _CHUNK)
+    i = tl.arange(0, CHUNK)
     e = tl.arange(0, K_PAD)
-    places = i[:, None] * _CHUNK + i[None, :]
+    places = i[:, None] * CHUNK + i[None, :]
     in_state = (rows < V)[:, None] & (e < K)[None, :]
     k_places = i[:, None] * K_ROW + e[None, :]
     q_places = i[:, None] * Q_ROW + e[None, :]
@@ -290,65 +272,82 @@ def _carry_rows_kernel(
     v_ptr += head * V_HEAD
     out_ptr += head * V
     if TMA:
-        k_tiles = tl.make_tensor_descriptor(k_ptr, [T, K], [K_ROW, 1], [_CHUNK, K_PAD])
-        q_tiles = tl.make_tensor_descriptor(q_ptr, [T, K], [Q_ROW, 1], [_CHUNK, K_PAD])
-        v_tiles = tl.make_tensor_descriptor(v_ptr, [T, V], [V_ROW, 1], [_CHUNK, BLOCK_V])
-        squares = CHUNKS * H * _CHUNK
-        inverses = tl.make_tensor_descriptor(inverse_ptr, [squares, _CHUNK], [_CHUNK, 1], [_CHUNK, _CHUNK])
-        seens = tl.make_tensor_descriptor(seen_ptr, [squares, _CHUNK], [_CHUNK, 1], [_CHUNK, _CHUNK])
+        k_tiles = tl.make_tensor_descriptor(k_ptr, [T, K], [K_ROW, 1], [CHUNK, K_PAD])
+        q_tiles = tl.make_tensor_descriptor(q_ptr, [T, K], [Q_ROW, 1], [CHUNK, K_PAD])
+        v_tiles = tl.make_tensor_descriptor(v_ptr, [T, V], [V_ROW, 1], [CHUNK, BLOCK_V])
+        squares = CHUNKS * H * CHUNK
+        inverses = tl.make_tensor_descriptor(inverse_ptr, [squares, CHUNK], [CHUNK, 1], [CHUNK, CHUNK])
+        seens = tl.make_tensor_descriptor(seen_ptr, [squares, CHUNK], [CHUNK, 1], [CHUNK, CHUNK])
     rank = tl.program_id(1)
-    s, before = _find(start_ptr, rank, S, CHUNKED, False, BLOCK_S)
+    s, before = find_sequence(start_ptr, rank, S, CHUNKED, "long", BLOCK_S)
     while s < S:
         first = tl.load(start_ptr + s)
         end = tl.load(start_ptr + s + 1)
         entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[:, None] * K + e[None, :]
         state = tl.load(entry + tl.load(version_ptr + s).to(tl.int64) * VERSION, mask=in_state, other=0.0)
-        whole = (end - first) // _CHUNK
-        last = tl.cdiv(end - first, _CHUNK) - 1
-        of_k, of_q, of_delta, of_state = _factors(factor_ptr, before * H + head)
+        state = state.to(tl.float32)
+        whole = (end - first) // CHUNK
+        last = tl.cdiv(end - first, CHUNK) - 1
+        start = factor_ptr + (before * H + head).to(tl.int64) * (4 * CHUNK)
+        of_state = tl.load(start + 3 * CHUNK)
+        of_q = tl.load(start + CHUNK + i)
         if TMA:
             for chunk in range(whole):
-                t = first + chunk * _CHUNK
+                t = first + chunk * CHUNK
                 at = (before + chunk) * H + head
-                next_k, next_q, next_delta, next_state = _factors(
-                    factor_ptr, (before + tl.minimum(chunk + 1, last)) * H + head
-                )
+                after = ((before + tl.minimum(chunk + 1, last)) * H + head).to(tl.int64)
+                next_state = tl.load(factor_ptr + after * (4 * CHUNK) + 3 * CHUNK)
+                next_q = tl.load(factor_ptr + after * (4 * CHUNK) + CHUNK + i)
+                row = factor_ptr + at.to(tl.int64) * (4 * CHUNK) + i
                 state, answer = _advance_rows(
                     state, k_tiles.load([t, 0]), q_tiles.load([t, 0]), v_tiles.load([t, row0]),
-                    inverses.load([at * _CHUNK, 0]), seens.load([at * _CHUNK, 0]),
-                    of_k, of_q, of_delta, of_state, EMULATED,
+                    inverses.load([at * CHUNK, 0]), seens.load([at * CHUNK, 0]),
+                    tl.load(row), of_q, tl.load(row + 2 * CHUNK), of_state, EMULATED,
                 )  # fmt: skip
-                of_k, of_q, of_delta, of_state = next_k, next_q, next_delta, next_state
+                of_state, of_q = next_state, next_q
                 to = out_ptr + t.to(tl.int64) * (H * V) + out_places
                 tl.store(to, tl.trans(answer).to(out_ptr.dtype.element_ty), mask=(rows < V)[None, :])
         STAGES: tl.constexpr = 1 if TMA else None  # the last tokens, or all chunks
-        for chunk in tl.range(whole if TMA else 0, tl.cdiv(end - first, _CHUNK), num_stages=STAGES):
-            t = first + chunk * _CHUNK
+        for chunk in tl.range(whole if TMA else 0, tl.cdiv(end - first, CHUNK), num_stages=STAGES):
+            t = first + chunk * CHUNK
             valid = i < end - t
             t = t.to(tl.int64)
             in_keys = valid[:, None] & (e < K)[None, :]
             in_values = valid[:, None] & (rows < V)[None, :]
             at = ((before + chunk) * H + head).to(tl.int64)
-            square = at * (_CHUNK * _CHUNK) + places
+            square = at * (CHUNK * CHUNK) + places
             k = tl.load(k_ptr + t * K_ROW + k_places, mask=in_keys, other=0.0)
             q = tl.load(q_ptr + t * Q_ROW + q_places, mask=in_keys, other=0.0)
             v = tl.load(v_ptr + t * V_ROW + v_places, mask=in_values, other=0.0)
             inverse, seen = tl.load(inverse_ptr + square), tl.load(seen_ptr + square)
-            next_k, next_q, next_delta, next_state = _factors(
-                factor_ptr, (before + tl.minimum(chunk + 1, last)) * H + head
+            after = ((before + tl.minimum(chunk + 1, last)) * H + head).to(tl.int64)
+            next_state = tl.load(factor_ptr + after * (4 * CHUNK) + 3 * CHUNK)
+            next_q = tl.load(factor_ptr + after * (4 * CHUNK) + CHUNK + i)
+            row = factor_ptr + at * (4 * CHUNK) + i
+            state, answer = _advance_rows(
+                state,
+                k,
+                q,
+                v,
+                inverse,
+                seen,
+                tl.load(row),
+                of_q,
+                tl.load(row + 2 * CHUNK),
+                of_state,
+                EMULATED,
             )
-            state, answer = _advance_rows(state, k, q, v, inverse, seen, of_k, of_q, of_delta, of_state, EMULATED)
-            of_k, of_q, of_delta, of_state = next_k, next_q, next_delta, next_state
+            of_state, of_q = next_state, next_q
             to = out_ptr + t * (H * V) + out_places
             tl.store(to, tl.trans(answer).to(out_ptr.dtype.element_ty), mask=in_values)
-        tl.store(entry + (VERSIONS - 1) * VERSION, state, mask=in_state)
+        tl.store(entry + (VERSIONS - 1) * VERSION, state.to(state_ptr.dtype.element_ty), mask=in_state)
         rank += tl.num_programs(1)
-        s, before = _find(start_ptr, rank, S, CHUNKED, False, BLOCK_S)
+        s, before = find_sequence(start_ptr, rank, S, CHUNKED, "long", BLOCK_S)
 
 
 def launch_solve(
     q_TGK: Tensor, k_TGK: Tensor, g_TH: Tensor, beta_TH: Tensor, starts: Tensor, scale: float, norm_eps: float,
-    chunked: int, heads: int, merge: str, warps: int,
+    chunked: int, heads: int, merge: str, warps: int, registers: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What of chunks does not depend on states, for sequences of at least ``chunked`` tokens: inverses and products of
     queries and keys [chunks, H, 64, 64], and factors of rows [chunks, H, 4, 64]."""
@@ -365,6 +364,7 @@ def launch_solve(
         **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
         H=H, SHARE=H // G, HEADS=heads, K=K, K_PAD=max(16, triton.next_power_of_2(K)), NORM=norm_eps > 0,
         CHUNKED=chunked, BLOCK_S=256, MERGE="ieee" if emulated else merge, EMULATED=emulated, num_warps=warps,
+        **({"maxnreg": registers} if registers else {}),
     )  # fmt: skip
     return inverse, seen, factors
 
