@@ -13,7 +13,8 @@ from graphllm.ops.recurrent.slot_cases import STEPS, Step, own_entries, owned_ro
 
 _TOLERANCE = {"float32": 3e-6, "bfloat16": 4e-3, "float16": 5e-4}
 _REASON = (
-    "float32 sums of K products, carried from token to token; one rounding of the result to the dtype "
+    "float32 sums of K products, carried from token to token; one rounding of the result to the dtype, of the state to "
+    "its own, and in chunks of the factors of products, too "
     "(Triton's interpreter cuts where a GPU rounds)"
 )
 
@@ -25,11 +26,13 @@ def _case(
     norm: bool = True,
     gate: float | None = None,
     narrow: bool = False,
+    kept: torch.dtype = torch.float32,
     bucket: Bucket | None = None,
     size: Literal["small", "real"] = "small",
 ) -> Case:
     """One case. sizes: G, H, K and V. channels: gates of each channel. norm: by the op, else keys are short already.
-    gate: all gates; None draws them. narrow: gates and beta have the dtype of the rows, not float32."""
+    gate: all gates; None draws them. narrow: gates and beta have the dtype of the rows, not float32. kept: the dtype of
+    the state."""
     G, H, K, V = sizes
 
     def inputs(make: Maker) -> dict[str, Any]:
@@ -38,7 +41,7 @@ def _case(
         if not norm:
             k = (k * (0.7 * K**-0.5)).to(make.dtype)
         g = -make.normal(T, H, K, scale=0.5, dtype=dtype).abs() if channels else -make.normal(T, H, dtype=dtype).abs()
-        wide = make.normal(step.entries, step.versions + 1, H, V, K, dtype=torch.float32)  # beside other states
+        wide = make.normal(step.entries, step.versions + 1, H, V, K, dtype=kept)  # beside other states
         return {
             "q_TGK": q.unflatten(1, (G, K)),
             "k_TGK": k.unflatten(1, (G, K)),
@@ -53,8 +56,10 @@ def _case(
 
     name = f"{step.name}_G{G}_H{H}_K{K}_V{V}" + ("_channels" if channels else "") + ("" if norm else "_short")
     name += ("" if gate is None else f"_g{gate:g}") + ("_narrow" if narrow else "")
-    chosen = bucket or step.bucket
-    return Case(name, inputs, _TOLERANCE, _REASON, chosen, size, specified=owned_rows, written=own_entries)
+    name += "" if kept == torch.float32 else f"_{kept}".replace("torch.", "")
+    chosen, rounding = bucket or step.bucket, {torch.bfloat16: 4e-3, torch.float16: 5e-4}.get(kept, 0.0)
+    tolerance = {dtype: max(error, rounding) for dtype, error in _TOLERANCE.items()}
+    return Case(name, inputs, tolerance, _REASON, chosen, size, specified=owned_rows, written=own_entries)
 
 
 _MIXED, _VERSIONS = Step([1, 19, 2, 0]), Step([1, 2, 6, 3], versions=3, pad=2)
@@ -68,6 +73,9 @@ CASES = (
     _case(_VERSIONS, (1, 1, 128, 36), norm=False, narrow=True),
     _case(_MIXED, (1, 1, 7, 5), narrow=True, channels=True),
     *(_case(Step([1, 21]), gate=gate, channels=channels) for gate in (0.0, -80.0) for channels in (False, True)),
+    *(_case(_MIXED, kept=kept) for kept in (torch.bfloat16, torch.float16)),
+    _case(Step([40, 1, 70, 0], pad=1), (1, 2, 32, 40)),
+    _case(Step([1, 33, 2, 65], versions=2), (2, 2, 32, 24), norm=False, kept=torch.bfloat16),
     _case(Step([]), bucket=Bucket("mixed", 0, 8)),
     _case(Step([1] * 64), (16, 32, 128, 128), size="real"),
     _case(Step([1] * 8), (16, 32, 128, 128), size="real"),

@@ -1,4 +1,7 @@
-"""gated_delta on a GPU: a program has a block of rows of a head's state in registers for all of a sequence's tokens."""
+"""gated_delta on a GPU: a program has a block of rows of a head's state in registers for all of a sequence's tokens.
+
+Steps with prompts in bfloat16 go by `triton_chunks`, which leaves short sequences to the kernel here.
+"""
 
 # mypy: allow-untyped-defs
 
@@ -12,65 +15,99 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ir.op import each_alone
 from graphllm.ops.recurrent.gated_delta.op import gated_delta
+from graphllm.ops.recurrent.gated_delta.triton_lengths import CHUNKED, find_sequence
 from graphllm.ops.recurrent.slots import Slots
 
 _NUMBERS = 2048  # of a state that a program has: 32 registers of each of 128 threads would be twice as many
+_LANES = 16  # programs that share a block's short sequences in a step with prompts
+_MOST_KEYS = 128  # entries of a key that chunks take
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["S"])
 def _delta_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, scale, norm_eps,
-    Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr,
+    S, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr,
     V_HEAD: tl.constexpr, G_ROW: tl.constexpr, G_HEAD: tl.constexpr, BETA_ROW: tl.constexpr, BETA_HEAD: tl.constexpr,
     SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr, BLOCK_V: tl.constexpr, CHANNELS: tl.constexpr,
-    NORM: tl.constexpr,
+    BLOCK_S: tl.constexpr, NORM: tl.constexpr,
+    BELOW: tl.constexpr,  # sequences of as many tokens are left out, and longer ones; 0: none
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     head = tl.program_id(1)
-    s = tl.program_id(2)
-    first = tl.load(start_ptr + s)
-    count = tl.load(start_ptr + 1 + s) - first
-    if count == 0:
-        return
+    key_head = head // SHARE
     k = tl.arange(0, K_PAD)
     inside = (rows < V)[:, None] & (k < K)[None, :]
-    entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[:, None] * K + k[None, :]
-    state = tl.load(entry + tl.load(version_ptr + s).to(tl.int64) * VERSION, mask=inside, other=0.0)
-    key_head = head // SHARE
-    for i in range(count):
-        t = (first + i).to(tl.int64)
-        key = tl.load(k_ptr + t * K_ROW + key_head * K_HEAD + k, mask=k < K, other=0.0).to(tl.float32)
-        query = tl.load(q_ptr + t * Q_ROW + key_head * Q_HEAD + k, mask=k < K, other=0.0).to(tl.float32)
-        if NORM:
-            key = key / tl.sqrt_rn(tl.sum(key * key, 0) + norm_eps)
-            query = query / tl.sqrt_rn(tl.sum(query * query, 0) + norm_eps)
-        value = tl.load(v_ptr + t * V_ROW + head * V_HEAD + rows, mask=rows < V, other=0.0).to(tl.float32)
-        beta = tl.load(beta_ptr + t * BETA_ROW + head * BETA_HEAD).to(tl.float32)
-        gate = g_ptr + t * G_ROW + head * G_HEAD
-        if CHANNELS:
-            state *= tl.exp(tl.load(gate + k, mask=k < K, other=0.0).to(tl.float32))[None, :]
+    place = tl.program_id(2)
+    s = place
+    if BELOW > 0:
+        s, _ = find_sequence(start_ptr, place, S, BELOW, "short", BLOCK_S)
+    while s < S:
+        first = tl.load(start_ptr + s)
+        count = tl.load(start_ptr + 1 + s) - first
+        if count > 0:
+            entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[:, None] * K + k[None, :]
+            read = entry + tl.load(version_ptr + s).to(tl.int64) * VERSION
+            state = tl.load(read, mask=inside, other=0.0).to(tl.float32)
+            for i in range(count):
+                t = (first + i).to(tl.int64)
+                key = tl.load(k_ptr + t * K_ROW + key_head * K_HEAD + k, mask=k < K, other=0.0).to(tl.float32)
+                query = tl.load(q_ptr + t * Q_ROW + key_head * Q_HEAD + k, mask=k < K, other=0.0).to(tl.float32)
+                if NORM:
+                    key = key / tl.sqrt_rn(tl.sum(key * key, 0) + norm_eps)
+                    query = query / tl.sqrt_rn(tl.sum(query * query, 0) + norm_eps)
+                value = tl.load(v_ptr + t * V_ROW + head * V_HEAD + rows, mask=rows < V, other=0.0).to(tl.float32)
+                beta = tl.load(beta_ptr + t * BETA_ROW + head * BETA_HEAD).to(tl.float32)
+                gate = g_ptr + t * G_ROW + head * G_HEAD
+                if CHANNELS:
+                    state *= tl.exp(tl.load(gate + k, mask=k < K, other=0.0).to(tl.float32))[None, :]
+                else:
+                    state *= tl.exp(tl.load(gate).to(tl.float32))
+                delta = (value - tl.sum(state * key[None, :], 1)) * beta
+                state += delta[:, None] * key[None, :]
+                answer = scale * tl.sum(state * query[None, :], 1)
+                tl.store(out_ptr + (t * H + head) * V + rows, answer.to(out_ptr.dtype.element_ty), mask=rows < V)
+                if (count <= VERSIONS) | (i == count - 1):
+                    written = entry + tl.minimum(i, VERSIONS - 1).to(tl.int64) * VERSION
+                    tl.store(written, state.to(state_ptr.dtype.element_ty), mask=inside)
+        if BELOW > 0:
+            place += tl.num_programs(2)
+            s, _ = find_sequence(start_ptr, place, S, BELOW, "short", BLOCK_S)
         else:
-            state *= tl.exp(tl.load(gate).to(tl.float32))
-        delta = (value - tl.sum(state * key[None, :], 1)) * beta
-        state += delta[:, None] * key[None, :]
-        answer = scale * tl.sum(state * query[None, :], 1)
-        tl.store(out_ptr + (t * H + head) * V + rows, answer.to(out_ptr.dtype.element_ty), mask=rows < V)
-        if (count <= VERSIONS) | (i == count - 1):
-            tl.store(entry + tl.minimum(i, VERSIONS - 1).to(tl.int64) * VERSION, state, mask=inside)
+            s = S
 
 
-def _supports(site: CallSite) -> bool:
+def has_prompts(site: CallSite) -> bool:
+    """Whether `triton_chunks` serves the site: steps in bfloat16 with decays of heads, in which a sequence may have
+    enough tokens. Sums begin where a step's tokens do, so a deterministic site goes token by token."""
+    q, k, v, g, state = (site.args[name] for name in ("q_TGK", "k_TGK", "v_THV", "g", "state"))
+    bucket = site.bucket
+    return (
+        not site.deterministic
+        and bucket.kind == "mixed"
+        and bucket.hi >= CHUNKED
+        and g.dim() == 2
+        and all(t.dtype == torch.bfloat16 for t in (q, k, v))
+        and state.shape[4] <= _MOST_KEYS
+        and _plain(site)
+    )
+
+
+def _plain(site: CallSite) -> bool:
     v, g, state = (site.args[name] for name in ("v_THV", "g", "state"))
     rows = [site.args[name] for name in ("q_TGK", "k_TGK")] + [v]
     V, K = state.shape[3:]
     return (
-        state.dtype == torch.float32
+        state.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and all(t.dtype.itemsize <= 4 and t.stride(2) == 1 for t in rows)
         and (g.dim() == 2 or g.stride(2) == 1)
         and state.stride()[2:] == (V * K, K, 1)
         and K <= _NUMBERS
     )
+
+
+def _supports(site: CallSite) -> bool:
+    return _plain(site) and not has_prompts(site)
 
 
 @gated_delta.impl("triton", device="cuda", supports=_supports, row_order=each_alone)
@@ -80,15 +117,24 @@ def triton_gated_delta(
 ) -> Tensor:  # fmt: skip
     """One launch, in which each token waits for the one before: good for decoding."""
     out_THV = v_THV.new_empty(v_THV.shape)
-    versions, H, V, K = state.shape[1:]
+    launch_tokens(q_TGK, k_TGK, v_THV, g, beta_TH, state, at, out_THV, scale, norm_eps)
+    return out_THV
+
+
+def launch_tokens(
+    q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots,
+    out_THV: Tensor, scale: float, norm_eps: float, below: int = 0,
+) -> None:  # fmt: skip
+    """Sequences of fewer than ``below`` tokens, one token after the other; all if it is 0."""
+    (versions, H, V, K), S = state.shape[1:], at.slots.shape[0]
     K_pad = triton.next_power_of_2(K)
     block = max(1, min(triton.next_power_of_2(V), _NUMBERS // K_pad))
     tensors = {"Q": q_TGK, "K": k_TGK, "V": v_THV, "G": g, "BETA": beta_TH}
     launch_triton(
-        _delta_kernel, ((V + block - 1) // block, H, at.slots.shape[0]),
-        q_TGK, k_TGK, v_THV, g, beta_TH, state, out_THV, *at, scale, norm_eps,
+        _delta_kernel, ((V + block - 1) // block, H, _LANES if below else S),
+        q_TGK, k_TGK, v_THV, g, beta_TH, state, out_THV, *at, scale, norm_eps, S,
         **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
         SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=versions, H=H, SHARE=H // q_TGK.shape[1], K=K, V=V,
-        K_PAD=K_pad, BLOCK_V=block, CHANNELS=g.dim() == 3, NORM=norm_eps > 0, num_warps=4,
+        K_PAD=K_pad, BLOCK_V=block, CHANNELS=g.dim() == 3, NORM=norm_eps > 0, BELOW=below,
+        BLOCK_S=256, num_warps=4,
     )  # fmt: skip
-    return out_THV
