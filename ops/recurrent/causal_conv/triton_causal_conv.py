@@ -25,8 +25,8 @@ def _step_kernel(
     D: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, MOST: tl.constexpr,
     BLOCK_D: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """Few tokens of a sequence: a program has a block of channels, and their last inputs in registers. MOST: where it is
-    1, no sequence has more tokens, and nothing loops."""
+    """Few tokens of a sequence: a program has a block of channels, and their last inputs in registers. MOST: tokens
+    that a sequence has at most; where it is 1, nothing loops."""
     gdc_wait_early(EMULATED)
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     s = tl.program_id(1)
@@ -39,9 +39,9 @@ def _step_kernel(
         rows = ()
         taps = ()
         for j in tl.static_range(W - 1):
-            rows = rows + (tl.load(before + j * D, mask=channel, other=0),)
+            rows += (tl.load(before + j * D, mask=channel, other=0),)
         for j in tl.static_range(W):
-            taps = taps + (tl.load(weight_ptr + d * WEIGHT_ROW + j, mask=channel, other=0).to(tl.float32),)
+            taps += (tl.load(weight_ptr + d * WEIGHT_ROW + j, mask=channel, other=0).to(tl.float32),)
         bias = tl.zeros([BLOCK_D], tl.float32)
         if BIAS:
             bias += tl.load(bias_ptr + d, mask=channel, other=0).to(tl.float32)
@@ -55,7 +55,8 @@ def _step_kernel(
             if SILU:
                 total = total / (1.0 + tl.exp(-total))
             tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=channel)
-            rows = rows[1:] + (x,)
+            rows = rows[1:]
+            rows += (x,)
             if (count <= VERSIONS) | (i == count - 1):
                 kept = entry + tl.minimum(i, VERSIONS - 1) * VERSION
                 for j in tl.static_range(W - 1):

@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from graphllm.ops.recurrent.ssd_scan import cpu  # noqa: F401
+from graphllm.ops.recurrent.ssd_scan import cpu, tuning  # noqa: F401
 from graphllm.ops.recurrent.ssd_scan.op import ssd_scan
 
 if importlib.util.find_spec("triton"):

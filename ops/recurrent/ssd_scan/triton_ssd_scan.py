@@ -89,7 +89,7 @@ def launch_tokens(
 
 
 def _supports(site: CallSite) -> bool:
-    return site.args["x_THP"].dtype.itemsize <= 4 and plain(site)
+    return max(site.args[name].dtype.itemsize for name in ("x_THP", "state")) <= 4 and plain(site)
 
 
 def _configs(site: CallSite) -> list[dict[str, int]]:
