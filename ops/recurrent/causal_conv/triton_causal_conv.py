@@ -11,10 +11,56 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ir.op import each_alone
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.recurrent.causal_conv.op import causal_conv
 from graphllm.ops.recurrent.slots import Slots
 
 _TOKENS, _CHANNELS = 16, 128
+
+
+@triton.jit
+def _step_kernel(
+    x_ptr, weight_ptr, bias_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr,
+    X_ROW: tl.constexpr, WEIGHT_ROW: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, MOST: tl.constexpr,
+    BLOCK_D: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """Few tokens of a sequence: a program has a block of channels, and their last inputs in registers. MOST: tokens
+    that a sequence has at most; where it is 1, nothing loops."""
+    gdc_wait_early(EMULATED)
+    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    s = tl.program_id(1)
+    first = tl.load(start_ptr + s)
+    count = tl.load(start_ptr + 1 + s) - first
+    channel = d < D
+    if count > 0:
+        entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + d
+        before = entry + tl.load(version_ptr + s) * VERSION
+        rows = ()
+        taps = ()
+        for j in tl.static_range(W - 1):
+            rows += (tl.load(before + j * D, mask=channel, other=0),)
+        for j in tl.static_range(W):
+            taps += (tl.load(weight_ptr + d * WEIGHT_ROW + j, mask=channel, other=0).to(tl.float32),)
+        bias = tl.zeros([BLOCK_D], tl.float32)
+        if BIAS:
+            bias += tl.load(bias_ptr + d, mask=channel, other=0).to(tl.float32)
+        for i in range(1 if MOST == 1 else count):
+            t = (first + i).to(tl.int64)
+            x = tl.load(x_ptr + t * X_ROW + d, mask=channel, other=0)
+            total = bias
+            for j in tl.static_range(W - 1):
+                total += rows[j].to(tl.float32) * taps[j]
+            total += x.to(tl.float32) * taps[W - 1]
+            if SILU:
+                total = total / (1.0 + tl.exp(-total))
+            tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=channel)
+            rows = rows[1:]
+            rows += (x,)
+            if (count <= VERSIONS) | (i == count - 1):
+                kept = entry + tl.minimum(i, VERSIONS - 1) * VERSION
+                for j in tl.static_range(W - 1):
+                    tl.store(kept + j * D, rows[j], mask=channel)
 
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
@@ -96,6 +142,43 @@ def _supports(site: CallSite) -> bool:
         and state.stride(2) == state.shape[3]
         and (bias_D is None or bias_D.stride(0) == 1)
     )
+
+
+def _decodes(site: CallSite) -> bool:
+    return site.bucket.kind == "decode" and _supports(site)
+
+
+def _configs(site: CallSite) -> list[dict[str, int]]:
+    return [
+        {"most": site.bucket.query_len, "block": block, "num_warps": warps}
+        for block, warps in ((256, 1), (128, 1), (512, 2), (1024, 4))
+    ]
+
+
+@causal_conv.impl("triton_step", device="cuda", supports=_decodes, configs=_configs, row_order=each_alone)
+def triton_step(
+    x_TD: Tensor,
+    weight_DW: Tensor,
+    state: Tensor,
+    at: Slots,
+    bias_D: Tensor | None,
+    activation: str,
+    *,
+    most: int,
+    block: int,
+    num_warps: int,
+) -> Tensor:
+    """One kernel for sequences of few tokens."""
+    out_TD = x_TD.new_empty(x_TD.shape)
+    D, W = weight_DW.shape
+    launch_triton(
+        _step_kernel, (-(-D // block), at.slots.shape[0]),
+        *(x_TD, weight_DW, x_TD if bias_D is None else bias_D, state, out_TD, *at), X_ROW=x_TD.stride(0),
+        WEIGHT_ROW=weight_DW.stride(0), SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=state.shape[1], D=D,
+        W=W, BIAS=bias_D is not None, SILU=activation == "silu", MOST=most, BLOCK_D=block,
+        EMULATED=triton.knobs.runtime.interpret, num_warps=num_warps,
+    )  # fmt: skip
+    return out_TD
 
 
 @causal_conv.impl("triton", device="cuda", supports=_supports, row_order=each_alone)

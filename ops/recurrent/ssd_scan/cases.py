@@ -11,6 +11,7 @@ from graphllm.ir.testing import Case, Maker
 from graphllm.ops.recurrent.slot_cases import STEPS, Step, own_entries, owned_rows
 
 _TOLERANCE = {"float32": 3e-6, "bfloat16": 8e-3, "float16": 1e-3}
+_STATE = {torch.float32: 0.0, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of a state's own rounding
 _REASON = (
     "float32 sums along a sequence, in another order in chunks; one rounding of the result to the dtype (Triton's "
     "interpreter cuts where a GPU rounds)"
@@ -25,9 +26,10 @@ def _case(
     limits: tuple[float, float] = (0.0, 0.0),
     spread: float = 1.0,
     bucket: Bucket | None = None,
+    state: torch.dtype = torch.float32,
     size: Literal["small", "real"] = "small",
 ) -> Case:
-    """heads: H, G, P, N. skip: with D and a bias. spread: of dt before softplus."""
+    """heads: H, G, P, N. skip: with D and a bias. spread: of dt before softplus. state: its dtype."""
     H, G, P, N = heads
 
     def inputs(make: Maker) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def _case(
             "A_H": -torch.exp(make.normal(H, dtype=torch.float32)),
             "B_TGN": B.view(T, G, N),
             "C_TGN": C.view(T, G, N),
-            "state": make.normal(step.entries, step.versions, H, P, N, dtype=torch.float32),
+            "state": make.normal(step.entries, step.versions, H, P, N, dtype=state),
             **step.arguments(make),
             "D_H": make.normal(H, dtype=torch.float32) if skip else None,
             "dt_bias_H": make.normal(H, dtype=torch.float32) if skip else None,
@@ -49,8 +51,10 @@ def _case(
         }
 
     name = f"{step.name}_{H}x{P}x{N}_G{G}" + ("_skip" if skip else "") + (f"_spread{spread:g}" if spread != 1 else "")
+    name += f"_{state}".replace("torch.", "") if state != torch.float32 else ""
     chosen = bucket or step.bucket
-    return Case(name, inputs, _TOLERANCE, _REASON, chosen, size, specified=owned_rows, written=own_entries)
+    tolerance = {dtype: max(t, _STATE[state]) for dtype, t in _TOLERANCE.items()}
+    return Case(name, inputs, tolerance, _REASON, chosen, size, specified=owned_rows, written=own_entries)
 
 
 CASES = (
@@ -58,6 +62,12 @@ CASES = (
     _case(Step([1, 5, 2]), (3, 1, 16, 16), skip=False),
     _case(Step([1, 20, 1]), (2, 2, 64, 128), limits=(0.05, 0.5)),
     _case(Step([40, 3]), (4, 4, 8, 7), spread=30.0),
+    _case(Step([130, 9]), (2, 1, 32, 64)),
+    _case(Step([1, 64, 3, 1], pad=2), (4, 2, 16, 16), spread=30.0),
+    _case(Step([1, 12, 64, 2], versions=3), (2, 2, 16, 32), skip=False),
+    _case(Step([1, 1, 1], pad=1), state=torch.bfloat16),
+    _case(Step([70, 1, 9]), (2, 2, 16, 32), state=torch.bfloat16),
+    _case(Step([9, 2]), (2, 2, 16, 32), state=torch.float16),
     _case(Step([]), bucket=Bucket("mixed", 0, 8)),
     _case(Step([1] * 64), (128, 8, 64, 128), size="real"),
     _case(Step([1024]), (128, 8, 64, 128), size="real"),

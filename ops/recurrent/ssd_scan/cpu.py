@@ -22,10 +22,10 @@ _kernels = float_kernels("graphllm_ssd_scan", _SCHEMA, Path(__file__).with_name(
 
 
 def plain(site: CallSite) -> bool:
-    """Whether the arguments are as kernels read them: rows of one dtype, parameters and states in float32."""
+    """Whether the arguments are as kernels read them: rows of one dtype, parameters in float32."""
     x_THP, B_TGN, C_TGN, A_H, state = (site.args[name] for name in ("x_THP", "B_TGN", "C_TGN", "A_H", "state"))
     given = (x_THP, B_TGN, C_TGN, site.args["dt_TH"])
-    floats = (A_H, state, site.args["D_H"], site.args["dt_bias_H"])
+    floats = (A_H, site.args["D_H"], site.args["dt_bias_H"])
     return (
         all(t.dtype == x_THP.dtype and t.stride(-1) == 1 for t in given)
         and all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in floats if t is not None)
@@ -35,7 +35,7 @@ def plain(site: CallSite) -> bool:
 
 
 def _supports(site: CallSite) -> bool:
-    return site.args["x_THP"].dtype in _kernels and plain(site)
+    return site.args["x_THP"].dtype in _kernels and site.args["state"].dtype == torch.float32 and plain(site)
 
 
 @ssd_scan.impl("cpu", device="cpu", supports=_supports, row_order=each_alone)

@@ -43,7 +43,7 @@ def ssd_scan(
     dt_TH: [T, H], rows may be strided.
     A_H: [H], negative. It and D_H and dt_bias_H are float32.
     B_TGN, C_TGN: [T, G, N], rows may be strided; H is a multiple of G.
-    state: [slots, versions, H, P, N] float32.
+    state: [slots, versions, H, P, N] float32, or rounded to 16 bits where it is written.
     D_H, dt_bias_H: [H].
     dt_min, dt_max: limits of dt; a dt_max of 0 is none.
 

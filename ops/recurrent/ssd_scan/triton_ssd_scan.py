@@ -10,58 +10,97 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ir.op import each_alone
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.recurrent.slots import Slots
 from graphllm.ops.recurrent.ssd_scan.cpu import plain
 from graphllm.ops.recurrent.ssd_scan.op import ssd_scan
 from graphllm.ops.recurrent.triton_softplus import softplus
 
-_ROWS = 16
+_ANY = 1 << 30  # tokens
 
 
 @triton.jit
-def _scan_kernel(
+def token_kernel(
     x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, bias_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr,
     X_ROW: tl.constexpr, DT_ROW: tl.constexpr, B_ROW: tl.constexpr, C_ROW: tl.constexpr, SLOT: tl.constexpr,
     VERSION: tl.constexpr, VERSIONS: tl.constexpr, H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
     BIAS: tl.constexpr, SKIP: tl.constexpr, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr, N_PAD: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    BLOCK_P: tl.constexpr, MOST: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
+    """MOST: sequences of more tokens are left to another kernel; where it is 1, nothing loops."""
+    gdc_wait_early(EMULATED)
     h, s = tl.program_id(1), tl.program_id(2)
-    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    n = tl.arange(0, N_PAD)
-    group = h // (H // G)
     first = tl.load(start_ptr + s)
     count = tl.load(start_ptr + 1 + s) - first
-    entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT
-    rows = ((h * P + p) * N)[:, None] + n[None, :]
-    inside = (p < P)[:, None] & (n < N)[None, :]
-    state = tl.load(entry + tl.load(version_ptr + s) * VERSION + rows, mask=inside, other=0)
-    A = tl.load(a_ptr + h)
-    for i in range(count):
-        t = (first + i).to(tl.int64)
-        dt = tl.load(dt_ptr + t * DT_ROW + h).to(tl.float32)
-        if BIAS:
-            dt += tl.load(bias_ptr + h).to(tl.float32)
-        dt = tl.maximum(softplus(dt), DT_MIN)
-        if DT_MAX > 0:
-            dt = tl.minimum(dt, DT_MAX)
-        x = tl.load(x_ptr + t * X_ROW + h * P + p, mask=p < P, other=0).to(tl.float32)
-        B = tl.load(b_ptr + t * B_ROW + group * N + n, mask=n < N, other=0).to(tl.float32)
-        C = tl.load(c_ptr + t * C_ROW + group * N + n, mask=n < N, other=0).to(tl.float32)
-        state = state * tl.exp(dt * A) + (dt * x)[:, None] * B[None, :]
-        y = tl.sum(state * C[None, :], axis=1)
-        if SKIP:
-            y += tl.load(d_ptr + h).to(tl.float32) * x
-        tl.store(out_ptr + (t * H + h) * P + p, y.to(out_ptr.dtype.element_ty), mask=p < P)
-        kept = tl.zeros([N_PAD], tl.int32) + tl.maximum(VERSIONS - count, i + 1 - count) >= 0  # all, or the last one
-        tl.store(entry + tl.minimum(i, VERSIONS - 1) * VERSION + rows, state, mask=inside & kept[None, :])
+    if (count > 0) & (count <= MOST):
+        p, n = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, N_PAD)
+        group = h // (H // G)
+        entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT
+        places = ((h * P + p) * N)[:, None] + n[None, :]
+        inside = (p < P)[:, None] & (n < N)[None, :]
+        state = tl.load(entry + tl.load(version_ptr + s) * VERSION + places, mask=inside, other=0).to(tl.float32)
+        A = tl.load(a_ptr + h)
+        bias = tl.load(bias_ptr + h) if BIAS else 0.0
+        skip = tl.load(d_ptr + h) if SKIP else 0.0
+        for i in range(1 if MOST == 1 else count):
+            t = (first + i).to(tl.int64)
+            dt = tl.maximum(softplus(tl.load(dt_ptr + t * DT_ROW + h).to(tl.float32) + bias), DT_MIN)
+            if DT_MAX > 0:
+                dt = tl.minimum(dt, DT_MAX)
+            x = tl.load(x_ptr + t * X_ROW + h * P + p, mask=p < P, other=0).to(tl.float32)
+            B = tl.load(b_ptr + t * B_ROW + group * N + n, mask=n < N, other=0).to(tl.float32)
+            C = tl.load(c_ptr + t * C_ROW + group * N + n, mask=n < N, other=0).to(tl.float32)
+            state = state * tl.exp(dt * A) + (dt * x)[:, None] * B[None, :]
+            y = tl.sum(state * C[None, :], axis=1) + skip * x
+            tl.store(out_ptr + (t * H + h) * P + p, y.to(out_ptr.dtype.element_ty), mask=p < P)
+            if (count <= VERSIONS) | (i == count - 1):
+                kept = entry + tl.minimum(i, VERSIONS - 1) * VERSION + places
+                tl.store(kept, state.to(state_ptr.dtype.element_ty), mask=inside)
+
+
+def launch_tokens(
+    x_THP: Tensor,
+    dt_TH: Tensor,
+    A_H: Tensor,
+    B_TGN: Tensor,
+    C_TGN: Tensor,
+    state: Tensor,
+    at: Slots,
+    D_H: Tensor | None,
+    dt_bias_H: Tensor | None,
+    limits: tuple[float, float],
+    out_THP: Tensor,
+    *,
+    most: int,
+    block: int,
+    num_warps: int,
+) -> None:
+    """The kernel for sequences of at most `most` tokens. block: rows of a state that a program has."""
+    (_, H, P), (_, G, N) = x_THP.shape, B_TGN.shape
+    launch_triton(
+        token_kernel, (-(-P // block), H, at.slots.shape[0]),
+        *(x_THP, dt_TH, A_H, B_TGN, C_TGN, A_H if D_H is None else D_H, A_H if dt_bias_H is None else dt_bias_H),
+        *(state, out_THP, *at), X_ROW=x_THP.stride(0), DT_ROW=dt_TH.stride(0), B_ROW=B_TGN.stride(0),
+        C_ROW=C_TGN.stride(0), SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=state.shape[1], H=H, P=P, G=G,
+        N=N, BIAS=dt_bias_H is not None, SKIP=D_H is not None, DT_MIN=limits[0], DT_MAX=limits[1],
+        N_PAD=triton.next_power_of_2(N), BLOCK_P=block, MOST=most, EMULATED=triton.knobs.runtime.interpret,
+        num_warps=num_warps,
+    )  # fmt: skip
 
 
 def _supports(site: CallSite) -> bool:
-    return site.args["x_THP"].dtype.itemsize <= 4 and plain(site)
+    return max(site.args[name].dtype.itemsize for name in ("x_THP", "state")) <= 4 and plain(site)
 
 
-@ssd_scan.impl("triton", device="cuda", supports=_supports, row_order=each_alone)
+def _configs(site: CallSite) -> list[dict[str, int]]:
+    single = site.bucket.kind == "decode" and site.bucket.query_len == 1
+    if site.deterministic:  # one kernel for all steps
+        return [{"most": _ANY, "block": 16, "num_warps": 4}]
+    most = 1 if single else _ANY
+    return [{"most": most, "block": block, "num_warps": warps} for block, warps in ((16, 4), (32, 4), (64, 4), (16, 2))]
+
+
+@ssd_scan.impl("triton", device="cuda", supports=_supports, configs=_configs, row_order=each_alone)
 def triton_ssd_scan(
     x_THP: Tensor,
     dt_TH: Tensor,
@@ -74,16 +113,15 @@ def triton_ssd_scan(
     dt_bias_H: Tensor | None,
     dt_min: float,
     dt_max: float,
+    *,
+    most: int,
+    block: int,
+    num_warps: int,
 ) -> Tensor:
     """The recurrence as it is written, token by token."""
     out_THP = x_THP.new_empty(x_THP.shape)
-    (_, H, P), (_, G, N) = x_THP.shape, B_TGN.shape
-    launch_triton(
-        _scan_kernel, ((P + _ROWS - 1) // _ROWS, H, at.slots.shape[0]),
-        *(x_THP, dt_TH, A_H, B_TGN, C_TGN, A_H if D_H is None else D_H, A_H if dt_bias_H is None else dt_bias_H),
-        *(state, out_THP, *at), X_ROW=x_THP.stride(0), DT_ROW=dt_TH.stride(0), B_ROW=B_TGN.stride(0),
-        C_ROW=C_TGN.stride(0), SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=state.shape[1], H=H, P=P, G=G,
-        N=N, BIAS=dt_bias_H is not None, SKIP=D_H is not None, DT_MIN=dt_min, DT_MAX=dt_max,
-        N_PAD=triton.next_power_of_2(N), BLOCK_P=_ROWS,
+    launch_tokens(
+        *(x_THP, dt_TH, A_H, B_TGN, C_TGN, state, at, D_H, dt_bias_H, (dt_min, dt_max), out_THP),
+        most=most, block=block, num_warps=num_warps,
     )  # fmt: skip
     return out_THP
