@@ -60,6 +60,11 @@ NEMOTRON = IDS | ATTENTION | {
     "ssm_state_size": 24, "chunk_size": 8,
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
 }  # fmt: skip
+NEMOTRON_EXPERTS = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "routed_scaling_factor": 1.7,
+    "moe_shared_expert_intermediate_size": 36,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe", "linear_attention"],
+}  # fmt: skip
 LFM2 = IDS | ATTENTION | {"intermediate_size": 60, "num_hidden_layers": 4, "block_multiple_of": 8}
 FALCON = IDS | ATTENTION | {
     "intermediate_size": 60, "num_hidden_layers": 2, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_ssm": 96,
@@ -207,6 +212,10 @@ ARCHS = (
     ),
     Arch("nemotron_h", "NemotronH", NEMOTRON),
     Arch("nemotron_h_biases", "NemotronH", NEMOTRON | {"use_bias": True, "mlp_bias": True, "time_step_min": 0.2}),
+    Arch("nemotron_h_moe", "NemotronH", NEMOTRON | NEMOTRON_EXPERTS),
+    Arch("nemotron_h_latent", "NemotronH",
+         NEMOTRON | NEMOTRON_EXPERTS | {"moe_latent_size": 20, "mlp_bias": True, "norm_topk_prob": False, "n_group": 4,
+                                        "topk_group": 2, "layers_block_type": ["moe", "full_attention", "moe"]}),
     Arch("lfm2", "Lfm2", LFM2 | {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
     Arch("lfm2_bias", "Lfm2",
          LFM2 | {"full_attn_idxs": [0, 3], "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
@@ -240,6 +249,9 @@ def _build(arch: Arch, fields: dict[str, Any]) -> transformers.PreTrainedModel:
                 p += 0.2 * torch.randn(p.shape)
             if "post_feedforward" in name:  # let layers outweigh the tied embedding, or every token repeats itself
                 p += 3.0
+        for name, b in model.named_buffers():  # a correction of the choice of experts, too
+            if name.endswith("e_score_correction_bias"):
+                b += 0.2 * torch.randn(b.shape)
     for module in model.modules():  # GptOssExperts: before 5.2x, transformers takes 7 whatever the config says
         if hasattr(module, "limit"):
             module.limit = config.swiglu_limit
