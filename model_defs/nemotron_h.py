@@ -79,13 +79,14 @@ def from_hf(hf: HF) -> Config:
     only(hf, "sliding_window", None)
     D, (H, K), eps = whole(hf, "hidden_size", 4096), heads(hf), number(hf, "layer_norm_epsilon", 1e-5, ge=0, le=1)
     bias, G = switch(hf, "use_bias", False), whole(hf, "n_groups", 8)
+    count, P = whole(hf, "mamba_num_heads", 128), whole(hf, "mamba_head_dim", 64)
     mixer = mamba2.Mixer(
-        D=D, H=whole(hf, "mamba_num_heads", 128), P=whole(hf, "mamba_head_dim", 64), G=G,
-        N=whole(hf, "ssm_state_size", 128), W=whole(hf, "conv_kernel", 4, ge=2), bias=bias, out_bias=bias,
+        D=D, H=count, P=P, G=G, N=whole(hf, "ssm_state_size", 128), E=count * P // G,
+        W=whole(hf, "conv_kernel", 4, ge=2), bias=bias, out_bias=bias,
         conv_bias=switch(hf, "use_conv_bias", True), eps=eps, limits=(number(hf, "time_step_min", 0.001), 0.0),
     )  # fmt: skip
-    if mixer.H % G:
-        raise ConfigError(f"config.json: mamba_num_heads is {mixer.H}, no multiple of n_groups {G}; change one of them")
+    if count % G:
+        raise ConfigError(f"config.json: mamba_num_heads is {count}, no multiple of n_groups {G}; change one of them")
     types = _layer_types(hf)
     return Config(
         D=D,
@@ -227,6 +228,7 @@ GRAPH = Graph(
 MODEL = register_model(
     Model(
         architectures=("NemotronHForCausalLM",), config=from_hf, graphs=(GRAPH,),
-        shardable=("H", "K", "F", "F_expert", "F_shared"), shared=("K",), of_experts=("F_expert",),
+        shardable=("H", "K", "F", "F_expert", "F_shared", *mamba2.SHARDABLE), shared=("K", *mamba2.SHARED),
+        of_experts=("F_expert",),
     )
 )  # fmt: skip

@@ -15,7 +15,7 @@ def _cost(x_TD: Tensor, weight_E: Tensor) -> Cost:
 
 @op(cost=_cost, rowwise=True)
 def gated_rms_norm(
-    x_TD: Tensor, gate_TD: Tensor, weight_E: Tensor, groups: int, eps: float, gate_first: bool
+    x_TD: Tensor, gate_TD: Tensor, weight_E: Tensor, groups: int, eps: float, gate_first: bool, parts: int = 1
 ) -> Tensor:
     """Groups of each row at unit root mean square, times weight and silu(gate): [T, D] in x's dtype, contiguous.
 
@@ -24,6 +24,8 @@ def gated_rms_norm(
 
     x_TD, gate_TD: [T, D], rows may be strided.
     weight_E: [D], or [D / groups] for all groups alike.
+    parts: ranks of tensor parallelism that have a part of each group. Here only this one counts; the pass `shard` puts
+        in the sum over all of them.
 
     Source: Dao and Gu 2024, "Transformers are SSMs", section 7; Zhang and Sennrich 2019.
     """
