@@ -33,9 +33,9 @@ def gated_rms_norm(
     x, gate = x_TD.to(exact), silu(gate_TD.to(exact))
     if gate_first:
         x = x * gate
-    parts = x.unflatten(1, (groups, x.shape[1] // groups))
-    parts = (parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + eps)).to(x_TD.dtype)
-    normed = parts.flatten(1) * weight_E if weight_E.shape[0] == x.shape[1] else (parts * weight_E).flatten(1)
+    grouped = x.unflatten(1, (groups, x.shape[1] // groups))
+    grouped = (grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + eps)).to(x_TD.dtype)
+    normed = grouped.flatten(1) * weight_E if weight_E.shape[0] == x.shape[1] else (grouped * weight_E).flatten(1)
     return (normed if gate_first else normed * gate).to(x_TD.dtype).contiguous()
 
 
