@@ -128,5 +128,7 @@ register_model(
                 head=head, states=states,
             ),
         ),
+        shardable=(*llama.MODEL.shardable, *mamba2.SHARDABLE),
+        shared=(*llama.MODEL.shared, *mamba2.SHARED),
     )
 )  # fmt: skip

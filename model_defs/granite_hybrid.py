@@ -65,9 +65,9 @@ def mixer_of(hf: HF, D: int, eps: float) -> mamba2.Mixer:
             "mamba_d_ssm, or of mamba_expand times hidden_size; correct one of them"
         )
     return mamba2.Mixer(
-        D=D, H=H, P=P, G=G, N=whole(hf, "mamba_d_state", 256), W=whole(hf, "mamba_d_conv", 4, ge=2),
-        bias=bias, out_bias=switch(hf, "projectors_bias", bias), conv_bias=switch(hf, "mamba_conv_bias", True), eps=eps,
-        limits=mamba2.time_step_limits(hf),
+        D=D, H=H, P=P, G=G, N=whole(hf, "mamba_d_state", 256), E=inner // G,
+        W=whole(hf, "mamba_d_conv", 4, ge=2), bias=bias, out_bias=switch(hf, "projectors_bias", bias),
+        conv_bias=switch(hf, "mamba_conv_bias", True), eps=eps, limits=mamba2.time_step_limits(hf),
     )  # fmt: skip
 
 
@@ -128,7 +128,8 @@ register_model(
                 head=granite.head, states=states,
             ),
         ),
-        shardable=("H", "K", "F", "F_shared"),
+        shardable=("H", "K", "F", "F_shared", *mamba2.SHARDABLE),
+        shared=("K", *mamba2.SHARED),
         of_experts=("F",),
     )
 )  # fmt: skip

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ Order = Literal["gate first", "gate last", ""]
 class Mixer:
     """A layer's recurrent part: D width, H heads of P, G groups of N, a convolution over W tokens.
 
+    E: numbers of a group that the norm takes together, on all ranks that have heads of it.
     bias, out_bias, conv_bias: of the projections, and of the convolution.
     norm: whether the gate comes before the norm or after it; without a norm there is only the gate.
     limits: least and largest step, 0 for no largest one.
@@ -44,6 +45,7 @@ class Mixer:
     P: int
     G: int
     N: int
+    E: int
     W: int
     bias: bool
     out_bias: bool
@@ -63,6 +65,11 @@ class Mixer:
         """Of the convolution: what the heads take, and B and C of each group."""
         return self.inner + 2 * self.G * self.N
 
+    @property
+    def segments(self) -> tuple[int, int, int]:
+        """Channels of the heads, of B and of C."""
+        return self.inner, self.G * self.N, self.G * self.N
+
 
 def time_step_limits(hf: HF, name: str = "time_step_limit") -> tuple[float, float]:
     """Least and largest step of a config. Raises ConfigError for anything but two numbers in order."""
@@ -79,23 +86,27 @@ def mixer_weights(c: Mixer, prefix: str) -> dict[str, Weight]:
     def of(name: str) -> Callable[[str], tuple[str, ...]]:
         return lambda leaf: (f"{prefix}{name}.{leaf}",)
 
-    def projection(name: str, shape: tuple[int, int], biased: bool) -> dict[str, Weight]:
-        made = with_bias(name, shape, of(name))
-        return made if biased else {name: made[name]}
+    def by_channel(shape: tuple[int, ...], **made: Any) -> Weight:
+        return Weight(shape, segments=c.segments, shard="output", heads=(c.H, c.G, c.G), **made)
 
-    conv = Read((f"{prefix}conv1d.weight",), (c.channels, 1, c.W))
-    bias = {"conv_bias": Weight((c.channels,), (f"{prefix}conv1d.bias",))} if c.conv_bias else {}
-    norm = {"gated_norm": Weight((c.inner,), (f"{prefix}norm.weight",))} if c.norm else {}
-    return {
-        **projection("in_proj", (c.inner + c.channels + c.H, c.D), c.bias),
-        "conv": Weight((c.channels, c.W), expr=Reshape(conv, (c.channels, c.W))),
-        **bias,
-        "A": Weight((c.H,), expr=Each("-exp", Read((f"{prefix}A_log",), (c.H,))), dtype="float32"),
-        "skip": Weight((c.H,), (f"{prefix}D",), dtype="float32"),
-        "dt_bias": Weight((c.H,), (f"{prefix}dt_bias",), dtype="float32"),
-        **norm,
-        **projection("out_proj", (c.D, c.inner), c.out_bias),
+    rows, heads = (c.inner, *c.segments, c.H), (c.H, c.H, c.G, c.G, c.H)
+    into = with_bias("in_proj", (sum(rows), c.D), of("in_proj"), rows, "output")
+    out = with_bias("out_proj", (c.D, c.inner), of("out_proj"), shard="input")
+    conv = Reshape(Read((f"{prefix}conv1d.weight",), (c.channels, 1, c.W)), (c.channels, c.W))
+    by_head = Weight((c.H,), dtype="float32", shard="output", heads=(c.H,))
+    weights = {
+        **{name: replace(weight, heads=heads) for name, weight in into.items()},
+        "conv": by_channel((c.channels, c.W), expr=conv),
+        "conv_bias": by_channel((c.channels,), sources=(f"{prefix}conv1d.bias",)),
+        "A": replace(by_head, expr=Each("-exp", Read((f"{prefix}A_log",), (c.H,)))),
+        "skip": replace(by_head, sources=(f"{prefix}D",)),
+        "dt_bias": replace(by_head, sources=(f"{prefix}dt_bias",)),
+        "gated_norm": Weight((c.inner,), (f"{prefix}norm.weight",), shard="output", heads=(c.H,)),
+        **out,
     }
+    absent = {"in_proj_bias": not c.bias, "conv_bias": not c.conv_bias, "gated_norm": not c.norm,
+              "out_proj_bias": not c.out_bias}  # fmt: skip
+    return {name: weight for name, weight in weights.items() if not absent.get(name)}
 
 
 def mixer_states(c: Mixer) -> tuple[StateSpec, ...]:
@@ -111,16 +122,16 @@ def mix(c: Mixer, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tens
     at = Slots.of(ctx.inputs)
     projected = linear(x_TD, w.in_proj, getattr(w, "in_proj_bias", None))
     if c.scales:
-        widths = (c.inner, c.inner, c.G * c.N, c.G * c.N, c.H)
-        parts = torch.split(projected, list(widths), 1)
+        parts = torch.split(projected, [c.inner, *c.segments, c.H], 1)
         projected = torch.cat([part * scale for part, scale in zip(parts, c.scales, strict=True)], 1)
     gate, conved, dt_TH = torch.split(projected, [c.inner, c.channels, c.H], 1)
     conved = causal_conv(conved, w.conv, ctx.state.conv, at, getattr(w, "conv_bias", None))
-    x, B, C = torch.split(conved, [c.inner, c.G * c.N, c.G * c.N], 1)
+    x, B, C = torch.split(conved, list(c.segments), 1)
     heads, B_TGN, C_TGN = x.unflatten(1, (c.H, c.P)), B.unflatten(1, (c.G, c.N)), C.unflatten(1, (c.G, c.N))
     y = ssd_scan(heads, dt_TH, w.A, B_TGN, C_TGN, ctx.state.ssm, at, w.skip, w.dt_bias, *c.limits)
     if c.norm:
-        gated = gated_rms_norm(y.flatten(1), gate, w.gated_norm, c.G, c.eps, c.norm == "gate first")
+        ranks = c.G * c.E // c.inner  # with heads of a group
+        gated = gated_rms_norm(y.flatten(1), gate, w.gated_norm, c.G, c.eps, c.norm == "gate first", ranks)
     else:
         gated = y.flatten(1) * torch.nn.functional.silu(gate)
     return linear(gated, w.out_proj, getattr(w, "out_proj_bias", None))
@@ -160,7 +171,7 @@ def from_hf(hf: HF) -> Config:
         eps=eps,
         tied=switch(hf, "tie_word_embeddings", False),
         mixer=Mixer(
-            D=D, H=H, P=P, G=G, N=whole(hf, "state_size", 128), W=whole(hf, "conv_kernel", 4, ge=2),
+            D=D, H=H, P=P, G=G, N=whole(hf, "state_size", 128), E=inner // G, W=whole(hf, "conv_kernel", 4, ge=2),
             bias=(bias := switch(hf, "use_bias", False)), out_bias=bias, conv_bias=switch(hf, "use_conv_bias", True),
             eps=eps, limits=time_step_limits(hf),
         ),
@@ -208,4 +219,9 @@ GRAPH = Graph(
     states=lambda c, layer_type: mixer_states(c.mixer),
     norm=norm,
 )
-MODEL = register_model(Model(architectures=("Mamba2ForCausalLM",), config=from_hf, graphs=(GRAPH,)))
+SHARDABLE, SHARED = ("mixer.H", "mixer.G"), ("mixer.G",)  # of configs with a mixer
+MODEL = register_model(
+    Model(
+        architectures=("Mamba2ForCausalLM",), config=from_hf, graphs=(GRAPH,), shardable=SHARDABLE, shared=SHARED
+    )
+)  # fmt: skip

@@ -23,6 +23,7 @@ from graphllm.ops.embeddings.embedding import embedding
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.moe.fused_moe import fused_moe
 from graphllm.ops.moe.place_experts import place_experts
+from graphllm.ops.norms.gated_rms_norm import gated_rms_norm
 from graphllm.ops.norms.rms_norm import rms_norm
 from graphllm.rewrite import PassReport, Unit, fake_values, register_pass
 from graphllm.weights.plan.expert_slots import ROUTING_TABLES, first_placement, routing_tables
@@ -77,6 +78,8 @@ class _Sharding:
                 self._gather(node, given)
             elif op is rms_norm and divided:
                 self._normalize(node, given)
+            elif op is gated_rms_norm and divided and given["parts"] > 1:
+                self._normalize_gated(node, given)
             elif op is fused_moe and divided:
                 self._experts(node, given, divided)
             elif "input" in divided.values():
@@ -208,12 +211,7 @@ class _Sharding:
         x, weight, offset = given["x"], given["weight"], given["offset"]
         value, add = x.meta["val"], self.unit.insert
         wide = torch.promote_types(value.dtype, torch.float32)
-        x_wide = add(node, aten._to_copy.default, x, dtype=wide)
-        squares = add(node, aten.sum.dim_IntList, add(node, aten.mul.Tensor, x_wide, x_wide), [-1], True)
-        total = add(node, all_reduce.overload, squares, TENSOR, self.ranks)
-        mean = add(node, aten.div.Scalar, total, float(value.shape[-1] * self.ranks))
-        factor = add(node, aten.rsqrt.default, add(node, aten.add.Scalar, mean, given["eps"]))
-        normed = add(node, aten.mul.Tensor, x_wide, factor)
+        normed = self._at_unit(node, add(node, aten._to_copy.default, x, dtype=wide), given["eps"], self.ranks)
         if offset:
             scale = add(node, aten.add.Scalar, add(node, aten._to_copy.default, weight, dtype=wide), offset)
             last = add(node, aten._to_copy.default, add(node, aten.mul.Tensor, normed, scale), dtype=value.dtype)
@@ -222,6 +220,40 @@ class _Sharding:
         node.replace_all_uses_with(last)
         self.unit.graph.erase_node(node)
         self._note(node, given, "all_reduce of mean squares")
+
+    def _normalize_gated(self, node: Node, given: dict[str, Any]) -> None:
+        """The same of a recurrent layer's heads, of which several ranks have some of one group."""
+        x, add = given["x_TD"], self.unit.insert
+        dtype = x.meta["val"].dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        normed, gate = (add(node, aten._to_copy.default, v, dtype=wide) for v in (x, given["gate_TD"]))
+        gate = add(node, aten.silu.default, gate)
+        if given["gate_first"]:
+            normed = add(node, aten.mul.Tensor, normed, gate)
+        normed = add(
+            node, aten._to_copy.default, self._at_unit(node, normed, given["eps"], given["parts"]), dtype=dtype
+        )
+        last = add(node, aten.mul.Tensor, normed, given["weight_E"])
+        if not given["gate_first"]:
+            last = add(node, aten._to_copy.default, add(node, aten.mul.Tensor, last, gate), dtype=dtype)
+        node.replace_all_uses_with(last)
+        self.unit.graph.erase_node(node)
+        self._note(node, given, "all_reduce of mean squares")
+
+    def _at_unit(self, node: Node, x: Node, eps: float, parts: int) -> Node:
+        """Rows with a root mean square of 1 over what so many neighbouring ranks have of them."""
+        add, groups = self.unit.insert, self.ranks // parts
+        sums = add(node, aten.sum.dim_IntList, add(node, aten.mul.Tensor, x, x), [-1], True)
+        if groups > 1:  # a column for each; a rank writes and reads its own
+            columns = [int(rank // parts == group) for rank in range(self.ranks) for group in range(groups)]
+            own = self._numbers("norm_group", columns, per_rank=groups)
+            sums = add(node, aten.mul.Tensor, sums, own)
+        sums = add(node, all_reduce.overload, sums, TENSOR, self.ranks)
+        if groups > 1:
+            sums = add(node, aten.sum.dim_IntList, add(node, aten.mul.Tensor, sums, own), [-1], True)
+        mean = add(node, aten.div.Scalar, sums, float(x.meta["val"].shape[-1] * parts))
+        factor = add(node, aten.rsqrt.default, add(node, aten.add.Scalar, mean, eps))
+        return add(node, aten.mul.Tensor, x, factor)
 
     def _merge(self) -> None:
         """One reduction in place of two, where their results, times something that all ranks have, are added."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -148,9 +149,10 @@ class Model:
 
     architectures: names in ``config.json`` that it serves. config: builds the family's frozen Config from that file's
     dict. graphs: the first one is the main one, without a name. states: those that belong to no layer; every graph may
-    read and write them. shardable: the fields of Config that a tensor-parallel rank has a share of; empty where that is
-    not supported. method: of a family of draft graphs, what users call it. part_of: the architectures with it in their
-    checkpoints; empty where it has a checkpoint of its own.
+    read and write them. shardable: the fields of Config that a tensor-parallel rank has a share of, such as "H", or
+    "mixer.H" of what the field mixer holds; empty where that is not supported. method: of a family of draft graphs,
+    what users call it. part_of: the architectures with it in their checkpoints; empty where it has a checkpoint of its
+    own.
 
     Of the shardable fields, shared: heads that several ranks may have the same of, where they are fewer than ranks;
     of_experts: what stays whole where experts are divided by number. inner: the field of Config that has all of them,
@@ -178,18 +180,23 @@ class Model:
             raise ConfigError(
                 f"tensor_parallel_size is {degree}: {', '.join(self.architectures)} cannot be divided; use 1"
             )
-        own, shares = getattr(c, self.inner) if self.inner else c, {}
+        local = own = getattr(c, self.inner) if self.inner else c
         for name in self.shardable:
-            extent = getattr(own, name)
+            extent = operator.attrgetter(name)(own)
             if experts_apart and name in self.of_experts:
                 continue
             if extent % degree and (name not in self.shared or degree % extent):
                 raise ConfigError(
                     f"tensor_parallel_size is {degree}: the model's {name} is {extent}, which is no multiple of it"
                 )
-            shares[name] = extent // degree or min(extent, 1)
-        local = dataclasses.replace(own, **shares)
+            local = _changed(local, name, extent // degree or min(extent, 1))
         return dataclasses.replace(c, **{self.inner: local}) if self.inner else local
+
+
+def _changed(c: Any, name: str, value: Any) -> Any:
+    """A config with another value of a field, or of a field of what one of its fields holds."""
+    first, _, rest = name.partition(".")
+    return dataclasses.replace(c, **{first: _changed(getattr(c, first), rest, value) if rest else value})
 
 
 def register_model(model: Model) -> Model:

@@ -150,7 +150,7 @@ def _float(value: Any) -> Any:
 
 
 def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With the matrices of experts as transformers has them: [N, 2F, D] and [N, D, F]."""
+    """With the matrices of experts as transformers has them: [N, 2F, D], or [N, F, D] without gates, and [N, D, F]."""
     made = {n: t for n, t in tensors.items() if not EXPERT.fullmatch(n)}
     experts: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in tensors.items():
@@ -158,7 +158,9 @@ def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             experts.setdefault(found[1], {}).setdefault(int(found[2]), {})[found[3]] = tensor
     for prefix, of in experts.items():
         each = [of[n] for n in range(len(of))]
-        made[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([e["gate_proj"], e["up_proj"]]) for e in each])
+        first = [name for name in ("gate_proj", "up_proj") if name in each[0]]
+        stack = "gate_up_proj" if len(first) > 1 else first[0]
+        made[f"{prefix}.{stack}"] = torch.stack([torch.cat([e[name] for name in first]) for e in each])
         made[f"{prefix}.down_proj"] = torch.stack([e["down_proj"] for e in each])
     return made
 

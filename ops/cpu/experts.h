@@ -12,7 +12,10 @@ namespace {
 
 constexpr i64 kBlock = 32;  // weight rows that a thread's share is made of
 
-enum Activation : i64 { kSilu, kGeluTanh, kClamped };
+enum Activation : i64 { kSilu, kGeluTanh, kClamped, kRelu2 };
+
+// Matrices of F rows in an expert's first product: a gate and up, or up alone.
+inline i64 parts_of(Activation kind) { return kind == kRelu2 ? 1 : 2; }
 
 // An expert that was chosen, and its rows among those sorted by expert.
 struct Group {
@@ -38,22 +41,25 @@ struct Sorted {
   }
 };
 
+// up is not read where there is no gate, and stands in the gate's place.
 inline Vec activate(Vec gate, Vec up, Activation kind, float limit) {
+  if (kind == kRelu2) return gate = larger(gate, vec(0.0f)), gate * gate;
   if (kind == kGeluTanh) return gate * sigmoid(1.5957691216f * (gate + 0.044715f * gate * gate * gate)) * up;
   if (kind == kSilu) return gate * sigmoid(gate) * up;
   gate = -larger(-gate, vec(-limit)), up = larger(-larger(-up, vec(-limit)), vec(-limit));
   return (up + 1.0f) * gate * sigmoid(1.702f * gate);
 }
 
-// Entries [from, to) of rows of h, from rows of [2 F] with gate and up.
+// Entries [from, to) of rows of h, from rows of [2 F] with gate and up, or of [F].
 template <typename T>
 void activate(const T* halves, T* h, const Group& g, i64 F, Range mine, Activation kind, float limit) {
+  const i64 parts = parts_of(kind);
   for (i64 m = g.from; m < g.from + g.count; m++)
     for (i64 n = mine.from; n < mine.to; n += 16) {
       const i64 count = std::min<i64>(16, mine.to - n);
       alignas(64) float gate[16] = {}, up[16] = {}, out[16];
-      widen_row(halves + m * 2 * F + n, count, gate);
-      widen_row(halves + m * 2 * F + F + n, count, up);
+      widen_row(halves + m * parts * F + n, count, gate);
+      if (parts == 2) widen_row(halves + m * parts * F + F + n, count, up);
       Vec a, b;
       std::memcpy(&a, gate, 64), std::memcpy(&b, up, 64);
       a = activate(a, b, kind, limit);

@@ -80,8 +80,8 @@ struct LoraTables {
   std::int64_t rank;
 
   template <typename T>
-  ExpertsLora<T> first(const Sorted& sorted, Scratch& scratch, i64 N, i64 D, i64 F) const {
-    return made<T>(gate_up_a, gate_up_b, sorted, scratch, N, 2, D, 2 * F);
+  ExpertsLora<T> first(const Sorted& sorted, Scratch& scratch, i64 N, i64 D, i64 F, i64 parts) const {
+    return made<T>(gate_up_a, gate_up_b, sorted, scratch, N, parts, D, parts * F);
   }
   template <typename T>
   ExpertsLora<T> second(const Sorted& sorted, Scratch& scratch, i64 N, i64 D, i64 F) const {

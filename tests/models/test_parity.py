@@ -45,25 +45,30 @@ JAMBA = LLAMA | {"num_hidden_layers": 5, "attn_layer_period": 3, "attn_layer_off
 IDS = {"vocab_size": V, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 MAMBA = IDS | {"hidden_size": 40, "num_hidden_layers": 3, "initializer_range": 0.3}
 MAMBA2 = IDS | {
-    "hidden_size": 48, "num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 24, "num_hidden_layers": 3,
+    "hidden_size": 48, "num_heads": 12, "head_dim": 8, "n_groups": 2, "state_size": 24, "num_hidden_layers": 3,
     "conv_kernel": 4, "expand": 2, "chunk_size": 8, "initializer_range": 0.3,
 }  # fmt: skip
 GRANITE_HYBRID = IDS | {
     "hidden_size": 48, "intermediate_size": 40, "shared_intermediate_size": 56, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "mamba_n_heads": 12, "mamba_d_head": 8, "mamba_n_groups": 2,
     "mamba_d_state": 24, "mamba_chunk_size": 8, "initializer_range": 0.3, "num_local_experts": 5,
     "num_experts_per_tok": 3, "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7,
     "logits_scaling": 2.0, "layer_types": ["linear_attention", "full_attention"] * 2,
 }  # fmt: skip
 ATTENTION = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
 NEMOTRON = IDS | ATTENTION | {
-    "head_dim": 12, "intermediate_size": 40, "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2,
+    "head_dim": 12, "intermediate_size": 40, "mamba_num_heads": 12, "mamba_head_dim": 8, "n_groups": 2,
     "ssm_state_size": 24, "chunk_size": 8,
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
 }  # fmt: skip
+NEMOTRON_EXPERTS = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "routed_scaling_factor": 1.7,
+    "moe_shared_expert_intermediate_size": 36,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe", "linear_attention"],
+}  # fmt: skip
 LFM2 = IDS | ATTENTION | {"intermediate_size": 60, "num_hidden_layers": 4, "block_multiple_of": 8}
 FALCON = IDS | ATTENTION | {
-    "intermediate_size": 60, "num_hidden_layers": 2, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_ssm": 96,
+    "intermediate_size": 60, "num_hidden_layers": 2, "mamba_n_heads": 12, "mamba_d_head": 8, "mamba_d_ssm": 96,
     "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_chunk_size": 8,
 }  # fmt: skip
 SHORT, LONG = [1.0 + 0.02 * i for i in range(8)], [1.5 + 0.4 * i for i in range(8)]
@@ -208,6 +213,10 @@ ARCHS = (
     ),
     Arch("nemotron_h", "NemotronH", NEMOTRON),
     Arch("nemotron_h_biases", "NemotronH", NEMOTRON | {"use_bias": True, "mlp_bias": True, "time_step_min": 0.2}),
+    Arch("nemotron_h_moe", "NemotronH", NEMOTRON | NEMOTRON_EXPERTS),
+    Arch("nemotron_h_latent", "NemotronH",
+         NEMOTRON | NEMOTRON_EXPERTS | {"moe_latent_size": 20, "mlp_bias": True, "norm_topk_prob": False, "n_group": 4,
+                                        "topk_group": 2, "layers_block_type": ["moe", "full_attention", "moe"]}),
     Arch("lfm2", "Lfm2", LFM2 | {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
     Arch("lfm2_bias", "Lfm2",
          LFM2 | {"full_attn_idxs": [0, 3], "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
@@ -245,6 +254,9 @@ def _build(arch: Arch, fields: dict[str, Any]) -> transformers.PreTrainedModel:
                 p += 0.2 * torch.randn(p.shape)
             if "post_feedforward" in name:  # let layers outweigh the tied embedding, or every token repeats itself
                 p += 3.0
+        for name, b in model.named_buffers():  # a correction of the choice of experts, too
+            if name.endswith("e_score_correction_bias"):
+                b += 0.2 * torch.randn(b.shape)
     for module in model.modules():  # GptOssExperts: before 5.2x, transformers takes 7 whatever the config says
         if hasattr(module, "limit"):
             module.limit = config.swiglu_limit

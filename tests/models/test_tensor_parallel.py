@@ -18,8 +18,9 @@ from tests.models.sharded import Sharded
 
 N_TOKENS, LENGTHS = 8, (1, 7, 90)
 # What of the tiny models cannot be divided by four: three query heads for each of two heads of keys would be cut.
-HERE = {"llama_biases", "gemma2", "olmoe", "gpt_oss"}
-APART = {"mixtral": (2, 4), "qwen2_moe_some_dense": (2,), "qwen3_moe": (2,), "gpt_oss": (2,), "jamba": (2,)}
+HERE = {"llama_biases", "gemma2", "olmoe", "gpt_oss", "mamba2"}
+APART = {"mixtral": (2, 4), "qwen2_moe_some_dense": (2,), "qwen3_moe": (2,), "gpt_oss": (2,), "jamba": (2,),
+         "nemotron_h_moe": (2,)}  # fmt: skip
 RUNS = [(arch, ranks, False) for arch in parity.ARCHS for ranks in (2, 4)]
 RUNS += [(arch, ranks, True) for arch in parity.ARCHS for ranks in APART.get(arch.name, ())]
 
@@ -46,7 +47,7 @@ def test_ranks_give_what_transformers_does(arch: parity.Arch, ranks: int, apart:
     [
         pytest.param(a, id=a.name, marks=[] if a.name == "gpt2" else [pytest.mark.slow])
         for a in parity.ARCHS
-        if a.name in ("qwen2_moe", "gemma2", "gpt2", "olmoe", "gpt_oss")
+        if a.name in ("qwen2_moe", "gemma2", "gpt2", "olmoe", "gpt_oss", "granite_hybrid_dense")
     ],
 )
 @torch.no_grad()

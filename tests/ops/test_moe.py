@@ -98,3 +98,19 @@ def test_layer_of_gpt_oss() -> None:
         halves(layer.gate_up_proj_bias), layer.down_proj_bias,
     )  # fmt: skip
     torch.testing.assert_close(out, layer(x, experts, weights), atol=1e-5, rtol=1e-5)
+
+
+def test_experts_of_nemotron_h() -> None:
+    """Without a gate, squared ReLU, of experts that a sigmoid and a correction chose."""
+    config = transformers.NemotronHConfig(
+        hidden_size=D, moe_intermediate_size=20, n_routed_experts=N, num_experts_per_tok=K, routed_scaling_factor=2.5
+    )
+    config._experts_implementation = "eager"
+    modeling = _modeling("nemotron_h")
+    router, layer = _filled(modeling.NemotronHTopkRouter(config)), _filled(modeling.NemotronHExperts(config))
+    x = torch.randn(30, D) / 4
+    logits, weights, experts = router(x)
+    found = moe_route(logits.detach(), K, "sigmoid", scale=2.5, bias_N=router.e_score_correction_bias)
+    _same_choice(found, weights, experts)
+    out = fused_moe(x, layer.up_proj, layer.down_proj, *found, "relu2")
+    torch.testing.assert_close(out, layer(x, experts, weights), atol=1e-5, rtol=1e-5)

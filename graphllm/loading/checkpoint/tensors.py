@@ -9,11 +9,16 @@ from typing import NamedTuple
 from graphllm.config.pooling_config import dense_tensor
 from graphllm.loading.checkpoint.conversion import safetensors_of
 from graphllm.loading.checkpoint.model_files import ModelFiles
-from graphllm.weights.checkpoint.checkpoint import Checkpoint, TensorInfo, WeightError, draft_name, weight_files
+from graphllm.weights.checkpoint.checkpoint import (
+    FURTHER,
+    Checkpoint,
+    TensorInfo,
+    WeightError,
+    draft_name,
+    weight_files,
+)
 from graphllm.weights.checkpoint.multimodal import is_multimodal, text_tensors
 from graphllm.weights.checkpoint.stacked_experts import has_stacks, single_experts
-
-_FURTHER = "mtp_layers."  # in the names of tensors that only draft
 
 
 class Tensors(NamedTuple):
@@ -41,7 +46,7 @@ def open_tensors(files: ModelFiles, load_format: str, draft: ModelFiles | None =
         return _joined(own, _text_tensors(draft, load_format))
     if own.checkpoint is None:
         return own
-    layers = {name: tensor for name, tensor in own.checkpoint.tensors.items() if _FURTHER in name}
+    layers = {name: tensor for name, tensor in own.checkpoint.tensors.items() if FURTHER.match(name)}
     return _joined(own, Tensors(replace(own.checkpoint, tensors=layers)))
 
 

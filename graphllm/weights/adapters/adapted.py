@@ -143,14 +143,15 @@ def adapted_embedding(plan: WeightPlan, name: str) -> AdaptedLinear | None:
 
 
 def adapted_experts(plan: WeightPlan, name: str) -> AdaptedLinear | None:
-    """The same for stacked matrices of experts: of gates above ups, or a single one of each."""
+    """The same for stacked matrices of experts: of gates above ups, or a single one of each, an up or a down."""
     expr, shape = _whole(plan, name)
     if len(shape) != 3:
         return None
     N, outputs, inputs = shape
     if (parts := _of_each_expert(expr)) is not None:
         folders = [module.partition("{}")[0] for module in parts[0].modules]
-        tensor = "gate_up_proj" if len(parts) > 1 else "down_proj"
+        up = parts[0].modules[0].endswith(".up_proj")
+        tensor = "gate_up_proj" if len(parts) > 1 else "up_proj" if up else "down_proj"
         # transformers 5 has one name for what checkpoints call in several ways.
         names = [n + tensor for folder in folders for n in (folder, folder.replace(".block_sparse_moe.", ".mlp."))]
         widths = (outputs // len(parts),) * len(parts)

@@ -34,7 +34,7 @@ _OTHERS = (
     "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_qalora",
     "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
 )  # fmt: skip
-_OF_EXPERTS = ("gate_up_proj", "down_proj")  # tensors with the matrices of all experts, as they follow in a module
+_OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")  # matrices of all experts, in a module's order
 # Of init_lora_weights: ways to begin that leave the base as it is.
 _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 

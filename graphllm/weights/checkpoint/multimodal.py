@@ -16,7 +16,7 @@ ARCHITECTURES = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
-_INNER = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)|(lm_head\..+)")
+_INNER = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)|((?:lm_head|mtp)\..+)")
 # Fields next to text_config that say something of the text model, too.
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config")
 
@@ -43,5 +43,5 @@ def text_tensors(tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
     for name, tensor in tensors.items():
         if (match := _INNER.fullmatch(name)) is not None:
             inner = match[2] or match[1]
-            found[inner if inner.startswith("lm_head.") else f"model.{inner}"] = tensor
+            found[inner if inner.startswith(("lm_head.", "mtp.")) else f"model.{inner}"] = tensor
     return found

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Set
 
-from graphllm.weights.checkpoint.checkpoint import Checkpoint, TensorInfo, WeightError
+from graphllm.weights.checkpoint.checkpoint import FURTHER, Checkpoint, TensorInfo, WeightError
 from graphllm.weights.checkpoint.files import opened, read_into
 from graphllm.weights.dtypes import BY_TAG, DTYPES, PLAIN
 from graphllm.weights.encodings import encoding_of
@@ -18,11 +18,10 @@ from graphllm.weights.plan.plan import WeightPlan
 from graphllm.weights.plan.simplify import Region, at_rank, region_of, simplify
 
 # Left in checkpoints by older transformers versions; constants that are computed, not parameters. In checkpoints of
-# draft models, which tokens they draft, as "d2t" says as well. And layers that draft, which nothing reads without
-# drafts.
+# draft models, which tokens they draft, as "d2t" says as well.
 _BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.(bias|masked_bias)|position_ids)$"
-    r"|(^|:)t2d$|^model\.mtp_layers\.|^mtp\."
+    r"|(^|:)t2d$"
 )
 # What encoders were pretrained with, and models that make vectors have no use for: BERT's pooler, heads for words.
 _PRETRAINING = re.compile(
@@ -57,7 +56,7 @@ def check_checkpoint(plan: WeightPlan, checkpoint: Checkpoint) -> None:
     heads = {e.name for e in plan if e.name.startswith("head.")}
     tied = any(e.tie for e in plan) or any(n > 1 for n in used.values()) or (heads and "head.lm_head" not in heads)
     for name in checkpoint.tensors:
-        unread = _BUFFERS.search(name) or _PRETRAINING.search(name) or (tied and name == _TIED)
+        unread = _BUFFERS.search(name) or FURTHER.match(name) or _PRETRAINING.search(name) or (tied and name == _TIED)
         if name not in known and not unread and not _adds_nothing(name, checkpoint.tensors[name], known):
             problems[name, "not used by the model; is the config.json of another one?"] = None
     if problems:

@@ -10,6 +10,7 @@ import torch
 from graphllm.config import Bucket
 from graphllm.ir.testing import Case, Maker
 from graphllm.ops.encodings.encoded_weights import encoded
+from graphllm.ops.moe.fused_moe.operands import parts_of
 
 _TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 1.2e-3}
 _REASON = "hidden numbers, what each expert gives and the sum are rounded to the dtype, in the interpreter towards zero"
@@ -35,17 +36,18 @@ def _case(
     norm: bool = False, **more: Any,
 ) -> Case:  # fmt: skip
     def inputs(make: Maker) -> dict[str, Any]:
-        encoded = encoded_experts(make, encoding, N, D, F) if encoding else {}
+        parts = parts_of(more.get("activation", "silu"))
+        encoded = encoded_experts(make, encoding, N, D, F, parts) if encoding else {}
         return {
             "x_TD": make.normal(T, D),
-            "gate_up_N2FD": make.normal(N, 2 * F, D, scale=D**-0.5),
+            "gate_up_N2FD": make.normal(N, parts * F, D, scale=D**-0.5),
             "down_NDF": make.normal(N, D, F, scale=F**-0.5),
             "weights_TA": torch.softmax(make.normal(T, k, dtype=torch.float32), -1),
             "experts_TA": choose(make, T, N, k, routing),
-            "gate_up_bias_N2F": make.normal(N, 2 * F, scale=0.3) if biases else None,
+            "gate_up_bias_N2F": make.normal(N, parts * F, scale=0.3) if biases else None,
             "down_bias_ND": make.normal(N, D, scale=0.3) if biases else None,
             **encoded,
-            **(lora_tables(make, T, N, D, F, rank) if rank else {}),
+            **(lora_tables(make, T, N, D, F, rank, parts=parts) if rank else {}),
             "residual_TD": make.normal(T, D) if residual else None,
             "norm_D": make.normal(D) if norm else None,
             "eps": 1e-6 if norm else 0.0,
@@ -59,12 +61,15 @@ def _case(
     return Case(name, inputs, _ROUNDED if rank or residual else _TOLERANCE, _REASON, bucket, size)
 
 
-def lora_tables(make: Maker, T: int, N: int, D: int, F: int, rank: int, adapters: int = 3) -> dict[str, Any]:
-    """Arguments: adapters of a step's tokens; some tokens have none, and entry 0 is never read."""
+def lora_tables(
+    make: Maker, T: int, N: int, D: int, F: int, rank: int, adapters: int = 3, parts: int = 2
+) -> dict[str, Any]:
+    """Arguments: adapters of a step's tokens; some tokens have none, and entry 0 is never read. parts: matrices of F
+    rows in the first product."""
     L = adapters + 1
     made = {
-        "gate_up_lora_a_LNRD": make.normal(L, N, 2 * rank, D, scale=D**-0.5),
-        "gate_up_lora_b_LNrO": make.normal(L, N, rank, 2 * F, scale=rank**-0.5),
+        "gate_up_lora_a_LNRD": make.normal(L, N, parts * rank, D, scale=D**-0.5),
+        "gate_up_lora_b_LNrO": make.normal(L, N, rank, parts * F, scale=rank**-0.5),
         "down_lora_a_LNrF": make.normal(L, N, rank, F, scale=F**-0.5),
         "down_lora_b_LNrD": make.normal(L, N, rank, D, scale=rank**-0.5),
     }
@@ -73,10 +78,10 @@ def lora_tables(make: Maker, T: int, N: int, D: int, F: int, rank: int, adapters
     return {**made, "adapter_ids_T": make.integers(0, L, T)}
 
 
-def encoded_experts(make: Maker, encoding: str, N: int, D: int, F: int) -> dict[str, Any]:
-    """Arguments: random encoded matrices. encoding: as for `encoded`."""
+def encoded_experts(make: Maker, encoding: str, N: int, D: int, F: int, parts: int = 2) -> dict[str, Any]:
+    """Arguments: random encoded matrices. encoding: as for `encoded`. parts: as for `lora_tables`."""
     found: dict[str, Any] = {}
-    for stack, letters, out, inner in (("gate_up", "2F", 2 * F, D), ("down", "D", D, F)):
+    for stack, letters, out, inner in (("gate_up", "2F", parts * F, D), ("down", "D", D, F)):
         one = encoded(make, encoding, N * out, inner)
         weight, scales, zeros = (one[n] for n in ("weight_OI", "scales_GO", "zeros_GO"))
         assert isinstance(weight, torch.Tensor)
@@ -117,6 +122,16 @@ CASES = (
     _case(300, 8, 2, 16, 8, rank=8),
     _case(2, 8, 2, 96, 64, biases=True, encoding="e2m1-32", rank=8, **_CLAMPED),
     _case(66, 4, 2, 128, 136, "some_none", encoding="float8-0", rank=16),
+    _case(1, 8, 3, 40, 24, "some_none", biases=True, activation="relu2"),
+    _case(5, 8, 2, 40, 72, "some_none", biases=True, activation="relu2"),
+    _case(70, 8, 2, 40, 72, "skewed", biases=True, activation="relu2"),
+    _case(70, 8, 2, 32, 200, activation="relu2"),
+    _case(1, 8, 2, 160, 96, biases=True, encoding="e2m1-32", activation="relu2"),
+    _case(20, 4, 2, 160, 96, "skewed", encoding="e2m1-32", activation="relu2"),
+    _case(70, 4, 2, 128, 136, "some_none", encoding="float8-0", activation="relu2"),
+    _case(3, 8, 2, 32, 48, "some_none", rank=16, activation="relu2"),
+    _case(70, 8, 2, 32, 48, "skewed", rank=20, activation="relu2"),
+    _case(1, 8, 4, 40, 24, residual=True, norm=True, activation="relu2"),
     *(_case(T, 32, 8, 2048, 768, size="real", rank=16) for T in (1, 8, 64, 1024)),
     _case(0, 8, 2, 32, 16, residual=True),
     _case(1, 8, 4, 40, 24, residual=True, norm=True),
@@ -130,7 +145,7 @@ CASES = (
     _case(1, 6, 3, 160, 96, residual=True, biases=True, encoding="e2m1-32", **_CLAMPED),
     _case(20, 6, 3, 160, 96, residual=True, biases=True, encoding="e2m1-32", **_CLAMPED),
     *(_case(T, 128, 8, 2048, 768, residual=True, norm=T == 1, size="real") for T in (1, 32, 1024)),
-    # Qwen3-30B-A3B, Mixtral 8x7B, GPT-OSS 20B.
+    # Qwen3-30B-A3B, Mixtral 8x7B, GPT-OSS 20B, and at last Nemotron 3 Nano.
     *(_case(T, 128, 8, 2048, 768, size="real") for T in (1, 8, 32, 64, 128, 1024, 8192)),
     *(_case(T, 128, 8, 2048, 768, "skewed", size="real") for T in (32, 1024)),
     *(_case(T, 8, 2, 4096, 14336, size="real") for T in (1, 32, 1024)),
@@ -139,4 +154,5 @@ CASES = (
         _case(T, 32, 4, 2880, 2880, biases=True, size="real", encoding="e2m1-32", activation="clamped", limit=7.0)
         for T in (1, 32, 128, 1024)
     ),
+    *(_case(T, 128, 6, 2688, 1856, size="real", activation="relu2") for T in (1, 32, 1024)),
 )

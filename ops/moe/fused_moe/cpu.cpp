@@ -69,21 +69,21 @@ void moe(const T* x, const T* gate_up, const T* down, const float* weights, cons
          const LoraTables& lora, bool invariant) {
   static thread_local Scratch rows_scratch, halves_scratch, h_scratch, y_scratch, first_low, second_low;
   const Sorted sorted(experts, tokens, A, N);
-  const i64 pairs = i64(sorted.token.size()), count = i64(sorted.groups.size());
+  const i64 pairs = i64(sorted.token.size()), count = i64(sorted.groups.size()), parts = parts_of(kind);
   T* rows = rows_scratch.get<T>(pairs * D);
-  T* halves = halves_scratch.get<T>(pairs * 2 * F);
+  T* halves = halves_scratch.get<T>(pairs * parts * F);
   T* h = h_scratch.get<T>(pairs * F);
   T* y = y_scratch.get<T>(pairs * D);
   const i64 size = sizeof(T);
-  const Layer<T> gates{rows, gate_up, gate_up_bias, halves, F, D, D, 2 * F, D, 2 * F * D, 2 * F, invariant};
+  const Layer<T> gates{rows, gate_up, gate_up_bias, halves, F, D, D, parts * F, D, parts * F * D, parts * F, invariant};
   Layer<T> ups = gates;
   ups.weight += F * D, ups.out += F;
   if (ups.bias) ups.bias += F;
   const Layer<T> downs{h, down, down_bias, y, D, F, F, D, F, D * F, D, invariant};
-  const ExpertsLora<T> of_halves = lora.first<T>(sorted, first_low, N, D, F);
+  const ExpertsLora<T> of_halves = lora.first<T>(sorted, first_low, N, D, F, parts);
   const ExpertsLora<T> of_downs = lora.second<T>(sorted, second_low, N, D, F);
-  const int threads = int(std::min<i64>(omp_get_max_threads(), std::max<i64>(1, count * 3 * F * D * size / kMinBytes)));
-  Shares first(count * ceil_div(F, kBlock), least(2 * D * size), threads);
+  const int threads = int(std::min<i64>(omp_get_max_threads(), std::max<i64>(1, count * (parts + 1) * F * D * size / kMinBytes)));
+  Shares first(count * ceil_div(F, kBlock), least(parts * D * size), threads);
   Shares second(count * ceil_div(D, kBlock), least(F * size), threads);
 #pragma omp parallel num_threads(threads)
   {
@@ -92,10 +92,10 @@ void moe(const T* x, const T* gate_up, const T* down, const float* weights, cons
     of_halves.shrink(rows, mine);
 #pragma omp barrier
     each_block(first, sorted.groups, F, [&](const Group& g, Range part) {
-      multiply(gates, g, part);
-      multiply(ups, g, part);
-      of_halves.add(halves, 2 * F, g, 0, part);
-      of_halves.add(halves + F, 2 * F, g, 1, part);
+      for (i64 half = 0; half < parts; half++) {
+        multiply(half ? ups : gates, g, part);
+        of_halves.add(halves + half * F, parts * F, g, half, part);
+      }
       activate(halves, h, g, F, part, kind, limit);
     });
 #pragma omp barrier

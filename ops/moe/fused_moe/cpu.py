@@ -12,7 +12,7 @@ from graphllm.ir.op import CallSite, by_site, each_alone
 from graphllm.ops.moe.fused_moe.op import fused_moe
 from graphllm.ops.moe.fused_moe.operands import LORA_TABLES, ExpertLora, Experts, Route
 
-_ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # in the order of cpu.cpp
+_ACTIVATIONS = ("silu", "gelu_tanh", "clamped", "relu2")  # in the order of cpu.cpp
 _KERNELS = float_kernels(
     "graphllm_fused_moe",
     "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor experts, Tensor? gate_up_bias,"

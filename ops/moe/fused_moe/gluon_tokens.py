@@ -76,9 +76,10 @@ def reads_experts(site: CallSite) -> bool:
     """Whether weights are what kernels in Gluon read, and run there."""
     scales = site.args["gate_up_scales_NG2F"], site.args["down_scales_NGD"]
     fits = site.args["form"] == "e2m1" and site.args["group"] == _GROUP and site.args["adapter_ids_T"] is None
+    fits = fits and site.struct(Experts).parts == 2
     if not fits or any(s is None or s.dtype != torch.uint8 for s in scales) or not supports(site):
         return False
-    inner = (site.args["x_TD"].shape[1], site.args["down_NDF"].shape[1], site.args["gate_up_N2FD"].shape[1] // 2)
+    inner = (site.args["x_TD"].shape[1], *site.struct(Experts).sizes[1:])
     plain = site.args["gate_up_zeros_NG2F"] is None and site.args["x_TD"].dtype == torch.bfloat16
     tensors = (t for t in site.args.values() if isinstance(t, Tensor))
     aligned = all(t.storage_offset() * t.element_size() % 16 == 0 for t in tensors)

@@ -22,7 +22,7 @@ def _cost(x_TD: Tensor, experts: Experts, route: Route, lora: ExpertLora | None,
     of_one = nbytes(*(t[:1] for t in own if t is not None))
     tables, around = lora_cost(T, A, lora), nbytes(residual.residual_TD, residual.norm_D) if residual else 0
     read = int(distinct_experts(T, N, A) * of_one) + tables.bytes + around
-    return Cost(read + 2 * nbytes(x_TD) + nbytes(*route), 6 * T * A * F * D + tables.flops)
+    return Cost(read + 2 * nbytes(x_TD) + nbytes(*route), 2 * (experts.parts + 1) * T * A * F * D + tables.flops)
 
 
 def lora_cost(T: int, A: int, lora: ExpertLora | None) -> Cost:
@@ -48,7 +48,7 @@ def fused_moe(
 
     x_TD [T, D]. mlp(x, n) = down_NDF[n] @ h + bias, with h = act(gate) * up, gate and up from gate_up_N2FD[n] @ x +
     bias. act is "silu", or "gelu_tanh"; or "clamped": gate is at most ``limit``, up between -limit and limit, and h =
-    (up + 1) * gate * sigmoid(1.702 * gate).
+    (up + 1) * gate * sigmoid(1.702 * gate). "relu2" has no gate: h = relu(up) ** 2.
 
     lora: to each of an expert's products belongs (x @ A.T) @ B as for `add_lora`, with the tables of the token's
     adapter and that expert, before the activation; for down x is h, as it was rounded.
@@ -57,7 +57,8 @@ def fused_moe(
     implementation may add in float32 and round once, and leave the normalized rows unrounded.
 
     Products, biases and activation are in float32 (float64 for float64 inputs); h is rounded to x's dtype once, and the
-    weighted sum once in the end. Sources: Shazeer et al. 2017; OpenAI 2025, gpt-oss (clamped).
+    weighted sum once in the end. Sources: Shazeer et al. 2017; OpenAI 2025, gpt-oss (clamped); So et al. 2021, Primer
+    (relu2).
     """
     if residual is not None:
         if residual.norm_D is not None:
@@ -80,7 +81,7 @@ def fused_moe(
         gate_up = rows.to(wide) @ first.to(wide).T
         if experts.gate_up_bias_N2F is not None:
             gate_up = gate_up + experts.gate_up_bias_N2F[n].to(wide)
-        first_lora, second_lora = _tables_of(lora, n, pairs // A, F, D)
+        first_lora, second_lora = _tables_of(lora, n, pairs // A, ([F] * experts.parts, [D]))
         gate_up = adapted(gate_up, rows, first_lora)
         hidden = activate(gate_up, experts.activation, experts.limit).to(x_TD.dtype)
         out = adapted(hidden.to(wide) @ second.to(wide).T, hidden, second_lora)
@@ -90,12 +91,12 @@ def fused_moe(
 
 
 def _tables_of(
-    lora: ExpertLora | None, n: int, tokens: Tensor, F: int, D: int
+    lora: ExpertLora | None, n: int, tokens: Tensor, widths: tuple[list[int], list[int]]
 ) -> tuple[LowRank | None, LowRank | None]:
     """Of both products of an expert, for some tokens."""
     if lora is None:
         return None, None
-    ids, widths = lora.adapter_ids_T[tokens], ([F, F], [D])
+    ids = lora.adapter_ids_T[tokens]
     first, second = (LowRank(a[:, n], b[:, n], ids, w) for a, b, w in zip(lora.a, lora.b, widths, strict=True))
     return first, second
 
@@ -110,7 +111,9 @@ def _matrix(experts: Experts, i: int, n: int, width: int, dtype: torch.dtype) ->
 
 
 def activate(gate_up: Tensor, activation: str, limit: float) -> Tensor:
-    """act(gate) * up of rows of 2F, as `fused_moe` says."""
+    """act(gate) * up of rows of 2F, or of up alone, as `fused_moe` says."""
+    if activation == "relu2":
+        return torch.relu(gate_up).square()
     gate, up = gate_up.chunk(2, -1)
     if activation == "clamped":
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

@@ -9,12 +9,18 @@ from torch import Tensor
 from graphllm.ops.encodings.encoded_weights import span_of
 
 
+def parts_of(activation: str) -> int:
+    """Matrices of F rows in an expert's first product: a gate and up, or up alone."""
+    return 1 if activation == "relu2" else 2
+
+
 class Experts(NamedTuple):
     """The matrices of N experts and what lies between their two products.
 
-    gate_up_N2FD: of each expert the rows of the gate before the rows of up, [N, 2F, D].
+    gate_up_N2FD: of each expert the rows of the gate before the rows of up, [N, 2F, D]; of "relu2" up's alone,
+        [N, F, D], and 2F is F in all that belongs to them.
     down_NDF: [N, D, F].
-    activation: "silu", "gelu_tanh" or "clamped".
+    activation: "silu", "gelu_tanh", "clamped" or "relu2".
     limit: the bound of "clamped".
     gate_up_bias_N2F, down_bias_ND: added to the products, [N, 2F] and [N, D].
     gate_up_scales_NG2F, gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD: of encoded matrices, for each expert as
@@ -39,7 +45,12 @@ class Experts(NamedTuple):
     @property
     def sizes(self) -> tuple[int, int, int]:
         """N, D and F."""
-        return self.gate_up_N2FD.shape[0], self.down_NDF.shape[1], self.gate_up_N2FD.shape[1] // 2
+        return self.gate_up_N2FD.shape[0], self.down_NDF.shape[1], self.gate_up_N2FD.shape[1] // self.parts
+
+    @property
+    def parts(self) -> int:
+        """Matrices of F rows in the first product."""
+        return parts_of(self.activation)
 
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
@@ -86,8 +97,9 @@ class Route(NamedTuple):
 class ExpertLora(NamedTuple):
     """The tables of L adapters of rank r, and the entry of each token. Entry 0 is never read.
 
-    gate_up_lora_a_LNRD: r rows for the gate before r rows for up, [L, N, 2r, D] in x's dtype, as the other tables.
-    gate_up_lora_b_LNrO: [L, N, r, 2F].
+    gate_up_lora_a_LNRD: r rows for the gate before r rows for up, [L, N, 2r, D] in x's dtype, as the other tables; up's
+        alone where there is no gate.
+    gate_up_lora_b_LNrO: [L, N, r, 2F], or [L, N, r, F].
     down_lora_a_LNrF: [L, N, r, F].
     down_lora_b_LNrD: [L, N, r, D].
     adapter_ids_T: [T] int32, 0 for tokens without an adapter.

@@ -22,7 +22,7 @@ _MOST_RANKS = 64  # columns of B, or rows of A, that are multiplied at a time
 @triton.jit
 def _shrink_pairs_kernel(
     x_ptr, a_ptr, experts_ptr, ids_ptr, low_ptr, X_ROW: tl.constexpr, A: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
-    K: tl.constexpr, GATED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
+    K: tl.constexpr, FIRST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     gdc_wait_early(EMULATED)
     pair = tl.program_id(1)
@@ -32,7 +32,7 @@ def _shrink_pairs_kernel(
         return
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     k = tl.arange(0, BLOCK_K)
-    x = x_ptr + (pair // A if GATED else pair).to(tl.int64) * X_ROW + k
+    x = x_ptr + (pair // A if FIRST else pair).to(tl.int64) * X_ROW + k
     a = a_ptr + ((own_id * N + expert).to(tl.int64) * R + r)[:, None] * K + k[None, :]
     total = tl.zeros([BLOCK_R, BLOCK_K], tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -45,7 +45,7 @@ def _shrink_pairs_kernel(
 @triton.jit
 def _shrink_tiles_kernel(
     x_ptr, a_ptr, ids_ptr, order_ptr, tiles_ptr, low_ptr, X_ROW: tl.constexpr, A: tl.constexpr, N: tl.constexpr,
-    R: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, TILES: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     gdc_wait_early(EMULATED)
@@ -60,7 +60,7 @@ def _shrink_tiles_kernel(
     ids = tl.load(ids_ptr + pair // A, mask=there, other=0)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     k = tl.arange(0, BLOCK_K)
-    x = x_ptr + (pair // A if GATED else begin + t).to(tl.int64)[:, None] * X_ROW + k[None, :]
+    x = x_ptr + (pair // A if FIRST else begin + t).to(tl.int64)[:, None] * X_ROW + k[None, :]
     first = tl.maximum(tl.min(tl.where(ids > 0, ids, 1 << 30), axis=0), 1)
     for own_id in range(first, tl.max(ids, axis=0) + 1):
         own = ids == own_id
@@ -110,7 +110,7 @@ def shrink_pairs(lora: ExpertLora, i: int, x: Tensor, experts_TA: Tensor, x_row:
     low, (_, N, R, K) = _low(lora, i, experts_TA), lora.a[i].shape
     launch_triton(
         _shrink_pairs_kernel, (-(-R // 8), experts_TA.numel()), x, lora.a[i], experts_TA, lora.adapter_ids_T, low,
-        X_ROW=x_row, A=experts_TA.shape[1], N=N, R=R, K=K, GATED=i == 0, BLOCK_R=8,
+        X_ROW=x_row, A=experts_TA.shape[1], N=N, R=R, K=K, FIRST=i == 0, BLOCK_R=8,
         BLOCK_K=min(512, triton.next_power_of_2(K)), EMULATED=triton.knobs.runtime.interpret, num_warps=4,
     )  # fmt: skip
     return low
@@ -125,7 +125,7 @@ def shrink_tiles(
     block = min(_MOST_RANKS, max(16, triton.next_power_of_2(R)))
     launch_triton(
         _shrink_tiles_kernel, (config["tiles"], -(-R // block)), x, lora.a[i], lora.adapter_ids_T, order, tiles, low,
-        X_ROW=x_row, A=experts_TA.shape[1], N=N, R=R, K=K, GATED=i == 0, BLOCK_T=config["block_t"], BLOCK_R=block,
+        X_ROW=x_row, A=experts_TA.shape[1], N=N, R=R, K=K, FIRST=i == 0, BLOCK_T=config["block_t"], BLOCK_R=block,
         BLOCK_K=64, TILES=config["tiles"], EMULATED=triton.knobs.runtime.interpret, num_warps=4,
     )  # fmt: skip
     return low

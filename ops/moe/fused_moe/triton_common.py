@@ -15,6 +15,19 @@ from graphllm.ops.encodings.encoded_weights import BITS
 from graphllm.ops.moe.fused_moe.operands import LORA_TABLES, Experts, Residual
 
 
+@triton.constexpr_function
+def has_gate(FIRST, ACTIVATION):
+    """Whether rows of a product's weights are of a gate and of up. FIRST: of an expert's products, not the second."""
+    return bool(FIRST) and ACTIVATION != "relu2"
+
+
+@triton.jit
+def squared(up):
+    """`fused_moe`'s "relu2"."""
+    up = tl.maximum(up, 0.0)
+    return up * up
+
+
 @triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
     """`fused_moe`'s act(gate) * up."""
@@ -51,19 +64,22 @@ def pairs_in_slots(pair, rank, start, SLOTS: tl.constexpr):
 @triton.jit
 def write_pairs(
     acc, pair, block, scale_ptr, out_ptr,
-    ROWS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    ROWS: tl.constexpr, FIRST: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """What an expert gave: [BLOCK_N, BLOCK_T], the rows of pairs. Negative ones are none."""
     there = pair >= 0
-    if GATED:
+    if has_gate(FIRST, ACTIVATION):
         halves = tl.permute(tl.reshape(acc, [BLOCK_N // 2, 2, BLOCK_T]), (0, 2, 1))
         gate, up = tl.split(halves)
         out = tl.trans(activated(gate, up, ACTIVATION, LIMIT))
         column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         width = ROWS // 2
     else:
-        out = tl.trans(acc) * tl.load(scale_ptr + pair, mask=there, other=0.0)[:, None]
+        if FIRST:
+            out = tl.trans(squared(acc))
+        else:
+            out = tl.trans(acc) * tl.load(scale_ptr + pair, mask=there, other=0.0)[:, None]
         column = block * BLOCK_N + tl.arange(0, BLOCK_N)
         width = ROWS
     inside = there[:, None] & (column < width)[None, :]

@@ -27,9 +27,11 @@ from graphllm.ops.moe.fused_moe.triton_adapters import lora_constants, plus_low_
 from graphllm.ops.moe.fused_moe.triton_common import (
     activated,
     added,
+    has_gate,
     pairs_in_slots,
     pairs_of,
     programs_at_once,
+    squared,
     supports,
     write_pairs,
 )
@@ -40,8 +42,8 @@ from graphllm.ops.moe.fused_moe.triton_one_encoded import launch_one
 @triton.jit
 def one_hidden_kernel(
     x_ptr,  # [D]
-    weight_ptr,  # [N, 2F, D]
-    bias_ptr,  # [N, 2F]
+    weight_ptr,  # [N, PARTS * F, D]
+    bias_ptr,  # [N, PARTS * F]
     experts_ptr,  # [A]
     norm_ptr,  # [D]
     h_ptr,  # [A, F]
@@ -54,9 +56,10 @@ def one_hidden_kernel(
     expert = tl.load(experts_ptr + a).to(tl.int64)
     if expert < 0:
         return
-    r = tl.arange(0, BLOCK_N)  # rows of the gate and of up by turns
-    f = block * (BLOCK_N // 2) + r // 2
-    row = expert * (2 * F) + f + (r % 2) * F
+    PARTS: tl.constexpr = 2 if has_gate(True, ACTIVATION) else 1
+    r = tl.arange(0, BLOCK_N)  # rows of the gate and of up by turns, or of up
+    f = block * (BLOCK_N // PARTS) + r // PARTS
+    row = expert * (PARTS * F) + f + (r % PARTS) * F
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -75,9 +78,12 @@ def one_hidden_kernel(
         out *= tl.rsqrt(tl.sum(squares, axis=0) / D + EPS)
     if BIAS:
         out += tl.load(bias_ptr + row, mask=f < F, other=0.0).to(tl.float32)
-    gate, up = tl.split(tl.reshape(out, [BLOCK_N // 2, 2]))
-    h = activated(gate, up, ACTIVATION, LIMIT)
-    column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    if PARTS == 2:
+        gate, up = tl.split(tl.reshape(out, [BLOCK_N // 2, 2]))
+        h = activated(gate, up, ACTIVATION, LIMIT)
+    else:
+        h = squared(out)
+    column = block * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS)
     tl.store(h_ptr + a * F + column, h.to(h_ptr.dtype.element_ty), mask=column < F)
 
 
@@ -134,7 +140,7 @@ def few_kernel(
     T, X_ROW: tl.constexpr, WEIGHT_ROW: tl.constexpr, GROUPS: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
     ZEROS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, A: tl.constexpr, A_PAD: tl.constexpr,
     BIAS: tl.constexpr,
-    GATED: tl.constexpr,  # the first of the two products: with an activation, from tokens; else scaled
+    FIRST: tl.constexpr,  # of the two products: with an activation, from tokens; else scaled
     ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
     BY_PAIR: tl.constexpr,  # programs are for pairs, where these are fewer than experts; else for experts
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -158,6 +164,7 @@ def few_kernel(
             return
     elif tl.max(pair, axis=0) < 0:
         return
+    GATED: tl.constexpr = has_gate(FIRST, ACTIVATION)
     row, in_row = weight_rows(block, ROWS, GATED, BLOCK_N)
     bias = tl.zeros([BLOCK_N], tl.float32)
     if BIAS:
@@ -168,18 +175,18 @@ def few_kernel(
         rank = tl.cumsum(there.to(tl.int32), axis=0)
         for start in range(0, tl.max(rank, axis=0), BLOCK_S):
             of_slot = pairs_in_slots(pair, rank, start, BLOCK_S)
-            from_row = of_slot // A if GATED else of_slot
+            from_row = of_slot // A if FIRST else of_slot
             acc = direct_product(
                 weight_ptr, weight_index, in_row, scales_ptr + scale, zeros_ptr + scale, x_ptr, from_row.to(tl.int64),
                 of_slot >= 0, x_ptr, X_ROW, WEIGHT_ROW, ROWS, K, FORM, GROUP, ZEROS, False, BLOCK_N, BLOCK_S, BLOCK_K,
                 WARPS, 2, False, EMULATED,
             )  # fmt: skip
             write_pairs(
-                acc + bias[:, None], of_slot, block, scale_ptr, out_ptr, ROWS, GATED, ACTIVATION, LIMIT, BLOCK_N,
+                acc + bias[:, None], of_slot, block, scale_ptr, out_ptr, ROWS, FIRST, ACTIVATION, LIMIT, BLOCK_N,
                 BLOCK_S,
             )  # fmt: skip
         return
-    x_row = x_ptr + (t if GATED else pair)[:, None] * X_ROW
+    x_row = x_ptr + (t if FIRST else pair)[:, None] * X_ROW
     k = tl.arange(0, BLOCK_K)
     weight_row = weight_ptr + weight_index[:, None] * WEIGHT_ROW
     EVEN: tl.constexpr = K % (BLOCK_K if FORM == "" else SPAN) == 0
@@ -208,7 +215,7 @@ def few_kernel(
                 acc, pair, ids_ptr, low_ptr + p * RANK, lora_b_ptr, expert, row, of_part, A, N, ROWS, RANK,
                 2 * RANK if GATED else RANK, BLOCK_R, EMULATED,
             )  # fmt: skip
-    write_pairs(acc + bias[:, None], pair, block, scale_ptr, out_ptr, ROWS, GATED, ACTIVATION, LIMIT, BLOCK_N, BLOCK_T)
+    write_pairs(acc + bias[:, None], pair, block, scale_ptr, out_ptr, ROWS, FIRST, ACTIVATION, LIMIT, BLOCK_N, BLOCK_T)
 
 
 Config = Mapping[str, int]
@@ -247,7 +254,7 @@ def triton_one(x_TD: Tensor, experts: Experts, route: Route, residual: Residual 
     emulated, (first, second) = triton.knobs.runtime.interpret, experts.biases
     h_AF, out_TD = x_TD.new_empty((A, F)), x_TD.new_empty(x_TD.shape)
     launch_triton(
-        one_hidden_kernel, (-(-2 * F // config["n1"]), A), x_TD, experts.gate_up_N2FD,
+        one_hidden_kernel, (-(-experts.parts * F // config["n1"]), A), x_TD, experts.gate_up_N2FD,
         experts.gate_up_N2FD if first is None else first, experts_TA, x_TD if norm_D is None else norm_D, h_AF, EPS=eps,
         NORM=norm_D is not None, D=D, F=F, BIAS=first is not None, ACTIVATION=experts.activation, LIMIT=experts.limit,
         BLOCK_N=config["n1"], BLOCK_K=config["k1"], EMULATED=emulated, num_warps=config["w1"],
@@ -297,8 +304,8 @@ def triton_few(
     N, D, F = experts.sizes
     h_PF, y_PD = x_TD.new_empty((T * A, F)), x_TD.new_empty((T * A, D))
     products = (
-        (x_TD, experts.gate_up_N2FD, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": 2 * F, "K": D, "GATED": True}),
-        (h_PF, experts.down_NDF, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "GATED": False}),
+        (x_TD, experts.gate_up_N2FD, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": experts.parts * F, "K": D, "FIRST": True}),
+        (h_PF, experts.down_NDF, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "FIRST": False}),
     )
     for i, (x, weight, out, sizes) in enumerate(products):
         if config["one"]:

@@ -23,7 +23,7 @@ from graphllm.ops.gemm.fused_linear.triton_fused_linear import weight_rows
 from graphllm.ops.gemm.quantize_rows.op import LARGEST
 from graphllm.ops.gemm.quantize_rows.triton_quantize_rows import float8_code
 from graphllm.ops.moe.fused_moe.operands import Experts, Route
-from graphllm.ops.moe.fused_moe.triton_common import pairs_in_slots, pairs_of, write_pairs
+from graphllm.ops.moe.fused_moe.triton_common import has_gate, pairs_in_slots, pairs_of, write_pairs
 
 _GROUP = 32  # entries of one scale
 _PADDED = 128  # rows of halves are a multiple of that, in entries
@@ -178,7 +178,7 @@ def halves_experts_kernel(
     X_ROW: tl.constexpr,  # bytes
     WEIGHT_ROW: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     A: tl.constexpr, A_PAD: tl.constexpr, BIAS: tl.constexpr,
-    GATED: tl.constexpr,  # the first of the two products: with an activation, from tokens; else scaled
+    FIRST: tl.constexpr,  # of the two products: with an activation, from tokens; else scaled
     ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
     EMULATED: tl.constexpr,
 ):  # fmt: skip
@@ -186,14 +186,14 @@ def halves_experts_kernel(
     gdc_wait_early(EMULATED)
     block = tl.program_id(0)
     expert = tl.program_id(1)
-    row, in_row = weight_rows(block, ROWS, GATED, BLOCK_N)
+    row, in_row = weight_rows(block, ROWS, has_gate(FIRST, ACTIVATION), BLOCK_N)
     weight_row = weight_ptr + (expert.to(tl.int64) * ROWS + row)[:, None] * WEIGHT_ROW
     scale_at = scales_ptr + expert.to(tl.int64) * (K // GROUP * ROWS) + row
     pair = pairs_of(experts_ptr, expert, T, A, A_PAD, BLOCK_T)
     rank = tl.cumsum((pair >= 0).to(tl.int32), axis=0)
     for start in range(0, tl.max(rank, axis=0), SLOTS):
         of_slot = pairs_in_slots(pair, rank, start, SLOTS)
-        from_row = tl.maximum(of_slot // A if GATED else of_slot, 0)
+        from_row = tl.maximum(of_slot // A if FIRST else of_slot, 0)
         x_row = x_ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True) + from_row.to(tl.int64)[:, None] * X_ROW
         acc = _product(
             weight_row, scale_at, in_row, x_row, of_slot >= 0, ROWS, K, GROUP, SPAN, BLOCK_N, SLOTS,
@@ -202,7 +202,7 @@ def halves_experts_kernel(
         acc *= tl.load(row_scales_ptr + from_row, mask=of_slot >= 0, other=0.0)[None, :]
         if BIAS:
             acc += tl.load(bias_ptr + expert * ROWS + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
-        write_pairs(acc, of_slot, block, scale_ptr, out_ptr, ROWS, GATED, ACTIVATION, LIMIT, BLOCK_N, SLOTS)
+        write_pairs(acc, of_slot, block, scale_ptr, out_ptr, ROWS, FIRST, ACTIVATION, LIMIT, BLOCK_N, SLOTS)
 
 
 def supports_halves(site: CallSite) -> bool:
@@ -211,7 +211,7 @@ def supports_halves(site: CallSite) -> bool:
     fits = site.args["form"] == "e2m1" and site.args["group"] == _GROUP and site.args["adapter_ids_T"] is None
     if not fits or scales.dtype != torch.uint8 or zeros is not None or site.args["x_TD"].dtype != torch.bfloat16:
         return False
-    inner = (site.args["x_TD"].shape[1], site.args["down_NDF"].shape[1], site.args["gate_up_N2FD"].shape[1] // 2)
+    inner = (site.args["x_TD"].shape[1], *site.struct(Experts).sizes[1:])
     native = {"sm_89", "sm_90"} & set(site.target.arch) or not site.target.arch
     return bool(native) and all(n % _GROUP == 0 for n in inner)
 
@@ -234,7 +234,7 @@ def launch_halves(
         halves_experts_kernel, (-(-out_rows // block_n), N), halves, row_scales, weight, scales,
         weight if bias is None else bias, *route, out, T, X_ROW=2 * width, WEIGHT_ROW=weight_row,
         ROWS=out_rows, K=K, GROUP=_GROUP, SPAN=span_of(experts.form, K, _GROUP), A=A, A_PAD=1 << (A - 1).bit_length(),
-        BIAS=bias is not None, GATED=i == 0, ACTIVATION=experts.activation, LIMIT=experts.limit,
+        BIAS=bias is not None, FIRST=i == 0, ACTIVATION=experts.activation, LIMIT=experts.limit,
         BLOCK_T=block_t, BLOCK_N=block_n, SLOTS=_SLOTS, EMULATED=emulated,
         num_warps=_WARPS, num_stages=stages,
     )  # fmt: skip

@@ -22,7 +22,14 @@ from graphllm.ops.gemm.fused_linear.triton_encoded import encoded_product, tiles
 from graphllm.ops.moe.fused_moe.op import fused_moe
 from graphllm.ops.moe.fused_moe.operands import ExpertLora, Experts, Residual, Route
 from graphllm.ops.moe.fused_moe.triton_adapters import lora_constants, plus_low_rank, shrink_tiles
-from graphllm.ops.moe.fused_moe.triton_common import activated, added, programs_at_once, supports
+from graphllm.ops.moe.fused_moe.triton_common import (
+    activated,
+    added,
+    has_gate,
+    programs_at_once,
+    squared,
+    supports,
+)
 
 
 @triton.jit(do_not_specialize_on_alignment=["P"])
@@ -107,10 +114,10 @@ def experts_kernel(
     ids_ptr,  # of adapters [T]
     low_ptr,  # [P, RANK] by pair, for each of the gate and up; x @ A.T
     lora_b_ptr,  # [L, N, RANK, ROWS]
-    out_ptr,  # [P, ROWS / 2] in the order of experts, or [P, ROWS] by pair
+    out_ptr,  # [P, ROWS / 2], or [P, ROWS] without a gate, in the order of experts, or [P, ROWS] by pair
     P, X_ROW: tl.constexpr, WEIGHT_ROW: tl.constexpr, GROUPS: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
     ZEROS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, A: tl.constexpr, BIAS: tl.constexpr,
-    GATED: tl.constexpr,  # the first of the two products: with an activation, from tokens; else scaled
+    FIRST: tl.constexpr,  # of the two products: with an activation, from tokens; else scaled
     ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPAN: tl.constexpr,  # of encoded weights
     TILES: tl.constexpr, COUNTS: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -122,6 +129,7 @@ def experts_kernel(
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    GATED: tl.constexpr = has_gate(FIRST, ACTIVATION)
     HALF: tl.constexpr = BLOCK_N // 2
     BLOCKS: tl.constexpr = (ROWS + BLOCK_N - 1) // BLOCK_N
     # Two blocks of rows: of the gate and of up, or neighbours.
@@ -129,11 +137,11 @@ def experts_kernel(
     STEP: tl.constexpr = HALF if GATED else BLOCK_N
     WIDTH: tl.constexpr = ROWS // 2 if GATED else ROWS
     LOW_ROW: tl.constexpr = 2 * RANK if GATED else RANK
-    if GATED and tl.program_id(0) == 0:
+    if FIRST and tl.program_id(0) == 0:
         tl.store(counts_ptr + tl.arange(0, COUNTS), tl.zeros([COUNTS], tl.int32))
     if FORM == "":
         weights = tl.make_tensor_descriptor(weight_ptr, [N * ROWS, K], [K, 1], [HALF, BLOCK_K])
-    if FORM == "" and not GATED:
+    if FORM == "" and not FIRST:
         rows = tl.make_tensor_descriptor(x_ptr, [P, K], [X_ROW, 1], [BLOCK_T, BLOCK_K])
     k = tl.arange(0, BLOCK_K)
     t = tl.arange(0, BLOCK_T)
@@ -145,7 +153,7 @@ def experts_kernel(
         first = i % BLOCKS * STEP
         row = expert * ROWS + first
         pair = tl.load(order_ptr + begin + t, mask=there, other=0)
-        if GATED:
+        if FIRST:
             x_row = x_ptr + (pair // A).to(tl.int64)[:, None] * X_ROW
         if FORM != "":
             r = tl.arange(0, BLOCK_N)  # rows of the two blocks by turns
@@ -153,7 +161,7 @@ def experts_kernel(
             in_row = (first + r // 2 < WIDTH) & (place < ROWS)
             weight_row = weight_ptr + (expert.to(tl.int64) * ROWS + place)[:, None] * WEIGHT_ROW
             of = expert.to(tl.int64) * (GROUPS * ROWS) + place
-            if not GATED:
+            if not FIRST:
                 x_row = x_ptr + (begin + t).to(tl.int64)[:, None] * X_ROW
             both = encoded_product(
                 weight_row, scales_ptr + of, zeros_ptr + of, in_row, x_row, there, 0, tiles_of(K, BLOCK_K, SPAN),
@@ -167,7 +175,7 @@ def experts_kernel(
             for start in range(0, K, BLOCK_K):
                 weight = weights.load([row, start])
                 more = weights.load([row + OTHER, start])
-                if GATED:
+                if FIRST:
                     at = start + k
                     x = tl.load(x_row + at[None, :], mask=there[:, None] & (at < K)[None, :], other=0.0)
                 else:
@@ -197,12 +205,16 @@ def experts_kernel(
             to = out_ptr + (begin + t).to(tl.int64)[:, None] * WIDTH + column[None, :]
             tl.store(to, out.to(out_ptr.dtype.element_ty), mask=there[:, None] & (column < WIDTH)[None, :])
         else:
-            scale = tl.load(scale_ptr + pair, mask=there, other=0.0)[:, None]
-            to = out_ptr + pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
+            if FIRST:
+                one, two, out_row = tl.trans(squared(acc)), tl.trans(squared(other)), begin + t
+            else:
+                scale = tl.load(scale_ptr + pair, mask=there, other=0.0)[:, None]
+                one, two, out_row = tl.trans(acc) * scale, tl.trans(other) * scale, pair
+            to = out_ptr + out_row.to(tl.int64)[:, None] * WIDTH + column[None, :]
             inside = there[:, None] & (column < WIDTH)[None, :]
-            tl.store(to, (tl.trans(acc) * scale).to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(to, one.to(out_ptr.dtype.element_ty), mask=inside)
             inside = there[:, None] & (column + HALF < WIDTH)[None, :]
-            tl.store(to + HALF, (tl.trans(other) * scale).to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(to + HALF, two.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 Config = Mapping[str, int]
@@ -260,8 +272,8 @@ def triton_sorted(
     order, tiles, counts = _sorted(experts_TA, P, N, config)
     h_PF, y_PD = x_TD.new_empty((P, F)), x_TD.new_empty((P, D))
     products = (
-        (x_TD, experts.gate_up_N2FD, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": 2 * F, "K": D, "GATED": True}),
-        (h_PF, experts.down_NDF, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "GATED": False}),
+        (x_TD, experts.gate_up_N2FD, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": experts.parts * F, "K": D, "FIRST": True}),
+        (h_PF, experts.down_NDF, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "FIRST": False}),
     )
     for i, (x, weight, out, sizes) in enumerate(products):
         bias, tables = experts.biases[i], (x, x, x)

@@ -17,7 +17,7 @@ from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.gemm.fused_linear.triton_direct import direct_product
 from graphllm.ops.gemm.fused_linear.triton_fused_linear import weight_rows
 from graphllm.ops.moe.fused_moe.operands import Experts, Route
-from graphllm.ops.moe.fused_moe.triton_common import write_pairs
+from graphllm.ops.moe.fused_moe.triton_common import has_gate, write_pairs
 
 _SLOTS = 8  # columns of a product; the token has one
 
@@ -34,7 +34,7 @@ def one_pair_kernel(
     out_ptr,  # [A, ROWS / 2], or [A, ROWS]
     WEIGHT_ROW: tl.constexpr, GROUPS: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     SPAN: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    GATED: tl.constexpr,  # the first of the two products: with an activation, of the token; else scaled
+    FIRST: tl.constexpr,  # of the two products: with an activation, of the token; else scaled
     ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr, WARPS: tl.constexpr,
     AHEAD: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
@@ -44,9 +44,9 @@ def one_pair_kernel(
     expert = tl.load(experts_ptr + pair).to(tl.int64)
     if expert < 0:
         return
-    row, in_row = weight_rows(block, ROWS, GATED, BLOCK_N)
+    row, in_row = weight_rows(block, ROWS, has_gate(FIRST, ACTIVATION), BLOCK_N)
     slot = tl.arange(0, SLOTS)
-    x_row = (slot * 0 + (0 if GATED else pair)).to(tl.int64)
+    x_row = (slot * 0 + (0 if FIRST else pair)).to(tl.int64)
     scale = expert * (GROUPS * ROWS) + row
     acc = direct_product(
         weight_ptr, expert * ROWS + row, in_row, scales_ptr + scale, zeros_ptr + scale, x_ptr, x_row, slot == 0, x_ptr,
@@ -56,7 +56,7 @@ def one_pair_kernel(
     if BIAS:
         acc += tl.load(bias_ptr + expert * ROWS + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
     pairs = tl.where(slot == 0, pair, -1)
-    write_pairs(acc, pairs, block, scale_ptr, out_ptr, ROWS, GATED, ACTIVATION, LIMIT, BLOCK_N, SLOTS)
+    write_pairs(acc, pairs, block, scale_ptr, out_ptr, ROWS, FIRST, ACTIVATION, LIMIT, BLOCK_N, SLOTS)
 
 
 def launch_one(
@@ -69,6 +69,6 @@ def launch_one(
         one_pair_kernel, (-(-rows // block_n), route.experts_TA.shape[1]), x, weight,
         *(weight if t is None else t for t in (experts.scales[i], experts.zeros[i])), x if bias is None else bias,
         *route, out, **experts.encoding(i, x.shape[1]), ROWS=rows, K=x.shape[1], BIAS=bias is not None,
-        GATED=i == 0, ACTIVATION=experts.activation, LIMIT=experts.limit, BLOCK_N=block_n, SLOTS=_SLOTS, WARPS=warps,
+        FIRST=i == 0, ACTIVATION=experts.activation, LIMIT=experts.limit, BLOCK_N=block_n, SLOTS=_SLOTS, WARPS=warps,
         AHEAD=ahead, EMULATED=triton.knobs.runtime.interpret, num_warps=warps,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from graphllm.config import Bucket
 from graphllm.ir.testing import Case, Maker
 from graphllm.ops.gemm.quant_linear.cases import FORMATS
 from graphllm.ops.moe.fused_moe.cases import Routing, choose, lora_tables
+from graphllm.ops.moe.fused_moe.operands import parts_of
 
 _TOLERANCE = {"float32": 2e-2, "bfloat16": 2.2e-2, "float16": 2e-2}
 _REASON = "kernels round x, and then the hidden rows, to a 127th of the largest of a group, each 0.5 to 0.9 %"
@@ -20,6 +21,8 @@ def _case(
     size: Literal["small", "real"] = "small", rank: int = 0, **more: Any,
 ) -> Case:  # fmt: skip
     def inputs(make: Maker) -> dict[str, Any]:
+        parts = parts_of(more.get("activation", "silu"))
+
         def stack(of: str, rows: int, inner: int) -> dict[str, Any]:
             bits, group, dtype, low, high = FORMATS[fmt]
             B, G, L = -(-rows // 16), -(-inner // group), group * bits // 32
@@ -31,14 +34,14 @@ def _case(
 
         return {
             "x_TD": make.normal(T, D),
-            **stack("gate_up", 2 * F, D),
+            **stack("gate_up", parts * F, D),
             **stack("down", D, F),
             "weights_TA": torch.softmax(make.normal(T, k, dtype=torch.float32), -1),
             "experts_TA": choose(make, T, N, k, routing),
             "inner": F,
-            "gate_up_bias_N2F": make.normal(N, 2 * F, scale=0.3) if biases else None,
+            "gate_up_bias_N2F": make.normal(N, parts * F, scale=0.3) if biases else None,
             "down_bias_ND": make.normal(N, D, scale=0.3) if biases else None,
-            **(lora_tables(make, T, N, D, F, rank) if rank else {}),
+            **(lora_tables(make, T, N, D, F, rank, parts=parts) if rank else {}),
             **more,
         }
 
@@ -56,5 +59,7 @@ CASES = (
     *(_case(70, 4, 2, 100, 48, fmt, "skewed", activation="gelu_tanh") for fmt in FORMATS),
     *(_case(300, 8, 2, 33, 32, fmt, "skewed", True) for fmt in FORMATS),
     *(_case(T, 4, 2, 72, 48, fmt, "some_none", True, rank=5) for T in (1, 9, 150) for fmt in FORMATS),
+    *(_case(T, 4, 2, 72, 48, fmt, "some_none", activation="relu2") for T in (1, 9, 150) for fmt in FORMATS),
+    *(_case(20, 4, 2, 72, 48, fmt, biases=True, rank=5, activation="relu2") for fmt in FORMATS),
     *(_case(T, 16, 2, 896, 4864, fmt, size="real") for T in (1, 8, 128) for fmt in FORMATS),
 )

@@ -80,31 +80,33 @@ void keep(const Stack<F, bf16>& w, const Group& g, i64 first, i64 rows, Range mi
 template <typename F, typename T>
 void hide(const Stack<F, T>& w, const Group& g, i64 size, Range mine, const Quantized<F>& x, T* h, Activation kind,
           float limit, const ExpertsLora<T>& lora) {
-  const i64 ups = size / kRows;
+  const bool gated = parts_of(kind) == 2;
+  const i64 ups = gated ? size / kRows : 0;
   const auto finish = [&](i64 m, i64 block, Vec gate, Vec up) {
     const i64 n = block * kRows;
-    if (w.bias) gate += load_vec(w.bias_at(g.expert, n)), up += load_vec(w.bias_at(g.expert, size + n));
+    if (w.bias) gate += load_vec(w.bias_at(g.expert, n));
+    if (w.bias && gated) up += load_vec(w.bias_at(g.expert, size + n));
     if (lora.entry(g.from + m) > 0) {
       gate += lora.delta(g.from + m, g.expert, 0, n, kRows);
-      up += lora.delta(g.from + m, g.expert, 1, n, kRows);
+      if (gated) up += lora.delta(g.from + m, g.expert, 1, n, kRows);
     }
     const Vec made = activate(gate, up, kind, limit);
     for (i64 i = 0; i < kRows; i++) store(h + (g.from + m) * size + n + i, made[i]);
   };
-  Vec gate[kTile], up[kTile];
+  Vec gate[kTile], up[kTile] = {};
   for (i64 block = mine.from / kRows; block * kRows < mine.to; block++) {
     const IntMatrix a = w.at(g.expert, block), b = w.at(g.expert, ups + block);
     for (i64 m0 = 0; m0 < g.count; m0 += x.tile_rows) {
       const i64 width = x.width(m0);
       if constexpr (kStreams == 2)
-        if (width == 1) {
+        if (gated && width == 1) {
           Vec both[2];
           block_rows<F, 1, 2>(a.values, b.values - a.values, a.scales, b.scales - a.scales, x.tile(m0), w.groups, both);
           finish(m0, block, both[0], both[1]);
           continue;
         }
       some_rows<F, kTile>(a.values, a.scales, x.tile(m0), w.groups, gate, width);
-      some_rows<F, kTile>(b.values, b.scales, x.tile(m0), w.groups, up, width);
+      if (gated) some_rows<F, kTile>(b.values, b.scales, x.tile(m0), w.groups, up, width);
       for (i64 m = 0; m < width; m++) finish(m0 + m, block, gate[m], up[m]);
     }
   }
@@ -145,7 +147,7 @@ template <typename F, typename T>
 void moe(const T* x, const Stack<F, T>& in, const Stack<F, T>& down, const float* weights, const std::int32_t* experts,
          T* out, i64 tokens, i64 A, i64 N, i64 x_stride, Activation kind, float limit, const LoraTables& lora) {
   static thread_local Scratch rows_scratch, halves_scratch, h_scratch, y_scratch, x_ints, h_ints, first_low, second_low;
-  const i64 D = in.inner, F_ = down.inner;
+  const i64 D = in.inner, F_ = down.inner, parts = parts_of(kind);
   const Sorted sorted(experts, tokens, A, N);
   const i64 pairs = i64(sorted.token.size()), count = i64(sorted.groups.size());
   bool keeps = false;
@@ -153,14 +155,14 @@ void moe(const T* x, const Stack<F, T>& in, const Stack<F, T>& down, const float
   T* rows = rows_scratch.get<T>(pairs * D);
   T* h = h_scratch.get<T>(pairs * F_);
   T* y = y_scratch.get<T>(pairs * D);
-  T* halves = keeps ? halves_scratch.get<T>(pairs * 2 * F_) : nullptr;
+  T* halves = keeps ? halves_scratch.get<T>(pairs * parts * F_) : nullptr;
   const Rounded<F, T> x_rounded{rows, x_ints.get<char>(Quantized<F>::bytes(pairs, in.groups)), D};
   const Rounded<F, T> h_rounded{h, h_ints.get<char>(Quantized<F>::bytes(pairs, down.groups)), F_};
-  const ExpertsLora<T> of_halves = lora.first<T>(sorted, first_low, N, D, F_);
+  const ExpertsLora<T> of_halves = lora.first<T>(sorted, first_low, N, D, F_, parts);
   const ExpertsLora<T> of_down = lora.second<T>(sorted, second_low, N, D, F_);
   const i64 bytes = count * (in.blocks * in.block_bytes + down.blocks * down.block_bytes);
   const int threads = int(std::min<i64>(omp_get_max_threads(), std::max<i64>(1, bytes / kMinBytes)));
-  Shares first(count * ceil_div(F_, kBlock), in.least() / 2, threads);
+  Shares first(count * ceil_div(F_, kBlock), std::max<i64>(1, in.least() / parts), threads);
   Shares second(count * ceil_div(D, kBlock), down.least(), threads);
 #pragma omp parallel num_threads(threads)
   {
@@ -172,10 +174,10 @@ void moe(const T* x, const Stack<F, T>& in, const Stack<F, T>& down, const float
     each_block(first, sorted.groups, F_, [&](const Group& g, Range part) {
       if (!keeps_x<T>(g)) return hide(in, g, F_, part, x_rounded.of(g), h, kind, limit, of_halves);
       if constexpr (std::is_same_v<T, bf16>) {
-        keep(in, g, 0, F_, part, rows, halves, 2 * F_);
-        keep(in, g, F_ / kRows, F_, part, rows, halves + F_, 2 * F_);
-        of_halves.add(halves, 2 * F_, g, 0, part);
-        of_halves.add(halves + F_, 2 * F_, g, 1, part);
+        for (i64 half = 0; half < parts; half++) {
+          keep(in, g, half * F_ / kRows, F_, part, rows, halves + half * F_, parts * F_);
+          of_halves.add(halves + half * F_, parts * F_, g, half, part);
+        }
         activate(halves, h, g, F_, part, kind, limit);
       }
     });
@@ -209,7 +211,7 @@ void moe(const T* x, const Stack<F, T>& in, const Stack<F, T>& down, const float
     if (tokens <= 0) return;                                                                                             \
     moe<format, T>(static_cast<const T*>(x),                                                                             \
                    {static_cast<const std::uint8_t*>(gate_up), static_cast<const bf16*>(gate_up_scales),                 \
-                    static_cast<const T*>(gate_up_bias), 2 * F, D},                                                      \
+                    static_cast<const T*>(gate_up_bias), parts_of(Activation(activation)) * F, D},                                                    \
                    {static_cast<const std::uint8_t*>(down), static_cast<const bf16*>(down_scales),                       \
                     static_cast<const T*>(down_bias), D, F},                                                             \
                    static_cast<const float*>(weights), static_cast<const std::int32_t*>(experts), static_cast<T*>(out),  \

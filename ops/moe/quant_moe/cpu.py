@@ -12,7 +12,7 @@ from graphllm.ops.gemm.quant_linear.cpu import integer_kernels, of_integers
 from graphllm.ops.moe.fused_moe.operands import LORA_TABLES, ExpertLora, Route
 from graphllm.ops.moe.quant_moe.op import QuantExperts, quant_moe
 
-_ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # in the order of cpu/experts.h
+_ACTIVATIONS = ("silu", "gelu_tanh", "clamped", "relu2")  # in the order of cpu/experts.h
 _LINES = {torch.int8: 16, torch.uint8: 4}  # of the groups that the kernels are compiled for
 _kernels = integer_kernels(
     "graphllm_quant_moe",

@@ -11,7 +11,7 @@ from graphllm.ir import Cost, nbytes, op
 from graphllm.ops.gemm.quant_linear.op import dequantize
 from graphllm.ops.moe.fused_moe import fused_moe
 from graphllm.ops.moe.fused_moe.op import distinct_experts, lora_cost
-from graphllm.ops.moe.fused_moe.operands import LORA_TABLES, ExpertLora, Experts, Route
+from graphllm.ops.moe.fused_moe.operands import LORA_TABLES, ExpertLora, Experts, Route, parts_of
 
 
 class QuantExperts(NamedTuple):
@@ -41,7 +41,8 @@ def _cost(x_TD: Tensor, experts: QuantExperts, route: Route, lora: ExpertLora | 
     of_one = nbytes(*(t[:1] for t in own if t is not None))
     tables = lora_cost(T, A, lora)
     read = int(distinct_experts(T, N, A) * of_one) + tables.bytes
-    return Cost(read + 2 * nbytes(x_TD) + nbytes(*route), 6 * T * A * D * experts.inner + tables.flops)
+    flops = 2 * (parts_of(experts.activation) + 1) * T * A * D * experts.inner
+    return Cost(read + 2 * nbytes(x_TD) + nbytes(*route), flops + tables.flops)
 
 
 @op(cost=_cost, rowwise=True, neutral=("adapter_ids_T", LORA_TABLES))
@@ -56,7 +57,8 @@ def quant_moe(x_TD: Tensor, experts: QuantExperts, route: Route, lora: ExpertLor
     def stack(values: Tensor, scales: Tensor, rows: int, width: int) -> Tensor:
         return torch.stack([dequantize(values[n], scales[n], rows, width).to(wide) for n in range(N)])
 
-    gate_up = stack(experts.gate_up_values_NBGLRQ, experts.gate_up_scales_NBGR, 2 * experts.inner, D)
+    rows = parts_of(experts.activation) * experts.inner
+    gate_up = stack(experts.gate_up_values_NBGLRQ, experts.gate_up_scales_NBGR, rows, D)
     down = stack(experts.down_values_NBGLRQ, experts.down_scales_NBGR, D, experts.inner)
     first, second = (None if t is None else t.to(wide) for t in (experts.gate_up_bias_N2F, experts.down_bias_ND))
     plain = Experts(gate_up, down, experts.activation, experts.limit, first, second)

@@ -15,7 +15,7 @@ def _cost(x_TD: Tensor, weight_E: Tensor) -> Cost:
 
 @op(cost=_cost, rowwise=True)
 def gated_rms_norm(
-    x_TD: Tensor, gate_TD: Tensor, weight_E: Tensor, groups: int, eps: float, gate_first: bool
+    x_TD: Tensor, gate_TD: Tensor, weight_E: Tensor, groups: int, eps: float, gate_first: bool, parts: int = 1
 ) -> Tensor:
     """Groups of each row at unit root mean square, times weight and silu(gate): [T, D] in x's dtype, contiguous.
 
@@ -24,6 +24,8 @@ def gated_rms_norm(
 
     x_TD, gate_TD: [T, D], rows may be strided.
     weight_E: [D], or [D / groups] for all groups alike.
+    parts: ranks of tensor parallelism that have a part of each group. Here only this one counts; the pass `shard` puts
+        in the sum over all of them.
 
     Source: Dao and Gu 2024, "Transformers are SSMs", section 7; Zhang and Sennrich 2019.
     """
@@ -31,9 +33,9 @@ def gated_rms_norm(
     x, gate = x_TD.to(exact), silu(gate_TD.to(exact))
     if gate_first:
         x = x * gate
-    parts = x.unflatten(1, (groups, x.shape[1] // groups))
-    parts = (parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + eps)).to(x_TD.dtype)
-    normed = parts.flatten(1) * weight_E if weight_E.shape[0] == x.shape[1] else (parts * weight_E).flatten(1)
+    grouped = x.unflatten(1, (groups, x.shape[1] // groups))
+    grouped = (grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + eps)).to(x_TD.dtype)
+    normed = grouped.flatten(1) * weight_E if weight_E.shape[0] == x.shape[1] else (grouped * weight_E).flatten(1)
     return (normed if gate_first else normed * gate).to(x_TD.dtype).contiguous()
 
 
