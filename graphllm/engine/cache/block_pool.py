@@ -61,13 +61,15 @@ class BlockPool:
                 if self._key_of[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def reuse_first(self, block: int) -> bool:
-        """Give out a block before others, if nobody holds it and all that are free hold something; whether it is."""
-        oldest = next(iter(self._free), 0)
-        if block not in self._free or self._key_of[oldest] is None:
-            return False
+    @property
+    def has_empty(self) -> bool:
+        """Whether a free block holds nothing that can be found."""
+        return bool(self._free) and self._key_of[next(iter(self._free))] is None
+
+    def take(self, block: int) -> None:
+        """Allocate this block, which is free."""
         self._free.move_to_end(block, last=False)
-        return True
+        self.allocate()
 
     def exclusive(self, block: int) -> bool:
         """Whether its only holder may write into it."""

@@ -207,6 +207,7 @@ class CacheManager:
         """Let go of everything a slot holds."""
         for group in self.groups:
             group.free(slot)
+        self.states.leave(slot)
         self.reach[slot] = self._release_at[slot] = NEVER
         self._stored[slot] = self._store_at[slot] = 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -156,15 +157,27 @@ class WindowBlocks(FullBlocks):
         self.freed[slot] = 0
 
 
+class Mark(NamedTuple):
+    """A snapshot as a sequence left it.
+
+    writes: how often it had been given out to be written.
+    loads: sequences that had gone on from it.
+    """
+
+    snapshot: int
+    writes: int
+    loads: int
+
+
 class Snapshots:
     """Copies of recurrent states, numbered from 0, at positions that are multiples of ``unit`` tokens."""
 
     def __init__(self, num_snapshots: int, unit: int, caching: bool) -> None:
         self.unit = unit
         self.pool = BlockPool(num_snapshots + 1, caching)  # its block 0 is none of them
-        self._stored = [0] * num_snapshots  # how often each was written
-        self._loads = [0] * num_snapshots  # sequences that went on from what each holds now
-        self._superseded: OrderedDict[int, int] = OrderedDict()  # snapshots, with how often they had been written
+        self._writes = [0] * num_snapshots
+        self._loads = [0] * num_snapshots  # of what each holds now
+        self._superseded: OrderedDict[int, Mark] = OrderedDict()  # by snapshot
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
         """For each digest its snapshot's number + 1, 0 for none."""
@@ -178,32 +191,63 @@ class Snapshots:
         """Whether there is one with that content."""
         return self.pool.find(0, digest) > 0
 
-    def reserve(self) -> int:
-        """A snapshot to write, held; -1 when all are held. Superseded ones are written over first, then the least
+    def reserve(self, evict: bool) -> int:
+        """A snapshot to write, held; -1 for none. Empty ones go first, then superseded ones. evict: then the least
         recently used."""
         if not self.pool.free_blocks:
             return -1
-        for snapshot, stored in list(self._superseded.items()):
-            if self._stored[snapshot] != stored:  # it has become another one
-                del self._superseded[snapshot]
-            elif self.pool.reuse_first(snapshot + 1):
-                del self._superseded[snapshot]
-                break
-        return self.pool.allocate() - 1
+        if self.pool.has_empty:
+            return self._given_out(self.pool.allocate() - 1)
+        for mark in list(self._superseded.values()):
+            if self.rewrite(mark):
+                return mark.snapshot
+            if not self.unchanged(mark):
+                del self._superseded[mark.snapshot]
+        return self._given_out(self.pool.allocate() - 1) if evict else -1
 
-    def load(self, snapshot: int) -> int:
-        """A sequence goes on from a snapshot; how often that has been written."""
+    def rewrite(self, mark: Mark) -> bool:
+        """Reserve this one; False, and nothing done, when it has changed or somebody holds it."""
+        if not self.unchanged(mark) or self.is_held(mark):
+            return False
+        self.pool.take(mark.snapshot + 1)
+        self._given_out(mark.snapshot)
+        return True
+
+    def _given_out(self, snapshot: int) -> int:
+        self._writes[snapshot] += 1
+        self._loads[snapshot] = 0
+        self._superseded.pop(snapshot, None)
+        return snapshot
+
+    def mark(self, snapshot: int) -> Mark:
+        """A snapshot that a sequence has reserved, and nobody has gone on from."""
+        return Mark(snapshot, self._writes[snapshot], 0)
+
+    def load(self, snapshot: int) -> Mark:
+        """A sequence goes on from a snapshot."""
         self._loads[snapshot] += 1
         self._superseded.pop(snapshot, None)
-        return self._stored[snapshot]
+        return Mark(snapshot, self._writes[snapshot], 1)
 
-    def supersede(self, snapshot: int, stored: int) -> None:
-        """The sequence that went on from a snapshot has a later one. Unless others did too, none is likely to.
+    def is_held(self, mark: Mark) -> bool:
+        """Whether somebody holds a snapshot."""
+        return self.pool.references[mark.snapshot + 1] > 0
 
-        stored: what `load` gave.
-        """
-        if self._loads[snapshot] == 1 and self._stored[snapshot] == stored:
-            self._superseded[snapshot] = stored
+    def unchanged(self, mark: Mark) -> bool:
+        """Whether a snapshot holds what it did, and nobody else has gone on from it."""
+        return self._writes[mark.snapshot] == mark.writes and self._loads[mark.snapshot] == mark.loads
+
+    def supersede(self, mark: Mark) -> None:
+        """The sequence that left a snapshot has a better one. Unless others went on from it, none is likely to."""
+        if self.unchanged(mark):
+            self._superseded[mark.snapshot] = mark
+
+    def keep(self, mark: Mark) -> bool:
+        """It has no better one after all; False when the snapshot holds something else by now."""
+        if self._writes[mark.snapshot] != mark.writes:
+            return False
+        self._superseded.pop(mark.snapshot, None)
+        return True
 
     def hold(self, snapshot: int) -> None:
         """Keep a snapshot until it is released."""
@@ -212,7 +256,6 @@ class Snapshots:
     def store(self, snapshot: int, digest: bytes, shared: bool) -> None:
         """Make a written snapshot findable. shared: several prompts are known to begin like that."""
         self.pool.store(snapshot + 1, 0, digest)
-        self._stored[snapshot] += 1
         self._loads[snapshot] = 2 if shared else 0
 
     def release(self, snapshot: int) -> None:

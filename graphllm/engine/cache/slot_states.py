@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from graphllm.engine.cache.digests import PrefixHasher
 from graphllm.engine.cache.hits import Hit, Retained, cached
-from graphllm.engine.cache.retention import Snapshots
+from graphllm.engine.cache.retention import Mark, Snapshots
 from graphllm.engine.requests.request_table import RequestState, RequestTable
 
 _BRANCHES = 4096  # digests that are remembered
@@ -42,6 +43,9 @@ class SlotStates:
 
     def begin(self, slot: int, snapshot: int) -> None:
         """A sequence begins in a slot, with a snapshot or, with -1, with nothing."""
+
+    def leave(self, slot: int) -> None:
+        """The slot is free again."""
 
     def compared(self, hit: Hit, groups: Sequence[Retained], state: RequestState, end: int) -> Hit:
         """A hit, with what the blocks of these groups alone would give of at most ``end`` tokens."""
@@ -82,16 +86,33 @@ class SlotStates:
         return True
 
 
+@dataclass
+class _Left:
+    """What a running sequence has left.
+
+    state: of the request; None until it has left something.
+    prompt: the snapshot nearest to its prompt's end: the one that it began with, until it has a later one.
+    newest: one that moves on with it, for its next turn.
+    """
+
+    prompt: Mark | None = None
+    newest: Mark | None = None
+    state: RequestState | None = None
+
+
 class RecurrentStates(SlotStates):
     """Recurrent states, with a bounded number of snapshots at multiples of ``boundary`` tokens.
 
-    interval: a snapshot is taken after about this many tokens, besides at the end of a prompt; 0: only there.
+    interval: a snapshot is taken after about this many tokens, besides at the ends of prompts and requests; 0: only
+    there.
 
     Prompts that share a beginning and then differ, as after a common system message, get a snapshot where they part:
     the second request that finds the blocks up to there without one takes it.
 
-    Where there is no room, the snapshot goes first that one sequence alone went on from and then left a later one, as
-    the last turn of a conversation does.
+    A request's end is not known beforehand, so a sequence that passes a boundary writes its newest snapshot again.
+
+    Where there is no room, superseded snapshots go first: one that a single sequence went on from and left a later one;
+    the newest of a sequence that has one at its prompt's end, until it has its answer; from then on the latter.
     """
 
     forkable = False
@@ -105,7 +126,8 @@ class RecurrentStates(SlotStates):
         self._caching, self._boundary, self._hasher = caching and self.cacheable, boundary, hasher
         self._interval = -(-interval // boundary) * boundary
         self._stop = np.zeros(max_num_seqs, dtype=np.int32)  # of each slot: where its prompt parts from others
-        self._origin: dict[int, tuple[int, int]] = {}  # of each slot: the snapshot it began with, see `Snapshots.load`
+        self._left: dict[int, _Left] = {}  # by slot
+        self._replaced: dict[int, Mark] = {}  # by reserved snapshot: the one that it supersedes when it is written
         self._seen: OrderedDict[bytes, str] = OrderedDict()  # digests, with the first request that found them
         self._resets: list[int] = []
         self._loads: list[tuple[int, int]] = []
@@ -139,12 +161,23 @@ class RecurrentStates(SlotStates):
         return first != request
 
     def begin(self, slot: int, snapshot: int) -> None:
-        self._origin.pop(slot, None)
+        self._left[slot] = left = _Left()
         if snapshot >= 0:
             self._loads.append((snapshot, slot))
-            self._origin[slot] = snapshot, self._snapshots.load(snapshot)
+            left.prompt = self._snapshots.load(snapshot)
         else:
             self._resets.append(slot)
+
+    def leave(self, slot: int) -> None:
+        left, snapshots = self._left.pop(slot, None), self._snapshots
+        if left is None or left.state is None or left.state.finish_reason not in ("stop", "length"):
+            return
+        if left.newest is None or left.prompt is None or not snapshots.keep(left.newest):
+            return
+        if snapshots.is_held(left.newest):  # it is being written
+            self._replaced[left.newest.snapshot] = left.prompt
+        else:
+            snapshots.supersede(left.prompt)
 
     def beginnings(self) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._resets, self._loads
@@ -171,23 +204,55 @@ class RecurrentStates(SlotStates):
     ) -> list[tuple[int, int]]:  # fmt: skip
         if not self._caching or verified == len(slots):
             return []
-        wanted = ends == (known - 1) // self._boundary * self._boundary
+        last = (known - 1) // self._boundary * self._boundary
+        wanted = (ends == last) | (ends == self._stop[slots]) | ((ends >= known) & (ends % self._boundary == 0))
         if self._interval:
             wanted |= ends % self._interval == 0
-        wanted |= ends == self._stop[slots]
         wanted &= ends > 0
         wanted[:verified] = False  # which version of the states is valid then, nobody knows yet
         if uncertain is not None:
             wanted &= ~uncertain
-        found = [(i, self._reserve(requests[i], int(ends[i]))) for i in np.flatnonzero(wanted).tolist()]
-        return [(int(slots[i]), snapshot) for i, snapshot in found if snapshot >= 0]
+        found = []
+        for i in np.flatnonzero(wanted).tolist():
+            slot, end, prompt_end = int(slots[i]), int(ends[i]), bool(ends[i] == last[i])
+            number, state = end // self._hasher.block_size, requests[i]
+            if number <= len(state.digests) and self._snapshots.known(state.digests[number - 1]):
+                continue
+            left = self._left[slot]
+            left.state = state
+            passing = end >= known[i] and not (self._interval and end % self._interval == 0)
+            snapshot = self._reserve_newest(left) if passing else self._reserve_kept(left, prompt_end)
+            if snapshot >= 0:
+                found.append((slot, snapshot))
+        return found
 
-    def _reserve(self, state: RequestState, num_tokens: int) -> int:
-        """A snapshot, held, for a sequence's states after ``num_tokens``; -1 when one exists or there is no room."""
-        number = num_tokens // self._hasher.block_size
-        if number <= len(state.digests) and self._snapshots.known(state.digests[number - 1]):
+    def _reserve_kept(self, left: _Left, prompt_end: bool) -> int:
+        """A snapshot that stays, held; -1 when there is no room. What the sequence began with is superseded."""
+        snapshot = self._snapshots.reserve(evict=True)
+        if snapshot < 0:
             return -1
-        return self._snapshots.reserve()
+        self._replaced.pop(snapshot, None)
+        if left.prompt is not None and left.prompt.loads:
+            self._replaced[snapshot], left.prompt = left.prompt, None
+        if prompt_end:
+            left.prompt = self._snapshots.mark(snapshot)
+        return snapshot
+
+    def _reserve_newest(self, left: _Left) -> int:
+        """A snapshot that the sequence may write again later, held; -1 when there is no room to spare. Others may have
+        it unless it is the only one of the sequence."""
+        snapshots, newest = self._snapshots, left.newest
+        if newest is not None:
+            snapshot = newest.snapshot if snapshots.rewrite(newest) else -1
+        else:
+            snapshot = snapshots.reserve(evict=left.prompt is None)
+        if snapshot < 0:
+            return -1
+        self._replaced.pop(snapshot, None)
+        left.newest = snapshots.mark(snapshot)
+        if left.prompt is not None:
+            self._replaced[snapshot] = left.newest
+        return snapshot
 
     def store(
         self, requests: Sequence[RequestState], slots: np.ndarray, ends: np.ndarray, live: np.ndarray,
@@ -195,13 +260,16 @@ class RecurrentStates(SlotStates):
     ) -> None:  # fmt: skip
         for slot, snapshot in saves:
             i = int(np.flatnonzero(slots == slot)[0])
-            if live[i]:
-                state, end = requests[i], int(ends[i])
+            state, end = requests[i], int(ends[i])
+            replaced = self._replaced.pop(snapshot, None)
+            # A request that left after the step began has states, too, as far as its tokens are known.
+            known = state.slot != slot and state.finish_reason != "error" and end <= state.num_tokens
+            if live[i] or known:
                 self._hasher.digest(state, end)
                 digest = state.digests[end // self._hasher.block_size - 1]
-                self._snapshots.store(snapshot, digest, end == int(self._stop[slot]))
-                if (origin := self._origin.pop(slot, None)) is not None:
-                    self._snapshots.supersede(*origin)
+                self._snapshots.store(snapshot, digest, bool(live[i]) and end == int(self._stop[slot]))
+                if replaced is not None:
+                    self._snapshots.supersede(replaced)
             self._snapshots.release(snapshot)
         for snapshot, _ in loads:
             self._snapshots.release(snapshot)

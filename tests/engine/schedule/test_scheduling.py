@@ -776,7 +776,7 @@ def test_a_model_without_block_states() -> None:
 @pytest.mark.parametrize("windows", [(), (0,), (6,)])
 def test_snapshots(windows: tuple[int, ...]) -> None:
     """A chunk ends at the last boundary before the prompt's end, and a hit where there is a snapshot."""
-    sim = simulation(windows=windows, recurrent=True, num_snapshots=3)
+    sim = simulation(windows=windows, recurrent=True, num_snapshots=6)
     sim.add(request("a", prompt(14)))
     plans = sim.run()
     assert computed(plans, "a")[:2] == [(0, 12), (12, 2)]
