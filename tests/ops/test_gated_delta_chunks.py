@@ -1,5 +1,5 @@
-"""gated_delta in chunks, as Triton's interpreter runs it, against the recurrence in float64: steps of any lengths, gates
-and keys at their extremes, and what other sequences hold."""
+"""gated_delta in chunks, as Triton's interpreter runs it, against the recurrence in float64: steps of any lengths,
+gates and keys at their extremes, and what other sequences hold."""
 
 from __future__ import annotations
 
