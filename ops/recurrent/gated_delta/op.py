@@ -40,7 +40,7 @@ def gated_delta(
     v_THV: values, [T, H, V], H a multiple of G. Rows of all three may be strided.
     g: logarithms of decays, at most 0: [T, H], or [T, H, K] for a decay of each key channel.
     beta_TH: how much a value replaces what its key stood for, [T, H].
-    state: [N, versions, H, V, K] float32; entries and versions may be strided.
+    state: [N, versions, H, V, K] float32, on a GPU also of 16 bits; entries and versions may be strided.
     norm_eps: where larger than 0, queries and keys are first divided by sqrt(sum of their squares + norm_eps).
 
     Source: Yang et al. 2024, "Gated Delta Networks", equation 10; Kimi Team 2025, "Kimi Linear", for decays by channel.
