@@ -14,6 +14,7 @@ from graphllm.ir import Weight
 from graphllm.ir.weight import Shard
 from graphllm.weights.checkpoint.checkpoint import MAIN
 from graphllm.weights.checkpoint.own_head import HEAD
+from graphllm.weights.plan.expr import Expr, Read, map_parts
 
 HF = Mapping[str, Any]
 C = TypeVar("C")
@@ -145,7 +146,15 @@ def named_too(weights: Mapping[str, Weight], start: str, *others: str) -> dict[s
         (name,) = (source,) if isinstance(source, str) else source
         return (*(other + name.removeprefix(start) for other in others), name)
 
-    return {n: dataclasses.replace(w, sources=tuple(map(alternatives, w.sources))) for n, w in weights.items()}
+    def inside(expr: Expr) -> Expr:
+        if isinstance(expr, Read):
+            return dataclasses.replace(expr, sources=tuple(n for name in expr.sources for n in alternatives(name)))
+        return map_parts(expr, inside)
+
+    return {
+        n: dataclasses.replace(w, sources=tuple(map(alternatives, w.sources)), expr=w.expr and inside(w.expr))
+        for n, w in weights.items()
+    }
 
 
 def split_heads(qkv_TO: Tensor, H: int, K: int, E: int) -> tuple[Tensor, Tensor, Tensor]:

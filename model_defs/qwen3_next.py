@@ -131,8 +131,8 @@ def _layer_types(hf: HF, N: int) -> tuple[str, ...]:
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     norms = {
-        "attn_norm": Weight((c.D,), (llama.LAYER + "input_layernorm.weight",)),
-        "ffn_norm": Weight((c.D,), (llama.LAYER + "post_attention_layernorm.weight",)),
+        "attn_norm": _norm(c, llama.LAYER + "input_layernorm.weight"),
+        "ffn_norm": _norm(c, llama.LAYER + "post_attention_layernorm.weight"),
     }
     mixer = _delta_weights(c) if _linear(layer_type) else _attention_weights(c)
     if moe.sparse(layer_type):
@@ -143,6 +143,11 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
         "down": Weight((c.D, c.F), (mlp + "down_proj.weight",), shard="input"),
     }
     return norms | mixer | dense
+
+
+def _norm(c: Config, name: str) -> Weight:
+    """Files have what is added to one."""
+    return Weight((c.D,), expr=Each("+1", Read((name,), (c.D,))), dtype="float32")
 
 
 def _attention_weights(c: Config) -> dict[str, Weight]:
@@ -199,8 +204,8 @@ def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
 
 def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
     mix = delta_net if _linear(layer_type) else attend
-    x_TD = x_TD + mix(c, w, rms_norm(x_TD, w.attn_norm, c.eps, 1.0), ctx)
-    h_TD = rms_norm(x_TD, w.ffn_norm, c.eps, 1.0)
+    x_TD = x_TD + mix(c, w, rms_norm(x_TD, w.attn_norm, c.eps), ctx)
+    h_TD = rms_norm(x_TD, w.ffn_norm, c.eps)
     return x_TD + (moe.experts(c, w, h_TD) if moe.sparse(layer_type) else llama.mlp(w, h_TD))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from graphllm.config import Bucket
 from graphllm.ir.testing import Case, Maker
 from graphllm.ops.encodings.encoded_weights import encoded
@@ -39,7 +41,7 @@ def _case(
             "weight_OI": make.normal(out, inner, scale=inner**-0.5),
             **weight,
             "bias_O": make.normal(out) if "bias" in fused else None,
-            "norm_I": make.normal(inner) if "norm" in fused else None,
+            "norm_I": make.normal(inner, dtype=torch.float32 if "wide" in fused else None) if "norm" in fused else None,
             "eps": 1e-5,
             "residual_TN": make.normal(T, out // 2 if gated else out) if "residual" in fused else None,
             "gated": gated,
@@ -64,6 +66,7 @@ _PARTS = {"qkv": (4096, 1024, 1024), "gate_up": (14336, 14336)}
 CASES = (
     _case(1, 48, 32),
     _case(1, 96, 160, "norm_bias_gate_residual"),
+    _case(1, 96, 160, "wide_norm_residual"),
     _case(1, 40, 2056, "residual"),
     _case(0, 16, 32, "norm"),
     _case(3, 40, 96, "bias_residual"),

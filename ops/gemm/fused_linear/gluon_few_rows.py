@@ -299,6 +299,7 @@ def _serves(site: CallSite) -> bool:
         and x.shape[1] % 32 == 0
         and weight.shape[0] % (16 if site.args["gated"] else 8) == 0
         and weight.numel() < _MOST_NUMBERS
+        and (site.args["norm_I"] is None or site.args["norm_I"].dtype == x.dtype)
         and aligned(site)
         and not site.deterministic
         and runs_gluon(site.target)

@@ -393,7 +393,9 @@ def norm_kernel(
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + token * K + k, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    normed = (x * tl.rsqrt(tl.sum(x * x, axis=0) / K + EPS)).to(out_ptr.dtype.element_ty).to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / K + EPS)
+    if norm_ptr.dtype.element_ty == out_ptr.dtype.element_ty:
+        normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + token * K + k, (normed * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -424,15 +426,17 @@ def plain(site: CallSite) -> bool:
 
 
 def half(site: CallSite) -> bool:
-    """Whether the other kernels of this file serve a site: one half-precision dtype, contiguous and aligned; encoded
-    weights with groups of whole tiles."""
+    """Whether the other kernels of this file serve a site: one half-precision dtype, norms also in float32, contiguous
+    and aligned; encoded weights with groups of whole tiles."""
     x_TI, form, group, widths = (site.args[n] for n in ("x_TI", "form", "group", "widths"))
     tensors = {n: t for n, t in site.args.items() if isinstance(t, Tensor) and n != "adapter_ids_T"}
+    norms = [tensors.pop(n) for n in ("norm_I", "norm_O") if n in tensors]
     encoded = [tensors.pop(n) for n in _ENCODED if form and n in tensors]
     return (
         x_TI.dtype in (torch.bfloat16, torch.float16)
         and all(t.dtype == x_TI.dtype and t.stride(-1) == 1 for t in tensors.values())
-        and all(t.is_contiguous() for t in encoded)
+        and all(t.is_contiguous() for t in (*encoded, *norms))
+        and all(t.dtype in (x_TI.dtype, torch.float32) for t in norms)
         and x_TI.shape[1] % (16 if form else 8) == 0
         and group % (64 if BITS.get(form) == 8 else 32) == 0
         and len(widths or ()) <= MOST_MATRICES

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
 from graphllm.config import Bucket
 from graphllm.ir.testing import Case, Maker
 from graphllm.ops.encodings.encoded_weights import encoded
@@ -21,6 +23,7 @@ def _case(
     size: Literal["small", "real"] = "small",
     encoding: str = "",
     rank: int = 0,
+    wide: bool = False,
 ) -> Case:
     def inputs(make: Maker) -> dict[str, object]:
         return {
@@ -28,14 +31,14 @@ def _case(
             "weight_OI": make.normal(out, inner, scale=inner**-0.5),
             **(encoded(make, encoding, out, inner) if encoding else {}),
             "residual_TO": make.normal(T, out),
-            "norm_O": make.normal(out),
+            "norm_O": make.normal(out, dtype=torch.float32 if wide else None),
             "eps": 1e-5,
             "bias_O": make.normal(out) if bias else None,
             **(adapters(make, T, inner, (out,), rank, 8) if rank else {}),
         }
 
     name = f"T{T}_O{out}_I{inner}" + ("_bias" if bias else "") + (f"_{encoding}" if encoding else "")
-    name += f"_r{rank}" if rank else ""
+    name += (f"_r{rank}" if rank else "") + ("_wide" if wide else "")
     return Case(name, inputs, _TOLERANCE, _REASON, Bucket("mixed" if T > 64 else "decode", T, T), size)
 
 
@@ -44,6 +47,7 @@ CASES = (
     _case(1, 48, 32),
     _case(3, 40, 96, bias=True),
     _case(17, 80, 520),
+    _case(17, 80, 520, wide=True),
     _case(35, 33, 264, bias=True),
     _case(260, 72, 1032, bias=True),
     _case(70, 40, 1024),

@@ -33,7 +33,7 @@ def choose(make: Maker, T: int, N: int, k: int, routing: Routing) -> torch.Tenso
 def _case(
     T: int, N: int, k: int, D: int, F: int, routing: Routing = "random", biases: bool = False,
     size: Literal["small", "real"] = "small", encoding: str = "", rank: int = 0, residual: bool = False,
-    norm: bool = False, **more: Any,
+    norm: bool | Literal["wide"] = False, **more: Any,
 ) -> Case:  # fmt: skip
     def inputs(make: Maker) -> dict[str, Any]:
         parts = parts_of(more.get("activation", "silu"))
@@ -49,13 +49,13 @@ def _case(
             **encoded,
             **(lora_tables(make, T, N, D, F, rank, parts=parts) if rank else {}),
             "residual_TD": make.normal(T, D) if residual else None,
-            "norm_D": make.normal(D) if norm else None,
+            "norm_D": make.normal(D, dtype=torch.float32 if norm == "wide" else None) if norm else None,
             "eps": 1e-6 if norm else 0.0,
             **more,
         }
 
     said = [routing, *(str(v) for v in more.values()), *["bias"] * biases, *[encoding] * bool(encoding)]
-    said += [f"r{rank}"] * bool(rank) + ["residual"] * residual + ["norm"] * norm
+    said += [f"r{rank}"] * bool(rank) + ["residual"] * residual + ["norm"] * bool(norm) + ["wide"] * (norm == "wide")
     name = "_".join([f"T{T}_N{N}_k{k}_D{D}_F{F}", *said])
     bucket = Bucket("mixed" if T > 64 else "decode", T, T)
     return Case(name, inputs, _ROUNDED if rank or residual else _TOLERANCE, _REASON, bucket, size)
@@ -135,6 +135,7 @@ CASES = (
     *(_case(T, 32, 8, 2048, 768, size="real", rank=16) for T in (1, 8, 64, 1024)),
     _case(0, 8, 2, 32, 16, residual=True),
     _case(1, 8, 4, 40, 24, residual=True, norm=True),
+    _case(1, 8, 4, 40, 24, residual=True, norm="wide"),
     _case(1, 8, 4, 24, 40, residual=True, norm=True, biases=True, **_CLAMPED),
     _case(1, 8, 2, 24, 40, residual=True, biases=True, **_CLAMPED),
     _case(5, 8, 2, 24, 16, residual=True, biases=True),

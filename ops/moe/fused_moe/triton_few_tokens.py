@@ -221,6 +221,7 @@ def few_kernel(
 Config = Mapping[str, int]
 _MOST_TOKENS = 64
 _ONE = (  # rows, inner entries and warps of the first product, then of the second
+    (8, 2048, 8, 4, 512, 2), (16, 1024, 8, 2, 512, 1), (4, 2048, 4, 4, 512, 8), (16, 512, 4, 8, 512, 8),
     (4, 1024, 4, 2, 512, 2), (8, 2048, 4, 2, 512, 2), (4, 1024, 4, 2, 1024, 4), (8, 1024, 4, 1, 256, 2),
     (4, 512, 4, 2, 512, 4), (8, 512, 4, 4, 512, 4),
 )  # fmt: skip

@@ -16,17 +16,18 @@ def _cost(x: Tensor, weight: Tensor) -> Cost:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x^2, last) + eps) * (offset + weight), in x's dtype and shape.
 
-    x [..., D]; weight [D]. offset 0 is Llama's form: the normalized row is rounded to x's dtype *before* the weight is
-    applied; offset 1 is Gemma's, which multiplies in float32 and rounds once. Source: Zhang & Sennrich 2019.
+    x [..., D]; weight [D], in x's dtype or a wider one. offset 0 is Llama's form: the normalized row is rounded to x's
+    dtype *before* the weight is applied. With offset 1, Gemma's form, or a wider weight, it multiplies in float32 and
+    rounded once. Source: Zhang & Sennrich 2019.
     """
     wide = x.double() if x.dtype == torch.float64 else x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if offset:
+    if offset or weight.dtype.itemsize > x.dtype.itemsize:
         return (normed * (offset + weight.to(wide.dtype))).to(x.dtype)
-    return normed.to(x.dtype) * weight
+    return normed.to(x.dtype) * weight.to(x.dtype)
 
 
 @rms_norm.fake(traceable=True)
-def _(x: Tensor, weight: Tensor, offset: float) -> Tensor:
+def _(x: Tensor, weight: Tensor) -> Tensor:
     torch._check(weight.shape == x.shape[-1:], lambda: f"weight {weight.shape} for rows of {x.shape[-1]}")
-    return torch.empty_like(x, dtype=x.dtype if offset else torch.promote_types(x.dtype, weight.dtype))
+    return torch.empty_like(x)
