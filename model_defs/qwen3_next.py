@@ -136,13 +136,13 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     }
     mixer = _delta_weights(c) if _linear(layer_type) else _attention_weights(c)
     if moe.sparse(layer_type):
-        return norms | mixer | moe.expert_weights(c)
+        return mixer | norms | moe.expert_weights(c)
     mlp = llama.LAYER + "mlp."
     dense = {
         "gate_up": llama.merged("gate up", mlp, (c.F, c.F), c.D),
         "down": Weight((c.D, c.F), (mlp + "down_proj.weight",), shard="input"),
     }
-    return norms | mixer | dense
+    return mixer | norms | dense
 
 
 def _norm(c: Config, name: str) -> Weight:
