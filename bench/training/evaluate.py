@@ -5,7 +5,9 @@ It answers greedily, with transformers. Prints a table and writes it into the fo
 
 import argparse
 import re
+import time
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +19,7 @@ from bench.training.tasks import TASKS, Sample, draw
 from graphllm.embedded import MODEL_DIR
 
 MAX_NEW_TOKENS = 320
-BATCH = 200
+BATCH = 500
 CLEAR_LEAD = 1.0
 """Logits by which every token of an answer has to lead for rounding not to change it."""
 
@@ -67,6 +69,16 @@ def answers(model: Any, tokenizer: Any, samples: list[Sample]) -> list[Answer]:
     return [Answer(text, lead) for text, lead in zip(texts, leads.tolist(), strict=True)]
 
 
+def answers_of_all(model: Any, tokenizer: Any, samples: list[Sample]) -> list[Answer]:
+    """Questions with answers of like length are answered together: a batch goes on until its last answer ends."""
+    order = sorted(range(len(samples)), key=lambda i: len(samples[i].answer))
+    found: dict[int, Answer] = {}
+    for at in range(0, len(order), BATCH):
+        part = order[at : at + BATCH]
+        found.update(zip(part, answers(model, tokenizer, [samples[i] for i in part]), strict=True))
+    return [found[i] for i in range(len(samples))]
+
+
 def table(rows: list[tuple[str, int, float, float]]) -> str:
     """Markdown: a row a task, the mean first."""
     right, clear = (sum(values) / len(rows) for values in ([row[2] for row in rows], [row[3] for row in rows]))
@@ -94,17 +106,18 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.folder)
     model: Any = AutoModelForCausalLM.from_pretrained(args.folder, dtype="auto")
     model.to(device).eval()
+    start, questions = time.monotonic(), {name: held_out(name, args.count, args.seed) for name in TASKS}
+    found = iter(answers_of_all(model, tokenizer, [sample for samples in questions.values() for sample in samples]))
     rows = []
-    for name in TASKS:
-        samples = held_out(name, args.count, args.seed)
-        said = [a for at in range(0, len(samples), BATCH) for a in answers(model, tokenizer, samples[at : at + BATCH])]
+    for name, samples in questions.items():
+        said = list(islice(found, len(samples)))
         wrong = [(s, a) for s, a in zip(samples, said, strict=True) if not s.accepts(a.text)]
         clear = sum(answer.lead >= CLEAR_LEAD for answer in said) / len(said)
         rows.append((name, len(samples), 1 - len(wrong) / len(samples), clear))
         for sample, answer in wrong[: args.show]:
             print(f"{name}: {sample.messages[-1]['content'][-80:]!r}: {answer.text[:80]!r}, not {sample.answer[:80]!r}")
     text = table(rows)
-    print(text)
+    print(text, f"{time.monotonic() - start:.0f} s", sep="\n")
     command = f"    python -m bench.training.evaluate DIR --count {args.count} --seed {args.seed}"
     intro = f"Held-out questions, answered greedily in bf16 with transformers on {device}:\n\n{command}\n\n"
     write_card(args.folder, f"## Accuracy\n\n{intro}{text}")

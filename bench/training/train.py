@@ -2,7 +2,8 @@
 
 The tokenizer is trained on the tasks' text, then a small Llama on an endless stream of generated chats, for as long as
 `--minutes` says: the learning rate follows the clock, so that it has come down when the time is up. With `--experts`,
-a Qwen3-MoE, whose tokens each go to two of so many experts.
+a Qwen3-MoE, whose tokens each go to two of so many experts. With `--attention-every`, a Qwen3.5, of whose layers one in
+so many attends and the others are gated delta nets.
 """
 
 import argparse
@@ -20,7 +21,15 @@ from typing import Any, TypeAlias
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from bench.training.data import (
@@ -34,6 +43,7 @@ from bench.training.data import (
     render,
     token_id,
 )
+from bench.training.delta_nets import prepare
 from bench.training.descent import descend
 from bench.training.folders import replaced
 from bench.training.tasks import mixture
@@ -94,10 +104,10 @@ def train_tokenizer(samples: int, seed: int) -> Tokenizer:
     return tokenizer
 
 
-CausalLM: TypeAlias = LlamaForCausalLM | Qwen3MoeForCausalLM
+CausalLM: TypeAlias = LlamaForCausalLM | Qwen3MoeForCausalLM | Qwen3_5ForCausalLM
 
 
-def new_model(tokenizer: Tokenizer, hidden: int, layers: int, experts: int) -> CausalLM:
+def new_model(tokenizer: Tokenizer, hidden: int, layers: int, experts: int, attention_every: int) -> CausalLM:
     heads = hidden // 64
     common: dict[str, Any] = {
         "vocab_size": math.ceil(tokenizer.get_vocab_size() / 64) * 64,
@@ -112,6 +122,8 @@ def new_model(tokenizer: Tokenizer, hidden: int, layers: int, experts: int) -> C
         "eos_token_id": token_id(tokenizer, TURN_END),
         "pad_token_id": token_id(tokenizer, END_OF_TEXT),
     }
+    if attention_every > 1:
+        return new_hybrid(common, attention_every)
     if not experts:
         return LlamaForCausalLM(LlamaConfig(**common, intermediate_size=hidden * 11 // 4))
     width = hidden * 7 // 16 // 16 * 16
@@ -124,6 +136,23 @@ def new_model(tokenizer: Tokenizer, hidden: int, layers: int, experts: int) -> C
         norm_topk_prob=True,
     )
     return Qwen3MoeForCausalLM(config)
+
+
+def new_hybrid(common: dict[str, Any], attention_every: int) -> Qwen3_5ForCausalLM:
+    """Heads of delta nets are as many and as large as those of attention."""
+    heads, size, hidden = (common[name] for name in ("num_attention_heads", "head_dim", "hidden_size"))
+    config = Qwen3_5TextConfig(
+        **common,
+        intermediate_size=hidden * 5 // 6 // 16 * 16,
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=size,
+        linear_value_head_dim=size,
+        full_attention_interval=attention_every,
+    )
+    model = Qwen3_5ForCausalLM(config)
+    prepare(model)
+    return model
 
 
 def weighted_loss(hidden: torch.Tensor, head: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -151,6 +180,11 @@ def fit(model: CausalLM, tokenizer: Tokenizer, batches: DataLoader[torch.Tensor]
         loss_of = torch.compile(weighted_loss, dynamic=False)
         for layer in model.model.layers:
             layer.compile(dynamic=False)
+    routed, options = isinstance(model, Qwen3MoeForCausalLM), dict[str, Any](use_cache=False)
+    if routed:
+        options["output_router_logits"] = True
+    if isinstance(model, Qwen3_5ForCausalLM):  # every row is whole: without masks, which it would look for in each step
+        options["attention_mask"] = {"full_attention": None, "linear_attention": None}
     start, step = time.monotonic(), 0
     for batch in batches:
         done = (time.monotonic() - start) / (deadline - start)
@@ -162,8 +196,7 @@ def fit(model: CausalLM, tokenizer: Tokenizer, batches: DataLoader[torch.Tensor]
         ids = batch.to(device, non_blocking=True).long()
         weight = torch.where(answer_mask(ids, *marks), 1.0, PROMPT_WEIGHT)
         with torch.autocast(device.type, torch.bfloat16):
-            routed = isinstance(model, Qwen3MoeForCausalLM)
-            out = model.model(input_ids=ids, use_cache=False, **({"output_router_logits": True} if routed else {}))
+            out = model.model(input_ids=ids, **options)
             loss = loss_of(out.last_hidden_state, model.lm_head.weight, ids, weight)
             if routed:
                 loss = loss + BALANCE_WEIGHT * load_balancing_loss_func(out.router_logits, model.config.num_experts, 2)
@@ -174,6 +207,15 @@ def fit(model: CausalLM, tokenizer: Tokenizer, batches: DataLoader[torch.Tensor]
             speed = step * batch.numel() / seconds / 1e6
             print(f"step {step:5}  {seconds:5.0f} s  loss {value:.4f}  lr {lr:.1e}  {speed:.2f} M tokens/s")
     return step
+
+
+def kind_of(experts: int, attention_every: int) -> str:
+    """What the card says that a model is."""
+    if experts:
+        return f"Qwen3-MoE of {experts} experts"
+    if attention_every > 1:
+        return f"Qwen3.5 whose layers are gated delta nets, but for one in {attention_every}, which attends,"
+    return "Llama"
 
 
 def save(model: CausalLM, tokenizer: Tokenizer, card: str, out: Path) -> None:
@@ -207,15 +249,23 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: a dense model")
+    parser.add_argument("--attention-every", type=int, default=1, help="of so many layers one attends; 1: all")
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json to take instead of training one")
     parser.add_argument("--tokenizer-samples", type=int, default=100_000)
     parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 1) - 2, 1), help="data processes")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.experts and args.attention_every > 1:
+        parser.error("--experts and --attention-every are of different families; leave one out")
     start = time.monotonic()
 
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    tokenizer = train_tokenizer(args.tokenizer_samples, args.seed)
+    tokenizer = (
+        Tokenizer.from_file(str(args.tokenizer))
+        if args.tokenizer
+        else train_tokenizer(args.tokenizer_samples, args.seed)
+    )
     print(f"tokenizer: {tokenizer.get_vocab_size()} tokens, {time.monotonic() - start:.0f} s")
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         tokenizer.save(file.name)
@@ -225,13 +275,14 @@ def main() -> None:
         )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with device:
-            model = new_model(tokenizer, args.hidden, args.layers, args.experts)
+            model = new_model(tokenizer, args.hidden, args.layers, args.experts, args.attention_every)
         steps = fit(model, tokenizer, batches, start + args.minutes * 60)
-    told = ("minutes", "batch_tokens", "hidden", "layers", "experts", "tokenizer_samples", "seed")
-    values = {name: getattr(args, name) for name in told}
+    told = ("minutes", "batch_tokens", "hidden", "layers", "experts", "attention_every", "seed")
+    source = "tokenizer" if args.tokenizer else "tokenizer_samples"
+    values = {name: getattr(args, name) for name in (*told, source)}
     options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
     card = CARD.format(
-        kind=f"Qwen3-MoE of {args.experts} experts" if args.experts else "Llama",
+        kind=kind_of(args.experts, args.attention_every),
         command=f"python -m bench.training.train --out DIR {options}",
         parameters=model.num_parameters() / 1e6,
         tokens=steps * args.batch_tokens / 1e6,
