@@ -52,7 +52,6 @@ VOCABULARY = 4096
 SPECIAL = (END_OF_TEXT, TURN_START, TURN_END)
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """One token each, and part of the text: a server reads tool calls from it."""
-PEAK_LR = 3e-3
 WARMUP_STEPS = 150
 PROMPT_WEIGHT = 0.05
 """How much of the loss a token that the model only reads counts for, next to one that it says."""
@@ -163,18 +162,20 @@ def weighted_loss(hidden: torch.Tensor, head: torch.Tensor, ids: torch.Tensor, w
     return (loss * weight).sum() / weight.sum()
 
 
-def optimizer_for(model: CausalLM) -> torch.optim.AdamW:
+def optimizer_for(model: CausalLM, peak: float) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
 
 
-def fit(model: CausalLM, tokenizer: Tokenizer, batches: DataLoader[torch.Tensor], deadline: float) -> int:
-    """Trains until the deadline (of `time.monotonic`); returns the steps done."""
+def fit(
+    model: CausalLM, tokenizer: Tokenizer, batches: DataLoader[torch.Tensor], peak: float, deadline: float
+) -> int:
+    """Trains until the deadline (of `time.monotonic`); returns the steps done. peak: the largest learning rate."""
     device = next(model.parameters()).device
     marks = [token_id(tokenizer, mark) for mark in (END_OF_TEXT, TURN_START, TURN_END, "assistant")]
-    optimizer = optimizer_for(model)
+    optimizer = optimizer_for(model, peak)
     loss_of = weighted_loss
     if device.type == "cuda":  # layer by layer: one compilation serves them all
         loss_of = torch.compile(weighted_loss, dynamic=False)
@@ -190,7 +191,7 @@ def fit(model: CausalLM, tokenizer: Tokenizer, batches: DataLoader[torch.Tensor]
         done = (time.monotonic() - start) / (deadline - start)
         if done >= 1:
             break
-        lr = PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * (0.5 + 0.5 * math.cos(math.pi * done))
+        lr = peak * min(1.0, (step + 1) / WARMUP_STEPS) * (0.5 + 0.5 * math.cos(math.pi * done))
         for group in optimizer.param_groups:
             group["lr"] = lr
         ids = batch.to(device, non_blocking=True).long()
@@ -250,6 +251,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: a dense model")
     parser.add_argument("--attention-every", type=int, default=1, help="of so many layers one attends; 1: all")
+    parser.add_argument("--lr", type=float, default=3e-3, help="the largest learning rate")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json to take instead of training one")
     parser.add_argument("--tokenizer-samples", type=int, default=100_000)
     parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 1) - 2, 1), help="data processes")
@@ -276,8 +278,8 @@ def main() -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with device:
             model = new_model(tokenizer, args.hidden, args.layers, args.experts, args.attention_every)
-        steps = fit(model, tokenizer, batches, start + args.minutes * 60)
-    told = ("minutes", "batch_tokens", "hidden", "layers", "experts", "attention_every", "seed")
+        steps = fit(model, tokenizer, batches, args.lr, start + args.minutes * 60)
+    told = ("minutes", "batch_tokens", "hidden", "layers", "experts", "attention_every", "lr", "seed")
     source = "tokenizer" if args.tokenizer else "tokenizer_samples"
     values = {name: getattr(args, name) for name in (*told, source)}
     options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
