@@ -169,9 +169,7 @@ def optimizer_for(model: CausalLM, peak: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
 
 
-def fit(
-    model: CausalLM, tokenizer: Tokenizer, batches: DataLoader[torch.Tensor], peak: float, deadline: float
-) -> int:
+def fit(model: CausalLM, tokenizer: Tokenizer, batches: DataLoader[torch.Tensor], peak: float, deadline: float) -> int:
     """Trains until the deadline (of `time.monotonic`); returns the steps done. peak: the largest learning rate."""
     device = next(model.parameters()).device
     marks = [token_id(tokenizer, mark) for mark in (END_OF_TEXT, TURN_START, TURN_END, "assistant")]
