@@ -81,9 +81,10 @@ def carry(reads: Tensor, values: Tensor, keys: Tensor, kept: Tensor) -> tuple[Te
     states = reads.new_zeros((M, count, K, values.shape[-1]))
     new = torch.empty_like(values)
     for i in range(count):
-        new[:, i] = torch.baddbmm(values[:, i], reads[:, i], states[:, i], alpha=-1)
+        torch.baddbmm(values[:, i], reads[:, i], states[:, i], alpha=-1, out=new[:, i])
         if i + 1 < count:
-            states[:, i + 1] = torch.baddbmm(states[:, i] * kept[:, i, None, None], keys[:, i].mT, new[:, i])
+            after = torch.mul(states[:, i], kept[:, i, None, None], out=states[:, i + 1])
+            after.baddbmm_(keys[:, i].mT, new[:, i])
     return states, new
 
 
@@ -99,10 +100,11 @@ def carry_back(
     """The gradients of `values` and of each chunk's state after it, from the last chunk to the first."""
     grad_values, grad_after = torch.empty_like(grad_new), torch.zeros_like(grad_states)
     for i in reversed(range(reads.shape[1])):
-        grad_values[:, i] = torch.baddbmm(grad_new[:, i], keys[:, i], grad_after[:, i])
+        torch.baddbmm(grad_new[:, i], keys[:, i], grad_after[:, i], out=grad_values[:, i])
         if i:
-            direct = torch.addcmul(grad_states[:, i], grad_after[:, i], kept[:, i, None, None])
-            grad_after[:, i - 1] = torch.baddbmm(direct, reads[:, i].mT, grad_values[:, i], alpha=-1)
+            kept_i, before = kept[:, i, None, None], grad_after[:, i - 1]
+            torch.addcmul(grad_states[:, i], grad_after[:, i], kept_i, out=before)
+            before.baddbmm_(reads[:, i].mT, grad_values[:, i], alpha=-1)
     return grad_values, grad_after
 
 

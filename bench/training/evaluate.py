@@ -19,7 +19,8 @@ from bench.training.tasks import TASKS, Sample, draw
 from graphllm.embedded import MODEL_DIR
 
 MAX_NEW_TOKENS = 320
-BATCH = 500
+BATCH = {"cuda": 1000, "cpu": 200}
+"""Questions that are answered together."""
 CLEAR_LEAD = 1.0
 """Logits by which every token of an answer has to lead for rounding not to change it."""
 
@@ -73,8 +74,9 @@ def answers_of_all(model: Any, tokenizer: Any, samples: list[Sample]) -> list[An
     """Questions with answers of like length are answered together: a batch goes on until its last answer ends."""
     order = sorted(range(len(samples)), key=lambda i: len(samples[i].answer))
     found: dict[int, Answer] = {}
-    for at in range(0, len(order), BATCH):
-        part = order[at : at + BATCH]
+    size = BATCH[model.device.type]
+    for at in range(0, len(order), size):
+        part = order[at : at + size]
         found.update(zip(part, answers(model, tokenizer, [samples[i] for i in part]), strict=True))
     return [found[i] for i in range(len(samples))]
 

@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3, help="the largest learning rate")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json to take instead of training one")
     parser.add_argument("--tokenizer-samples", type=int, default=100_000)
-    parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 1) - 2, 1), help="data processes")
+    parser.add_argument("--workers", type=int, default=max(len(os.sched_getaffinity(0)) - 2, 1), help="data processes")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.experts and args.attention_every > 1:
