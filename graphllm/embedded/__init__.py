@@ -11,6 +11,8 @@ ARTIFACT_DIR = MODEL_DIR.with_name("model_artifact")
 """What it runs on before its own code is compiled; made by `python -m bench.training.artifact`."""
 MOE_DIR = Path(__file__).resolve().parent / "moe"
 """A Qwen3-MoE that knows the same: each token goes to 2 of 8 experts."""
+HYBRID_DIR = Path(__file__).resolve().parent / "hybrid"
+"""A Qwen3.5 that knows the same: three of four layers are gated delta nets."""
 _HERE = Path(__file__).resolve().parent
 DRAFTS = {name: _HERE / name for name in ("draft_model", "eagle3", "medusa") if (_HERE / name).is_dir()}
 """What drafts for the Llama, by method; made by `python -m bench.training.train_drafts`."""
@@ -19,5 +21,10 @@ ADAPTERS = {folder.name: folder for folder in sorted((_HERE / "adapters").glob("
 EMBEDDER_DIR = _HERE / "embedder"
 """A BERT that makes vectors of sentences, with the Llama's tokenizer; made by `python -m
 bench.training.train_embedder`."""
-SHIPPED = {"embedded": MODEL_DIR, "embedded-moe": MOE_DIR, "embedded-embedder": EMBEDDER_DIR}
+SHIPPED = {
+    "embedded": MODEL_DIR,
+    "embedded-moe": MOE_DIR,
+    "embedded-hybrid": HYBRID_DIR,
+    "embedded-embedder": EMBEDDER_DIR,
+}
 """By the names that --model takes."""

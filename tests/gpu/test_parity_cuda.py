@@ -66,7 +66,8 @@ def test_decode_in_bfloat16(name: str, tmp_path: Path) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("embedded", "bfloat16"), ("embedded", "float32"), ("embedded-moe", "float32")]
+    ("name", "dtype"),
+    [("embedded", "bfloat16"), ("embedded", "float32"), ("embedded-moe", "float32"), ("embedded-hybrid", "float32")],
 )
 def test_embedded_model_greedy_text(name: str, dtype: str) -> None:
     """An embedded model's greedy text equals transformers' on the same GPU, token for token. With experts in float32

@@ -13,6 +13,7 @@ from graphllm.cli.bench.loads import Latency, Throughput, Traffic
 from graphllm.cli.late import call
 from graphllm.cli.options import EngineCommand, engine_options
 from graphllm.config import EngineArgs
+from graphllm.embedded import SHIPPED
 
 bench_app = typer.Typer(
     no_args_is_help=True,
@@ -20,7 +21,9 @@ bench_app = typer.Typer(
     help="Measure a running server, the engine without one, or a start.",
 )
 
-ModelName = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub name, embedded or embedded-moe.")]
+ModelName = Annotated[
+    str, typer.Option("--model", "-m", help=f"Checkpoint folder, hub name, or one of {', '.join(SHIPPED)}.")
+]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write all figures here as JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 InputLen = Annotated[str, typer.Option(help="Tokens of a random prompt, or a range such as 100-1024.")]
