@@ -14,6 +14,7 @@ from graphllm.ir import Weight
 from graphllm.ir.weight import Shard
 from graphllm.weights.checkpoint.checkpoint import MAIN
 from graphllm.weights.checkpoint.own_head import HEAD
+from graphllm.weights.plan.expr import Expr, Read, map_parts
 
 HF = Mapping[str, Any]
 C = TypeVar("C")
@@ -139,13 +140,24 @@ def with_bias(
 
 
 def named_too(weights: Mapping[str, Weight], start: str, *others: str) -> dict[str, Weight]:
-    """The same weights; each tensor's name may also begin with one of ``others`` in place of ``start``."""
+    """The same weights; each tensor's name may also begin with one of ``others`` in place of ``start``, which come
+    first."""
 
     def alternatives(source: str | tuple[str, ...]) -> tuple[str, ...]:
         (name,) = (source,) if isinstance(source, str) else source
         return (*(other + name.removeprefix(start) for other in others), name)
 
-    return {n: dataclasses.replace(w, sources=tuple(map(alternatives, w.sources))) for n, w in weights.items()}
+    def read(expr: Expr) -> Expr:
+        if isinstance(expr, Read):
+            return dataclasses.replace(expr, sources=tuple(n for s in expr.sources for n in alternatives(s)))
+        return map_parts(expr, read)
+
+    return {
+        n: dataclasses.replace(
+            w, sources=tuple(map(alternatives, w.sources)), expr=read(w.expr) if isinstance(w.expr, Expr) else w.expr
+        )
+        for n, w in weights.items()
+    }
 
 
 def split_heads(qkv_TO: Tensor, H: int, K: int, E: int) -> tuple[Tensor, Tensor, Tensor]:
