@@ -123,7 +123,9 @@ def adapted_linear(plan: WeightPlan, name: str) -> AdaptedLinear | None:
     expr, shape = _whole(plan, name)
     if len(shape) != 2:
         return None
-    if plan[name].tie:  # PEFT knows it by a name of its own, though its numbers are another one's
+    if (owner := plan[name].tie) and name.startswith("layers."):
+        return _of_tied(plan, name, owner)
+    if owner:  # PEFT knows it by a name of its own, though its numbers are another one's
         return AdaptedLinear(name, shape[1], (shape[0],), (AdapterPart((name.rpartition(".")[2],), 0, 0),))
     if (found_by_turns := _by_turns(expr)) is not None:
         part, turns = found_by_turns
@@ -134,6 +136,15 @@ def adapted_linear(plan: WeightPlan, name: str) -> AdaptedLinear | None:
         return None
     found = tuple(part for part in parts if part is not None)
     return AdaptedLinear(name, shape[1], tuple(matrix.shape[0] for matrix in matrices), found)
+
+
+def _of_tied(plan: WeightPlan, name: str, owner: str) -> AdaptedLinear | None:
+    """Of a layer whose weight is another layer's: its module is its own, and named as its layer is."""
+    if (found := adapted_linear(plan, owner)) is None:
+        return None
+    first, own = (f".{entry.rpartition('.')[0]}." for entry in (owner, name))  # such as ".layers.5."
+    parts = (p._replace(modules=tuple(m.replace(first, own, 1) for m in p.modules)) for p in found.parts)
+    return found._replace(name=name, parts=tuple(parts))
 
 
 def adapted_embedding(plan: WeightPlan, name: str) -> AdaptedLinear | None:

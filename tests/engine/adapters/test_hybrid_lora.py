@@ -47,6 +47,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
         ["in_proj", "out_proj", "v_proj"],
         [],
     ),
+    "zamba2": (
+        "Zamba2",
+        {"layers_block_type": ["hybrid", "linear_attention", "hybrid"], "num_hidden_layers": 3, "adapter_rank": 5,
+         "n_mamba_heads": 8, "mamba_d_state": 24, "chunk_size": 8},
+        ["in_proj", "q_proj", "o_proj", "gate_up_proj", "linear"],
+        [],
+    ),
     "nemotron_h": (
         "NemotronH",
         {"layers_block_type": LAYERS, "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
