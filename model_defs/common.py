@@ -140,19 +140,22 @@ def with_bias(
 
 
 def named_too(weights: Mapping[str, Weight], start: str, *others: str) -> dict[str, Weight]:
-    """The same weights; each tensor's name may also begin with one of ``others`` in place of ``start``."""
+    """The same weights; each tensor's name may also begin with one of ``others`` in place of ``start``, which come
+    first."""
 
     def alternatives(source: str | tuple[str, ...]) -> tuple[str, ...]:
         (name,) = (source,) if isinstance(source, str) else source
         return (*(other + name.removeprefix(start) for other in others), name)
 
-    def inside(expr: Expr) -> Expr:
+    def read(expr: Expr) -> Expr:
         if isinstance(expr, Read):
-            return dataclasses.replace(expr, sources=tuple(n for name in expr.sources for n in alternatives(name)))
-        return map_parts(expr, inside)
+            return dataclasses.replace(expr, sources=tuple(n for s in expr.sources for n in alternatives(s)))
+        return map_parts(expr, read)
 
     return {
-        n: dataclasses.replace(w, sources=tuple(map(alternatives, w.sources)), expr=w.expr and inside(w.expr))
+        n: dataclasses.replace(
+            w, sources=tuple(map(alternatives, w.sources)), expr=read(w.expr) if isinstance(w.expr, Expr) else w.expr
+        )
         for n, w in weights.items()
     }
 

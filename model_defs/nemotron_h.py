@@ -23,6 +23,7 @@ from graphllm.model_defs.common import (
     check_plain,
     experts_per_token,
     heads,
+    named_too,
     only,
     single_experts,
     split_heads,
@@ -144,6 +145,11 @@ def _layer_types(hf: HF) -> tuple[str, ...]:
 
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
+    # Adapters have transformers' names.
+    return named_too(_layer_weights(c, layer_type), _LAYER, "model.layers.{layer}.")
+
+
+def _layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     mixer, norm = _LAYER + "mixer.", {"norm": Weight((c.D,), (_LAYER + "norm.weight",))}
     if layer_type == "mamba2":
         return norm | mamba2.mixer_weights(c.mixer, mixer)

@@ -19,7 +19,7 @@ from graphllm.weights.encodings import Encoding, encoding_of
 from graphllm.weights.plan.expr import Concat, Encode, Expr, Read, Rounded, Slice, Tie, Values, walk
 from graphllm.weights.plan.plan import Entry, WeightPlan
 from graphllm.weights.plan.schemes import is_read, wanted_encoding
-from graphllm.weights.plan.simplify import same_encodings, simplify
+from graphllm.weights.plan.simplify import in_stored_rows, same_encodings, simplify
 
 aten = torch.ops.aten
 
@@ -85,7 +85,7 @@ def _calls(op: Op, weight: Node, argument: str) -> dict[Node, dict[str, Any]] | 
 def _pieces(plan: WeightPlan, entry: str, config: CompileConfig) -> tuple[_Piece, ...]:
     """How a matrix is to be read: as the checkpoint stores it, or in encodings equal to that, if ops read it so; else
     in the wanted encoding. Empty for what is not to change."""
-    expr, shape = plan.expr_of(entry), plan[entry].shape
+    expr, shape = in_stored_rows(plan.expr_of(entry)), plan[entry].shape
     if len(shape) != 2:
         return ()
     if (name := _stored(expr, config)) is not None:
@@ -165,7 +165,7 @@ def _part_name(name: str, number: int, pieces: tuple[_Piece, ...]) -> str:
 
 def _encode_entry(plan: WeightPlan, name: str, pieces: tuple[_Piece, ...]) -> WeightPlan:
     """The plan with the parts of the encoded matrix instead of the entry; a tie where another entry is the same."""
-    old, expr, start, made = plan[name], plan.expr_of(name), 0, []
+    old, expr, start, made = plan[name], in_stored_rows(plan.expr_of(name)), 0, []
     for number, (stop, chosen) in enumerate(pieces):
         rows = expr if len(pieces) == 1 else simplify(Slice(expr, 0, start, stop))
         encoding, shape = encoding_of(chosen), (stop - start, old.shape[1])

@@ -6,6 +6,7 @@ vocabulary, a rank looks up the tokens that it has, and its logits are concatena
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -138,7 +139,8 @@ class _Sharding:
         if bias.op != "placeholder" or not label.startswith("w.") or len(bias.users) != 1:
             raise ValueError(f"{bias.name}: what is added to a sum over ranks must be a weight that nothing else reads")
         for name in self.unit.entries(label.removeprefix("w.")):
-            changed = on_first_rank(self.plan[name], self.ranks)
+            own = replace(self.plan[name], expr=self.plan.expr_of(name))  # also of what was tied to another bias
+            changed = on_first_rank(own, self.ranks)
             self.plan = WeightPlan(tuple(changed if e.name == name else e for e in self.plan))
 
     def _experts(self, node: Node, given: dict[str, Any], divided: dict[str, Any]) -> None:

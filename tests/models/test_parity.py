@@ -71,6 +71,11 @@ FALCON = IDS | ATTENTION | {
     "intermediate_size": 60, "num_hidden_layers": 2, "mamba_n_heads": 12, "mamba_d_head": 8, "mamba_d_ssm": 96,
     "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_chunk_size": 8,
 }  # fmt: skip
+ZAMBA2 = IDS | ATTENTION | {
+    "intermediate_size": 60, "num_hidden_layers": 6, "num_mem_blocks": 2, "adapter_rank": 5, "n_mamba_heads": 12,
+    "mamba_ngroups": 2, "mamba_d_state": 24, "chunk_size": 8, "initializer_range": 0.15,
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid"],
+}  # fmt: skip
 SHORT, LONG = [1.0 + 0.02 * i for i in range(8)], [1.5 + 0.4 * i for i in range(8)]
 GROWN = 10000.0 * (8 * 512 / 100 - 7) ** (16 / 14)  # the base of dynamic NTK for 512 tokens and a factor of 8
 MIXED = ["sliding_attention", "full_attention"]
@@ -221,6 +226,11 @@ ARCHS = (
     Arch("lfm2_bias", "Lfm2",
          LFM2 | {"full_attn_idxs": [0, 3], "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
                  "tie_word_embeddings": False}),
+    Arch("zamba2", "Zamba2", ZAMBA2),
+    Arch("zamba2_rotary", "Zamba2",
+         ZAMBA2 | {"use_mem_rope": True, "use_shared_attention_adapter": True, "add_bias_linear": True,
+                   "num_mem_blocks": 1, "num_key_value_heads": 4, "mamba_ngroups": 1,
+                   "layers_block_type": ["hybrid", "linear_attention", "hybrid"], "num_hidden_layers": 3}),
     Arch("falcon_h1", "FalconH1", FALCON),
     Arch("falcon_h1_scaled", "FalconH1",
          FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "attention_bias": True,
@@ -290,11 +300,13 @@ EACH = {
     "gemma2", "gemma3", "phi3_longrope", "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "olmoe", "granite",
     "granite_moe", "phimoe_longrope", "gpt_oss", "qwen3_next", "qwen3_5", "gpt2", "opt", "mamba", "falcon_mamba",
     "jamba", "olmo_hybrid", "mamba2", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
+    "zamba2",
 }  # fmt: skip
 
 
 # References that go through tokens one by one on the host: in the second tier, but for two families.
-LOOPS = {"mamba", "falcon_mamba", "granite_hybrid", "nemotron_h", "falcon_h1", "qwen3_next", "qwen3_5", "olmo_hybrid"}
+LOOPS = {"mamba", "falcon_mamba", "granite_hybrid", "nemotron_h", "falcon_h1", "qwen3_next", "qwen3_5", "olmo_hybrid",
+         "zamba2"}  # fmt: skip
 
 
 def _marks(backend: str, name: str) -> list[pytest.MarkDecorator]:

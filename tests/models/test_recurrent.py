@@ -32,6 +32,7 @@ NAMES = (
             "nemotron_h",
             "lfm2",
             "falcon_h1",
+            "zamba2",
             "qwen3_next",
             "qwen3_5",
             "olmo_hybrid",

@@ -43,8 +43,9 @@ class AdaptedLinear(NamedTuple):
     each of n parts) and "<name>.lora_b" [r, O], as the op `add_lora` says. inputs: I. widths: outputs of each part. Of
     an embedding I is the vocabulary, and the first table is the other way round, [I, r]. experts: how many have such
     tables, one after the other. stacked: what PEFT calls the tensor of all experts' matrices, one of them, such as
-    "model.layers.0.mlp.experts.gate_up_proj". by_turns: its outputs are the outputs of the two parts by turns. All of
-    this is of the whole layer; division: what a tensor-parallel rank has of its weight."""
+    "model.layers.0.mlp.experts.gate_up_proj". turns: how many outputs of each kind follow in a turn, where they are
+    stored by turns and the layer has one kind after the other; else empty. All of this is of the whole layer; division:
+    what a tensor-parallel rank has of its weight."""
 
     name: str
     inputs: int
@@ -53,7 +54,7 @@ class AdaptedLinear(NamedTuple):
     kind: Literal["linear", "embedding", "experts"] = "linear"
     experts: int = 0
     stacked: tuple[str, ...] = ()
-    by_turns: bool = False
+    turns: tuple[int, ...] = ()
     division: Division | None = None
 
     def tables(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -122,14 +123,28 @@ def adapted_linear(plan: WeightPlan, name: str) -> AdaptedLinear | None:
     expr, shape = _whole(plan, name)
     if len(shape) != 2:
         return None
-    if plan[name].tie:  # PEFT knows it by a name of its own, though its numbers are another one's
+    if (owner := plan[name].tie) and name.startswith("layers."):
+        return _of_tied(plan, name, owner)
+    if owner:  # PEFT knows it by a name of its own, though its numbers are another one's
         return AdaptedLinear(name, shape[1], (shape[0],), (AdapterPart((name.rpartition(".")[2],), 0, 0),))
+    if (found_by_turns := _by_turns(expr)) is not None:
+        part, turns = found_by_turns
+        return AdaptedLinear(name, shape[1], (shape[0],), (part,), turns=turns)
     matrices = expr.parts if isinstance(expr, Concat) and expr.dim == 0 else (expr,)
     parts = [_part(matrix) for matrix in matrices]
     if any(part is None for part in parts):
         return None
     found = tuple(part for part in parts if part is not None)
     return AdaptedLinear(name, shape[1], tuple(matrix.shape[0] for matrix in matrices), found)
+
+
+def _of_tied(plan: WeightPlan, name: str, owner: str) -> AdaptedLinear | None:
+    """Of a layer whose weight is another layer's: its module is its own, and named as its layer is."""
+    if (found := adapted_linear(plan, owner)) is None:
+        return None
+    first, own = (f".{entry.rpartition('.')[0]}." for entry in (owner, name))  # such as ".layers.5."
+    parts = (p._replace(modules=tuple(m.replace(first, own, 1) for m in p.modules)) for p in found.parts)
+    return found._replace(name=name, parts=tuple(parts))
 
 
 def adapted_embedding(plan: WeightPlan, name: str) -> AdaptedLinear | None:
@@ -161,7 +176,7 @@ def adapted_experts(plan: WeightPlan, name: str) -> AdaptedLinear | None:
     if len(stacked) != 1 or None in reads:
         return None
     matrices = 2 if stacked[0].endswith("gate_up_proj") else 1
-    turns = matrices > 1 and isinstance(expr, Reshape) and isinstance(expr.part, Permute)
+    turns = (1, 1) if matrices > 1 and isinstance(expr, Reshape) and isinstance(expr.part, Permute) else ()
     parts, widths = (AdapterPart((), 0, 0),) * matrices, (outputs // matrices,) * matrices
     return AdaptedLinear(name, inputs, widths, parts, "experts", N, stacked, turns)
 
@@ -184,6 +199,25 @@ def _of_each_expert(expr: Expr) -> tuple[AdapterPart, ...] | None:
         named = ([m.replace(f".experts.{n}.", ".experts.{}.") for m in part.modules] for part in found)
         alike.add(tuple(AdapterPart(tuple(modules), 0, 0) for modules in named))
     return alike.pop() if len(alike) == 1 else None
+
+
+def _by_turns(expr: Expr) -> tuple[AdapterPart, tuple[int, ...]] | None:
+    """A module's matrix whose rows are stored by turns and read one kind after the other, and how many of each kind
+    follow in a turn."""
+    counts: list[int] = []
+    matrices: set[tuple[Expr, int]] = set()
+    for kind in expr.parts if isinstance(expr, Concat) and expr.dim == 0 else ():
+        rows = kind.part if isinstance(kind, Reshape) else None
+        turns = rows.part if isinstance(rows, Slice) and rows.dim == 1 and rows.start == sum(counts) else None
+        if not isinstance(rows, Slice) or not isinstance(turns, Reshape) or len(turns.to) != 3:
+            return None
+        counts.append(rows.stop - rows.start)
+        matrices.add((turns.part, turns.to[1]))
+    if len(matrices) != 1:
+        return None
+    stored, count = matrices.pop()
+    part = _part(stored)
+    return None if part is None or part.stop or sum(counts) != count else (part, tuple(counts))
 
 
 def _part(expr: Expr) -> AdapterPart | None:

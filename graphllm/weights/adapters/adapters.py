@@ -88,6 +88,7 @@ def _fill(place: _Place, table_a: Tensor, table_b: Tensor, a: Tensor, b: Tensor,
         return
     if expert >= 0:
         table_a, table_b = table_a[expert], table_b[expert]
+    b = _in_order(b.T, layer.turns).T
     start, stop = layer.parts[part].start, layer.parts[part].stop or len(b)
     column = sum(layer.widths[:part])
     table_a[part * max_rank : part * max_rank + rank] = a
@@ -100,11 +101,19 @@ def _fill_stacked(
     """The same for the matrices of all experts: every part has the A of all outputs."""
     N, outputs = layer.experts, len(b)
     a_NrI, b_NrO = a.view(N, rank, -1), b.view(outputs, rank, N).permute(2, 1, 0)
-    if layer.by_turns:
-        b_NrO = b_NrO.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
+    b_NrO = _in_order(b_NrO, layer.turns)
     for part in range(len(layer.parts)):
         table_a[:, part * max_rank : part * max_rank + rank] = a_NrI
     table_b[:, :rank] = b_NrO
+
+
+def _in_order(outputs: Tensor, turns: tuple[int, ...]) -> Tensor:
+    """Outputs [.., O] that are stored by turns, one kind after the other."""
+    import torch
+
+    if not turns:
+        return outputs
+    return torch.cat([kind.flatten(-2) for kind in outputs.unflatten(-1, (-1, sum(turns))).split(turns, -1)], -1)
 
 
 def adapter_bytes(folder: Path, linears: Sequence[AdaptedLinear], max_rank: int, dtype: str) -> int:

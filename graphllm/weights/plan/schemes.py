@@ -189,7 +189,9 @@ def _decoded(read: Read, source: str, name: str, stored: Stored | None) -> Expr 
     matrix = (read.stored[0], read.stored[1])
     if matrix[0] == ANY:
         matrix = (_rows(name, matrix[1], stored[first].shape) if stored else 0, matrix[1])
-    return Decode(name, tuple(_part(p, source, p.shape(*matrix), stored) for p in parts), matrix)
+    # Adapters may know it by its other names.
+    sources = (source, *(other for other in read.sources if other != source))
+    return Decode(name, tuple(_part(p, sources, p.shape(*matrix), stored) for p in parts), matrix)
 
 
 def _rows(name: str, inner: int, shape: Sequence[int]) -> int:
@@ -203,14 +205,15 @@ def _rows(name: str, inner: int, shape: Sequence[int]) -> int:
     raise ValueError(f"{name}: {part.name} does not tell the rows")
 
 
-def _part(part: Part, source: str, wanted: tuple[int, ...], stored: Stored | None) -> Expr:
-    """One part, of any shape with as many numbers; floats are read whatever their format."""
-    name = part.source(source)
-    there = stored.get(name) if stored else None
+def _part(part: Part, sources: Sequence[str], wanted: tuple[int, ...], stored: Stored | None) -> Expr:
+    """One part, of any shape with as many numbers; floats are read whatever their format. sources: of the matrix, the
+    one that is there first."""
+    names = tuple(map(part.source, sources))
+    there = stored.get(names[0]) if stored else None
     dtype = None if part.dtype in PLAIN else part.dtype
     if there is None or there.shape == wanted or math.prod(there.shape) != math.prod(wanted):
-        return Read((name,), wanted, dtype)
-    return Reshape(Read((name,), there.shape, dtype), wanted)
+        return Read(names, wanted, dtype)
+    return Reshape(Read(names, there.shape, dtype), wanted)
 
 
 def _stack(read: Read, source: str, name: str, stored: Stored | None) -> Expr | None:
@@ -218,7 +221,7 @@ def _stack(read: Read, source: str, name: str, stored: Stored | None) -> Expr | 
     count, inner, rows = read.stored
     matrix = (count * rows, inner)
     parts = encoding_of(name).parts
-    decoded = Decode(name, tuple(_part(p, source, p.shape(*matrix), stored) for p in parts), matrix)
+    decoded = Decode(name, tuple(_part(p, (source,), p.shape(*matrix), stored) for p in parts), matrix)
     return Permute(Reshape(decoded, (count, rows, inner)), (0, 2, 1))
 
 

@@ -98,18 +98,50 @@ def _is_taken(expr: ex.Expr, name: str) -> bool:
 
 
 def rows_moved(expr: ex.Expr) -> ex.Expr:
-    """A stack of matrices that the checkpoint stores as one encoded matrix, its rows in another order or transposed, or
-    some of them: the same rows of the parts, decoded. Other expressions stay as they are."""
-    found = _moved(expr)
+    """A matrix, or a stack of some, that the checkpoint stores as one encoded matrix, its rows in another order or
+    transposed, or some of them: the same rows of the parts, decoded. Other expressions stay as they are, and those that
+    move rows out of their block of the encoding."""
+    found = None if isinstance(expr, ex.Decode) else _moved(expr)
     if found is None or found[1] != len(expr.shape) - 1 or not isinstance(decode := found[0], ex.Decode):
         return expr
     rows, inner = math.prod(expr.shape[:-1]), expr.shape[-1]
+    encoding = encoding_of(decode.encoding)
     parts: list[ex.Expr] = []
-    for part, stored in zip(encoding_of(decode.encoding).parts, decode.parts, strict=True):
-        if encoding_of(decode.encoding).along(part, 0, decode.matrix) != (0, 1) or len(stored.shape) != 2:
+    for part, stored in zip(encoding.parts, decode.parts, strict=True):
+        try:
+            where = encoding.along(part, 0, decode.matrix)
+        except ValueError:
             return expr
-        parts.append(ex.Reshape(_in_place_of(expr, decode, stored), (rows, stored.shape[1])))
+        if where is None:
+            parts.append(stored)
+            continue
+        moved = _lines_moved(expr, decode, stored, *where) if len(stored.shape) == 2 else None
+        if moved is None:
+            return expr
+        parts.append(moved)
     return ex.Reshape(ex.Decode(decode.encoding, tuple(parts), (rows, inner)), expr.shape)
+
+
+def in_stored_rows(expr: ex.Expr) -> ex.Expr:
+    """A matrix, or several one after the other, with `rows_moved` of each."""
+    if isinstance(expr, ex.Concat) and expr.dim == 0:
+        return simplify(ex.Concat(tuple(simplify(rows_moved(part)) for part in expr.parts)))
+    return simplify(rows_moved(expr))
+
+
+def _lines_moved(expr: ex.Expr, decode: ex.Decode, stored: ex.Expr, dim: int, each: int) -> ex.Expr | None:
+    """A part, with the lines of its dimension where the rows of the decoded matrix go; as many lines stand for a block
+    of rows. None where a block is cut."""
+    block = encoding_of(decode.encoding).block[0]
+    lines = ex.Permute(stored, (1, 0)) if dim else stored
+    count, width = lines.shape
+    if decode.matrix[0] % block or count * block != decode.matrix[0] * each:
+        return None
+    moved = _in_place_of(expr, decode, ex.Reshape(lines, (count // each, each * width)) if each > 1 else lines, block)
+    if moved is None:
+        return None
+    moved = ex.Reshape(moved, (math.prod(moved.shape[:-1]) * each, width))
+    return simplify(ex.Permute(moved, (1, 0)) if dim else moved)
 
 
 def _moved(expr: ex.Expr) -> tuple[ex.Expr, int] | None:
@@ -137,21 +169,32 @@ def _kept(expr: ex.Reshape, at: int) -> int | None:
     return places[0] if places else None
 
 
-def _in_place_of(expr: ex.Expr, decode: ex.Expr, stored: ex.Expr) -> ex.Expr:
-    """The reshapes, permutations and slices of `_moved`, of a part in place of the decoded matrix."""
+def _in_place_of(expr: ex.Expr, decode: ex.Expr, stored: ex.Expr, block: int) -> ex.Expr | None:
+    """The reshapes, permutations and slices of `_moved`, of a part in place of the decoded matrix. block: rows of the
+    matrix that a line of the part stands for; None where one is cut."""
     if expr is decode:
         return stored
     assert isinstance(expr, (ex.Reshape, ex.Permute, ex.Slice))
-    inner = _in_place_of(expr.part, decode, stored)
-    if isinstance(expr, ex.Permute):
-        return ex.Permute(inner, expr.dims)
-    if isinstance(expr, ex.Slice):
-        return dataclasses.replace(expr, part=inner)
-    under = _moved(expr.part)
+    inner, under = _in_place_of(expr.part, decode, stored, block), _moved(expr.part)
+    if inner is None:
+        return None
     assert under is not None
+    if isinstance(expr, ex.Permute):
+        return ex.Permute(inner, expr.dims) if block == 1 else None
+    if isinstance(expr, ex.Slice):
+        by = block if expr.dim == under[1] - 1 else 1  # neighbouring rows are counted there
+        numbers = expr.start, expr.stop, expr.per_rank
+        if any(n % by for n in numbers):
+            return None
+        start, stop, per_rank = (n // by for n in numbers)
+        return dataclasses.replace(expr, part=inner, start=start, stop=stop, per_rank=per_rank)
     place = _kept(expr, under[1])
-    to = tuple(inner.shape[under[1]] if d == place else n for d, n in enumerate(expr.to))
-    return ex.Reshape(inner, to)
+    assert place is not None
+    to = [inner.shape[under[1]] if d == place else n for d, n in enumerate(expr.to)]
+    if to[place - 1] % block:
+        return None
+    to[place - 1] //= block
+    return ex.Reshape(inner, tuple(to))
 
 
 class Region(NamedTuple):

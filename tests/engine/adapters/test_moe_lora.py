@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,14 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=20, prompt_logpr
 
 
 class Family:
-    """A checkpoint in a folder with adapters beside it, and what PEFT's models say."""
+    """A checkpoint in a folder with adapters beside it, and what PEFT's models say. made: transformers' name and fields
+    of a family that is not in the lists above."""
 
     def __init__(
-        self, name: str, folder: Path, adapters: dict[str, dict[str, Any]], change: Callable[[Any], None] | None = None
-    ) -> None:
-        kind, more = (FAMILIES | OTHERS | ALL_CHOSEN)[name]
+        self, name: str, folder: Path, adapters: dict[str, dict[str, Any]], change: Callable[[Any], None] | None = None,
+        made: tuple[str, dict[str, Any]] | None = None,
+    ) -> None:  # fmt: skip
+        kind, more = made or (FAMILIES | OTHERS | ALL_CHOSEN)[name]
         self.folder, self._kind = folder / "model", kind
         torch.manual_seed(sum(map(ord, name)))
         config = getattr(transformers, f"{kind}Config")(**SIZES | more)
@@ -193,25 +195,30 @@ def test_over_int8(name: str, tmp_path: Path) -> None:
 def test_over_a_quantized_checkpoint(tmp_path: Path) -> None:
     """Matrices in float8 times a scale, as a checkpoint stores them, beside PEFT over the numbers that these are."""
     family = Family("qwen3_moe", tmp_path, ADAPTERS)
-    tensors, stored = load_file(family.folder / "model.safetensors"), {}
-    for name, weight in list(tensors.items()):
-        if name.endswith("_proj.weight"):
-            scale = weight.abs().max() / 448
-            stored |= {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
-            tensors[name] = stored[name].float() * scale
-    assert any(".experts.3.down_proj" in name for name in stored)
-    save_file(tensors, family.folder / "model.safetensors", {"format": "pt"})
-    family.models = {a: peft.PeftModel.from_pretrained(family.base(), tmp_path / a).eval() for a in ADAPTERS}
-    family.models[None] = family.base()
-    family.folder = tmp_path / "stored"
-    family.folder.mkdir()
-    save_file(tensors | stored, family.folder / "model.safetensors", {"format": "pt"})
-    fields = json.loads((tmp_path / "model" / "config.json").read_text())
-    fields["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    (family.folder / "config.json").write_text(json.dumps(fields))
+    assert any(".experts.3.down_proj" in name for name in in_float8(family, tmp_path, ADAPTERS))
     mixed = [None, *ADAPTERS] * 2
     with _open(family) as llm:
         family.check(_run(family, llm, mixed), mixed, 1e-3)
+
+
+def in_float8(family: Family, folder: Path, adapters: Iterable[str]) -> Iterable[str]:
+    """Have a family's checkpoint store its projections so; the names of these."""
+    tensors, stored = load_file(family.folder / "model.safetensors"), {}
+    for name, weight in list(tensors.items()):
+        if "_proj" in name and name.endswith(".weight"):
+            scale = weight.abs().max() / 448
+            stored |= {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+            tensors[name] = stored[name].float() * scale
+    save_file(tensors, family.folder / "model.safetensors", {"format": "pt"})
+    family.models = {a: peft.PeftModel.from_pretrained(family.base(), folder / a).eval() for a in adapters}
+    family.models[None] = family.base()
+    family.folder = folder / "stored"
+    family.folder.mkdir()
+    save_file(tensors | stored, family.folder / "model.safetensors", {"format": "pt"})
+    fields = json.loads((folder / "model" / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (family.folder / "config.json").write_text(json.dumps(fields))
+    return stored
 
 
 @pytest.mark.slow
