@@ -10,12 +10,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from graphllm.config import ConfigError, EngineArgs, Env
+from graphllm.config import CompileConfig, ConfigError, EngineArgs, Env
 from graphllm.config.setting import size_text
 from graphllm.loading.artifact.build import Progress as BuildProgress
-from graphllm.loading.artifact.build import find_or_build
-from graphllm.loading.artifact.resolve import compile_config
+from graphllm.loading.artifact.build import find_or_build, fitting
 from graphllm.loading.checkpoint.source import find_source
+from graphllm.program.artifact import Artifact
 
 console = Console(stderr=True)
 
@@ -52,9 +52,13 @@ def build(args: EngineArgs, output: Path | None, bake: bool = False) -> None:
     """Compile and say where the artifact is, what it took and what memory it needs."""
     started = time.perf_counter()
     source = find_source(args)
-    config = compile_config(source.config, args)
+    env = Env.read()
     with compile_progress() as progress, build_errors():
-        artifact = find_or_build(source, config, Env.read(), "rebuild", progress, output, bake)
+
+        def take(config: CompileConfig, usual_seqs: bool) -> Artifact:
+            return find_or_build(source, config, env, "rebuild", progress, output, bake, usual_seqs)
+
+        artifact = fitting(source, args, env, take)
     memory = artifact.memory
     print(artifact.folder)
     console.print(

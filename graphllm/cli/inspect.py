@@ -12,6 +12,7 @@ from rich.table import Table
 
 from graphllm.cli.inspect_adapter import inspect_adapter, is_adapter
 from graphllm.config import Bucket
+from graphllm.config.setting import size_text
 from graphllm.program import artifact, baked_table
 
 
@@ -46,6 +47,12 @@ def inspect(folder: Path, json: bool) -> None:
         f"limits    {compiled.max_model_len} tokens of context, {compiled.max_num_seqs} sequences and "
         f"{compiled.max_num_batched_tokens} tokens a step, blocks of {compiled.block_size}"
     )
+    if manifest.memory.snapshot:
+        each = manifest.memory.state_of_sequence
+        console.print(
+            f"states    {size_text(each)} a sequence, {size_text(each * (compiled.max_num_seqs + 1))} for all, "
+            f"{size_text(manifest.memory.snapshot)} a snapshot"
+        )
     pieces = Table("piece", *(_bucket(b) for b in compiled.buckets), title="pieces and kernels")
     for name, buckets in manifest.pieces.items():
         pieces.add_row(name, *(_kernels(chosen) for chosen in buckets.values()))

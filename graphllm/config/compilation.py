@@ -183,7 +183,7 @@ class CompileConfig:
     )
     max_num_seqs: int = setting(
         64,
-        auto="64 on a CPU, 256 or 1024 by the memory of a GPU",
+        auto="64 on a CPU, 256 or 1024 by the memory of a GPU; fewer where recurrent states are large",
         parse=functools.partial(parse_count, "max_num_seqs"),
         help="Sequences in one step.",
         ge=1,

@@ -218,8 +218,8 @@ class SchedulerConfig:
     )
     snapshot_interval: int = setting(
         0,
-        help="Tokens from one recurrent state that is kept for reuse to the next; 0: only prompts' ends are kept, and "
-        "where prompts part.",
+        help="Tokens from one recurrent state that is kept for reuse to the next; 0: only the ends of prompts and of "
+        "requests are kept, and where prompts part.",
         key=_RUNNING,
         ge=0,
     )

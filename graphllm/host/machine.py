@@ -140,7 +140,16 @@ def usable_cores() -> int:
 
 def available_memory() -> int:
     """Bytes that a process can still take without others being swapped out."""
+    return _memory("MemAvailable")
+
+
+def total_memory() -> int:
+    """Bytes of this machine's memory."""
+    return _memory("MemTotal")
+
+
+def _memory(which: str) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{which}:"):
             return int(line.split()[1]) * 1024
     return 4 << 30

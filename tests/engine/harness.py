@@ -57,7 +57,7 @@ def open_core(folder: Path, place: Path, pages: int = 49, **options: Any) -> Eng
         ModelConfig(str(folder), speculative_model=draft and str(draft)),
         LoadConfig(str(place)),
         CacheConfig(
-            kv_cache_memory_bytes=pages * memory.block + (snapshots or 0) * memory.snapshot,
+            kv_cache_memory_bytes=pages * memory.block,
             snapshot_memory_bytes=None if snapshots is None else snapshots * memory.snapshot,
         ),
         SchedulerConfig(**options),

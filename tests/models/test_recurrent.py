@@ -53,18 +53,25 @@ class Opened:
             open_source(folder), target=target, backend=backend, dtype="float32", max_model_len=128, max_num_seqs=SEQS,
             max_num_batched_tokens=32, block_size=16, num_speculative_tokens=2, tune=False, buckets=BUCKETS,
         )  # fmt: skip
-        self.core: EngineCore = open_core(folder, place, 80, snapshots=20)
+        self._place = folder, place
+        self.open(pages=80, snapshots=20)
         draw = torch.Generator().manual_seed(3)
         self.prompts = {str(n): torch.randint(parity.V, (n,), generator=draw).tolist() for n in LENGTHS}
 
+    def open(self, pages: int, snapshots: int) -> None:
+        """A core with so many blocks, the null block among them."""
+        self.core: EngineCore = open_core(*self._place, pages, snapshots=snapshots)
+
     def run(
-        self, prompts: Mapping[str, list[int]], drafts: Mapping[str, list[int]] = {}, right: float = 1.0
-    ) -> dict[str, int]:
+        self, prompts: Mapping[str, list[int]], drafts: Mapping[str, list[int]] = {}, right: float = 1.0,
+        kills: Mapping[str, int] = {},
+    ) -> dict[str, int]:  # fmt: skip
         """Checks the tokens of prompts; how many tokens each found in the cache. drafts: by request, what to propose,
-        each right with that likelihood."""
+        each right with that likelihood. kills: by request, the step before which it is aborted."""
         rng, table = random.Random(0), self.core.scheduler.requests
 
         def propose(number: int) -> None:
+            self.core.abort([id for id, step in kills.items() if step == number])
             for state in table.by_slot if drafts else ():
                 if state is not None:
                     tokens = drafts[state.request.id][len(state.output) :]
@@ -74,6 +81,8 @@ class Opened:
         self.tokens = {id: result.tokens for id, result in found.items()}
         with torch.no_grad():
             for id, prompt in prompts.items():
+                if found[id].finish_reason == "abort":
+                    continue
                 expected = parity._forced(self.model, prompt, self.tokens[id])
                 assert self.tokens[id] == expected.argmax(-1).tolist(), id
         return {id: result.cached for id, result in found.items()}
@@ -99,3 +108,25 @@ def test_every_way(name: str, backend: str, tmp_path: Path) -> None:
     kept, rejected, _ = (after - before for before, after in itertools.pairwise(steps))
     assert rejected > 1.5 * kept
     core.close()
+
+    for pages, snapshots in ((80, 20), (12, 4)):
+        opened.open(pages, snapshots)
+        _conversations(opened, whole=pages == 80)
+        tight = pages == 12 and bool(opened.core.scheduler.cache.groups)
+        assert (opened.core.stats().preemptions > 0) == tight
+        opened.core.close()
+
+
+def _conversations(opened: Opened, whole: bool) -> None:
+    """Four that begin alike, turn by turn; two requests of each turn are killed, and come again. whole: everything
+    fits, so each turn finds the one before and its answer, up to a block's end."""
+    rng, texts = random.Random(1), {f"{c}": [*opened.prompts["33"], 1 + c, 2, 3] for c in range(4)}
+    known = dict.fromkeys(texts, 0)
+    for turn in range(3):
+        found = opened.run(texts, kills={"1": 2 + turn, "3": 8 + turn})
+        assert not (whole and turn) or [found["0"], found["2"]] == [known["0"], known["2"]]
+        opened.run(texts)
+        for id, text in texts.items():
+            computed = len(text) + COUNT - 1
+            text += [*opened.tokens[id], *rng.choices(range(parity.V), k=5 + turn)]
+            known[id] = min(computed, len(text) - 1) // 16 * 16

@@ -177,7 +177,7 @@ class Snapshots:
         self.pool = BlockPool(num_snapshots + 1, caching)  # its block 0 is none of them
         self._writes = [0] * num_snapshots
         self._loads = [0] * num_snapshots  # of what each holds now
-        self._superseded: OrderedDict[int, Mark] = OrderedDict()  # by snapshot
+        self._superseded, self._spare = OrderedDict[int, Mark](), OrderedDict[int, Mark]()  # by snapshot
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
         """For each digest its snapshot's number + 1, 0 for none."""
@@ -192,17 +192,18 @@ class Snapshots:
         return self.pool.find(0, digest) > 0
 
     def reserve(self, evict: bool) -> int:
-        """A snapshot to write, held; -1 for none. Empty ones go first, then superseded ones. evict: then the least
-        recently used."""
+        """A snapshot to write, held; -1 for none. Empty ones go first, then superseded ones. evict: then the spare ones
+        of running sequences, then the least recently used."""
         if not self.pool.free_blocks:
             return -1
         if self.pool.has_empty:
             return self._given_out(self.pool.allocate() - 1)
-        for mark in list(self._superseded.values()):
-            if self.rewrite(mark):
-                return mark.snapshot
-            if not self.unchanged(mark):
-                del self._superseded[mark.snapshot]
+        for marks in (self._superseded, self._spare) if evict else (self._superseded,):
+            for mark in list(marks.values()):
+                if self.rewrite(mark):
+                    return mark.snapshot
+                if not self.unchanged(mark):
+                    del marks[mark.snapshot]
         return self._given_out(self.pool.allocate() - 1) if evict else -1
 
     def rewrite(self, mark: Mark) -> bool:
@@ -216,8 +217,12 @@ class Snapshots:
     def _given_out(self, snapshot: int) -> int:
         self._writes[snapshot] += 1
         self._loads[snapshot] = 0
-        self._superseded.pop(snapshot, None)
+        self._wanted(snapshot)
         return snapshot
+
+    def _wanted(self, snapshot: int) -> None:
+        self._superseded.pop(snapshot, None)
+        self._spare.pop(snapshot, None)
 
     def mark(self, snapshot: int) -> Mark:
         """A snapshot that a sequence has reserved, and nobody has gone on from."""
@@ -226,8 +231,13 @@ class Snapshots:
     def load(self, snapshot: int) -> Mark:
         """A sequence goes on from a snapshot."""
         self._loads[snapshot] += 1
-        self._superseded.pop(snapshot, None)
+        self._wanted(snapshot)
         return Mark(snapshot, self._writes[snapshot], 1)
+
+    def unload(self, mark: Mark) -> None:
+        """The sequence that left a snapshot has come to nothing."""
+        if self._writes[mark.snapshot] == mark.writes:
+            self._loads[mark.snapshot] -= mark.loads
 
     def is_held(self, mark: Mark) -> bool:
         """Whether somebody holds a snapshot."""
@@ -235,18 +245,24 @@ class Snapshots:
 
     def unchanged(self, mark: Mark) -> bool:
         """Whether a snapshot holds what it did, and nobody else has gone on from it."""
-        return self._writes[mark.snapshot] == mark.writes and self._loads[mark.snapshot] == mark.loads
+        return self._writes[mark.snapshot] == mark.writes and self._loads[mark.snapshot] <= mark.loads
 
     def supersede(self, mark: Mark) -> None:
         """The sequence that left a snapshot has a better one. Unless others went on from it, none is likely to."""
         if self.unchanged(mark):
             self._superseded[mark.snapshot] = mark
 
+    def spare(self, mark: Mark) -> None:
+        """The sequence that left a snapshot still runs, and has another one if need be."""
+        self._spare[mark.snapshot] = mark
+
     def keep(self, mark: Mark) -> bool:
-        """It has no better one after all; False when the snapshot holds something else by now."""
+        """The sequence needs a snapshot after all, and has just used it; False when it holds something else by now."""
         if self._writes[mark.snapshot] != mark.writes:
             return False
-        self._superseded.pop(mark.snapshot, None)
+        self._wanted(mark.snapshot)
+        self.hold(mark.snapshot)
+        self.release(mark.snapshot)
         return True
 
     def hold(self, snapshot: int) -> None:

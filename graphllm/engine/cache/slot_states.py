@@ -41,8 +41,8 @@ class SlotStates:
     def enter(self, slot: int, snapshot: int, branch: int) -> None:
         """A sequence enters a slot; keep its snapshot, -1 for none, until that is released. branch: see `Hit`."""
 
-    def begin(self, slot: int, snapshot: int) -> None:
-        """A sequence begins in a slot, with a snapshot or, with -1, with nothing."""
+    def begin(self, state: RequestState, snapshot: int) -> None:
+        """A sequence begins in its slot, with a snapshot or, with -1, with nothing."""
 
     def leave(self, slot: int) -> None:
         """The slot is free again."""
@@ -88,16 +88,23 @@ class SlotStates:
 
 @dataclass
 class _Left:
-    """What a running sequence has left.
+    """Snapshots of a running sequence.
 
-    state: of the request; None until it has left something.
-    prompt: the snapshot nearest to its prompt's end: the one that it began with, until it has a later one.
+    state: of the request.
+    origin: what it went on from.
+    prompt: the last before its prompt's end.
     newest: one that moves on with it, for its next turn.
     """
 
+    state: RequestState
+    origin: Mark | None = None
     prompt: Mark | None = None
     newest: Mark | None = None
-    state: RequestState | None = None
+
+    @property
+    def earlier(self) -> Mark | None:
+        """The nearest before the newest one."""
+        return self.prompt or self.origin
 
 
 class RecurrentStates(SlotStates):
@@ -160,24 +167,26 @@ class RecurrentStates(SlotStates):
             self._seen.popitem(last=False)
         return first != request
 
-    def begin(self, slot: int, snapshot: int) -> None:
-        self._left[slot] = left = _Left()
+    def begin(self, state: RequestState, snapshot: int) -> None:
+        self._left[state.slot] = left = _Left(state)
         if snapshot >= 0:
-            self._loads.append((snapshot, slot))
-            left.prompt = self._snapshots.load(snapshot)
+            self._loads.append((snapshot, state.slot))
+            left.origin = self._snapshots.load(snapshot)
         else:
-            self._resets.append(slot)
+            self._resets.append(state.slot)
 
     def leave(self, slot: int) -> None:
         left, snapshots = self._left.pop(slot, None), self._snapshots
-        if left is None or left.state is None or left.state.finish_reason not in ("stop", "length"):
+        if left is None:
             return
-        if left.newest is None or left.prompt is None or not snapshots.keep(left.newest):
-            return
-        if snapshots.is_held(left.newest):  # it is being written
-            self._replaced[left.newest.snapshot] = left.prompt
-        else:
-            snapshots.supersede(left.prompt)
+        newest, earlier, done = left.newest, left.earlier, left.state.finish_reason in ("stop", "length")
+        if left.origin is not None and not (done and (newest or left.prompt)):
+            snapshots.unload(left.origin)  # its request comes again, or goes on from there
+        if done and newest is not None and earlier is not None and snapshots.keep(newest):
+            if snapshots.is_held(newest):  # it is being written
+                self._replaced[newest.snapshot] = earlier
+            else:
+                snapshots.supersede(earlier)
 
     def beginnings(self) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._resets, self._loads
@@ -215,11 +224,9 @@ class RecurrentStates(SlotStates):
         found = []
         for i in np.flatnonzero(wanted).tolist():
             slot, end, prompt_end = int(slots[i]), int(ends[i]), bool(ends[i] == last[i])
-            number, state = end // self._hasher.block_size, requests[i]
-            if number <= len(state.digests) and self._snapshots.known(state.digests[number - 1]):
+            left, number = self._left[slot], end // self._hasher.block_size
+            if number <= len(digests := requests[i].digests) and self._snapshots.known(digests[number - 1]):
                 continue
-            left = self._left[slot]
-            left.state = state
             passing = end >= known[i] and not (self._interval and end % self._interval == 0)
             snapshot = self._reserve_newest(left) if passing else self._reserve_kept(left, prompt_end)
             if snapshot >= 0:
@@ -232,8 +239,8 @@ class RecurrentStates(SlotStates):
         if snapshot < 0:
             return -1
         self._replaced.pop(snapshot, None)
-        if left.prompt is not None and left.prompt.loads:
-            self._replaced[snapshot], left.prompt = left.prompt, None
+        if left.origin is not None:
+            self._replaced[snapshot] = left.origin
         if prompt_end:
             left.prompt = self._snapshots.mark(snapshot)
         return snapshot
@@ -242,16 +249,18 @@ class RecurrentStates(SlotStates):
         """A snapshot that the sequence may write again later, held; -1 when there is no room to spare. Others may have
         it unless it is the only one of the sequence."""
         snapshots, newest = self._snapshots, left.newest
-        if newest is not None:
-            snapshot = newest.snapshot if snapshots.rewrite(newest) else -1
+        if newest is not None and snapshots.rewrite(newest):
+            snapshot = newest.snapshot
         else:
-            snapshot = snapshots.reserve(evict=left.prompt is None)
+            snapshot = snapshots.reserve(evict=newest is None and left.earlier is None)
         if snapshot < 0:
+            if left.earlier is not None:
+                snapshots.keep(left.earlier)
             return -1
         self._replaced.pop(snapshot, None)
         left.newest = snapshots.mark(snapshot)
-        if left.prompt is not None:
-            self._replaced[snapshot] = left.newest
+        if left.earlier is not None:
+            snapshots.spare(left.newest)
         return snapshot
 
     def store(

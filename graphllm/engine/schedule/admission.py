@@ -142,7 +142,7 @@ class Admission:
             cache.free(slot)
             t.leave(state)
             return 0
-        cache.states.begin(slot, hit.snapshot)
+        cache.states.begin(state, hit.snapshot)
         if state.cached_tokens < 0:  # one that was preempted finds its own blocks again
             state.cached_tokens = hit.num_tokens
             self.prefix_queries += state.num_tokens

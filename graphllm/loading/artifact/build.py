@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from graphllm.config import Bucket, CompileConfig, ConfigError, EngineArgs, Env, ParallelConfig, definitions
 from graphllm.config.setting import assemble, key_fields, plain
@@ -21,7 +21,7 @@ from graphllm.host.build_lock import build_lock
 from graphllm.host.compiler import check_compiler
 from graphllm.host.prebuilt import find_library
 from graphllm.loading.artifact.behind import compile_behind
-from graphllm.loading.artifact.resolve import check_devices, compile_config, kernel_threads
+from graphllm.loading.artifact.resolve import TooManySequencesError, check_devices, compile_config, kernel_threads
 from graphllm.loading.checkpoint.source import Source
 from graphllm.loading.memory import check_cache_memory
 from graphllm.program import artifact
@@ -33,6 +33,7 @@ Policy = Literal["build", "use", "require", "rebuild"]
 POLICIES = get_args(Policy)
 OPTIMIZE = ("behind", "next_start", "first")
 Progress = Callable[[str, int, int], None]
+_T = TypeVar("_T")
 
 
 def artifact_folder(source: Source, config: CompileConfig, env: Env) -> Path:
@@ -49,22 +50,24 @@ def find_or_build(
     progress: Progress,
     folder: Path | None = None,
     bake: bool = False,
+    usual_seqs: bool = False,
 ) -> Artifact:
     """A verified artifact.
 
     policy: "build" uses the cached one or builds it, "use" runs eagerly when there is none, "require" fails when there
     is none, "rebuild" always builds. folder: look for and put it there instead of the cache. bake: what is built holds
-    its weights.
+    its weights. usual_seqs: see `graphllm.loading.artifact.compiling.build`.
     """
-    found = _found_or_built(source, config, env, policy, progress, folder, bake)
+    found = _found_or_built(source, config, env, policy, progress, folder, bake, usual_seqs)
     if unread := found.manifest.unread:
         _log.warning("config.json: %s: not read, and without effect here", ", ".join(unread))
     return found
 
 
 def _found_or_built(
-    source: Source, config: CompileConfig, env: Env, policy: Policy, progress: Progress, folder: Path | None, bake: bool
-) -> Artifact:
+    source: Source, config: CompileConfig, env: Env, policy: Policy, progress: Progress, folder: Path | None,
+    bake: bool, usual_seqs: bool,
+) -> Artifact:  # fmt: skip
     place = folder or artifact_folder(source, config, env)
     if policy != "rebuild" and (found := _find(source, place)) is not None:
         return found
@@ -72,13 +75,13 @@ def _found_or_built(
         raise artifact.ArtifactError(f"--artifact require: there is none at {place}; make it with `graphllm compile`")
     if policy == "use":
         config = replace(config, backend="eager")
-        return _found_or_built(source, config, env, "build", progress, None, False)
+        return _found_or_built(source, config, env, "build", progress, None, False, usual_seqs)
     if folder:
         artifact.check_replaceable(folder)
     with build_lock(place):
         if policy == "build" and (found := _find(source, place)) is not None:  # another process has built it
             return found
-        _build(source, config, env, progress, place, bake)
+        _build(source, config, env, progress, place, bake, usual_seqs)
     return Artifact.open(place)
 
 
@@ -95,7 +98,9 @@ def _find(source: Source, place: Path) -> Artifact | None:
     return found
 
 
-def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, place: Path, bake: bool) -> None:
+def _build(
+    source: Source, config: CompileConfig, env: Env, progress: Progress, place: Path, bake: bool, usual_seqs: bool
+) -> None:
     """Compile into the folder ``place``."""
     if config.target.device == "cpu" and config.backend == "inductor":
         check_compiler()
@@ -109,7 +114,7 @@ def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, 
     if bake and source.checkpoint is None:
         raise ConfigError("bake_weights: there are none with --load-format dummy; leave one of the two out")
     importlib.import_module("graphllm.loading.artifact.compiling").build(
-        source, source.tensors, config, env, progress, place, bake
+        source, source.tensors, config, env, progress, place, bake, usual_seqs
     )
 
 
@@ -120,6 +125,30 @@ def _check_model(found: Artifact, source: Source) -> None:
     found.check_model(source.config, None if unseen else source.tensors)
     if found.is_baked and source.checkpoint is not None:
         check_source(found.folder, source.checkpoint)
+
+
+def fitting(source: Source, args: EngineArgs, env: Env, take: Callable[[CompileConfig, bool], _T]) -> _T:
+    """What ``take`` makes of `compile_config`, and of whether max_num_seqs is the usual one. Where the states of as
+    many sequences would take too much memory, of a config with fewer; the cache notes how many."""
+    config = compile_config(source.config, args)
+    if args.max_num_seqs is not None:
+        return take(config, False)
+    place = artifact_folder(source, config, env)
+    note = place.with_name(f".{place.name}.sequences")
+    try:
+        most = int(note.read_text())
+    except (OSError, ValueError):
+        try:
+            return take(config, True)
+        except TooManySequencesError as found:
+            most = found.most
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(str(most))
+    _log.warning(
+        "max_num_seqs is %d, not %d: the recurrent states of more sequences would take too much of the memory; "
+        "--max-num-seqs says another number", most, config.max_num_seqs,
+    )  # fmt: skip
+    return take(compile_config(source.config, replace(args, max_num_seqs=most)), False)
 
 
 class Taken(NamedTuple):
@@ -157,16 +186,22 @@ def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> Taken
     optimize = args.optimize or env.optimize
     if optimize not in OPTIMIZE:
         raise ConfigError(f"GRAPHLLM_OPTIMIZE is {optimize!r:.80}: give one of {', '.join(OPTIMIZE)}")
-    if policy == "build" and optimize != "first" and begins_prebuilt(source, config, env):
-        place, soon = artifact_folder(source, config, env), shipped(source, config)
-        if soon is None:
-            soon = find_or_build(source, replace(config, backend="prebuilt"), env, "build", progress)
-        compile_behind(source, config, env, place)
-        return Taken(soon, threads, place if optimize == "behind" else None)
-    found = find_or_build(source, config, env, policy, progress, folder)
     if folder is not None:
+        found = find_or_build(source, config, env, policy, progress, folder)
         _check_said(found, args)
-    return Taken(found, threads)
+        return Taken(found, threads)
+
+    def take(config: CompileConfig, usual_seqs: bool) -> Taken:
+        if policy == "build" and optimize != "first" and begins_prebuilt(source, config, env):
+            place, soon = artifact_folder(source, config, env), shipped(source, config)
+            if soon is None:
+                prebuilt = replace(config, backend="prebuilt")
+                soon = find_or_build(source, prebuilt, env, "build", progress, usual_seqs=usual_seqs)
+            compile_behind(source, config, env, place)
+            return Taken(soon, threads, place if optimize == "behind" else None)
+        return Taken(find_or_build(source, config, env, policy, progress, usual_seqs=usual_seqs), threads)
+
+    return fitting(source, args, env, take)
 
 
 def begins_prebuilt(source: Source, config: CompileConfig, env: Env) -> bool:

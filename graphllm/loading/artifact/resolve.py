@@ -18,6 +18,14 @@ from graphllm.weights.checkpoint.checkpoint import DRAFT
 _LARGE_GPU = 70e9  # bytes of memory from which 1,024 sequences are worth their tables and activations
 
 
+class TooManySequencesError(Exception):
+    """The states of as many sequences as usual leave too little memory. most: how many are few enough."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self.most = most
+
+
 def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> CompileConfig:
     """What to compile: the user's settings, and for this model and machine what they leave open.
 

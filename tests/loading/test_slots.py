@@ -1,0 +1,48 @@
+"""How many sequences run at once by default, where each has recurrent states."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphllm.config import EngineArgs, Env
+from graphllm.loading.artifact import slots
+from graphllm.loading.artifact.build import take_artifact
+from graphllm.loading.artifact.compiling import build
+from graphllm.loading.checkpoint.source import find_source
+from graphllm.program.artifact import Artifact
+from tests.models import test_parity as parity
+
+
+def _taken(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Artifact:
+    monkeypatch.setenv("GRAPHLLM_CACHE", str(cache))
+    assert Env.read().cache_dir == cache
+    fields = {"target": "cpu", "backend": "eager", "dtype": "float32", "max_num_batched_tokens": 128, "tune": False}
+    args = EngineArgs(str(folder), **fields, **given)
+    return take_artifact(find_source(args), args, lambda *stage: None).artifact
+
+
+def test_fewer_sequences_where_their_states_are_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As many as have room in a quarter of what the weights leave, unless the user says how many. The second start
+    knows it without the compiler."""
+    parity.saved_oracle(next(a for a in parity.ARCHS if a.name == "mamba2"), tmp_path / "model")
+    usual = _taken(tmp_path / "model", tmp_path / "first", monkeypatch)
+    assert usual.config.max_num_seqs == 64
+    assert "max_num_seqs" not in caplog.text
+    each, weights = usual.memory.snapshot, usual.memory.weights
+
+    monkeypatch.setattr(slots, "total_memory", lambda: weights + 4 * 20 * each)
+    with caplog.at_level(logging.WARNING):
+        fewer = _taken(tmp_path / "model", tmp_path / "second", monkeypatch)
+    assert fewer.config.max_num_seqs == 16
+    assert "max_num_seqs is 16, not 64" in caplog.text
+    monkeypatch.setattr("graphllm.loading.artifact.compiling.build", lambda *given: pytest.fail("compiled again"))
+    assert _taken(tmp_path / "model", tmp_path / "second", monkeypatch).folder == fewer.folder
+    monkeypatch.setattr("graphllm.loading.artifact.compiling.build", build)
+    said = _taken(tmp_path / "model", tmp_path / "second", monkeypatch, max_num_seqs=32)
+    assert said.config.max_num_seqs == 32
