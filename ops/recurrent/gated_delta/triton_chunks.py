@@ -26,7 +26,6 @@ from graphllm.ops.recurrent.gated_delta.triton_gated_delta import has_prompts, l
 from graphllm.ops.recurrent.gated_delta.triton_lengths import CHUNK, CHUNKED, find_sequence
 from graphllm.ops.recurrent.slots import Slots
 
-_LANES = 4  # programs that share the sequences of a head
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -149,13 +148,13 @@ def _advance(state, k, q, v, inverse, seen, of_k, of_q, of_delta, of_state, EMUL
     return state, _product(seen, _narrow(delta, EMULATED), answer, EMULATED)
 
 
-@triton.jit(do_not_specialize_on_alignment=["S", "T", "CHUNKS"])
+@triton.jit(do_not_specialize_on_alignment=["S"])
 def _carry_kernel(
     q_ptr, k_ptr, v_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, inverse_ptr, seen_ptr, factor_ptr, S,
-    T, CHUNKS, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
+    Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
     V_ROW: tl.constexpr, V_HEAD: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr,
     H: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr,
-    BLOCK_V: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr, TMA: tl.constexpr, EMULATED: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // BLOCKS
@@ -174,13 +173,6 @@ def _carry_kernel(
     q_ptr += key_head * Q_HEAD
     v_ptr += head * V_HEAD
     out_ptr += head * V
-    if TMA:
-        k_tiles = tl.make_tensor_descriptor(k_ptr, [T, K], [K_ROW, 1], [CHUNK, K_PAD])
-        q_tiles = tl.make_tensor_descriptor(q_ptr, [T, K], [Q_ROW, 1], [CHUNK, K_PAD])
-        v_tiles = tl.make_tensor_descriptor(v_ptr, [T, V], [V_ROW, 1], [CHUNK, BLOCK_V])
-        squares = CHUNKS * H * CHUNK
-        inverses = tl.make_tensor_descriptor(inverse_ptr, [squares, CHUNK], [CHUNK, 1], [CHUNK, CHUNK])
-        seens = tl.make_tensor_descriptor(seen_ptr, [squares, CHUNK], [CHUNK, 1], [CHUNK, CHUNK])
     rank = tl.program_id(1)
     s, before = find_sequence(start_ptr, rank, S, CHUNKED, "long", BLOCK_S)
     while s < S:
@@ -189,26 +181,9 @@ def _carry_kernel(
         entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[None, :] * K + e[:, None]
         state = tl.load(entry + tl.load(version_ptr + s).to(tl.int64) * VERSION, mask=in_state, other=0.0)
         state = state.to(tl.float32)
-        whole = (end - first) // CHUNK
         last = tl.cdiv(end - first, CHUNK) - 1
         of_k, of_q, of_delta, of_state = _factors(factor_ptr, before * H + head)
-        if TMA:
-            for chunk in range(whole):
-                t = first + chunk * CHUNK
-                at = (before + chunk) * H + head
-                next_k, next_q, next_delta, next_state = _factors(
-                    factor_ptr, (before + tl.minimum(chunk + 1, last)) * H + head
-                )
-                state, answer = _advance(
-                    state, k_tiles.load([t, 0]), q_tiles.load([t, 0]), v_tiles.load([t, row0]),
-                    inverses.load([at * CHUNK, 0]), seens.load([at * CHUNK, 0]),
-                    of_k, of_q, of_delta, of_state, EMULATED,
-                )  # fmt: skip
-                of_k, of_q, of_delta, of_state = next_k, next_q, next_delta, next_state
-                to = out_ptr + t.to(tl.int64) * (H * V) + out_places
-                tl.store(to, answer.to(out_ptr.dtype.element_ty), mask=(rows < V)[None, :])
-        STAGES: tl.constexpr = 1 if TMA else None  # the last tokens, or all chunks
-        for chunk in tl.range(whole if TMA else 0, tl.cdiv(end - first, CHUNK), num_stages=STAGES):
+        for chunk in range(last + 1):
             t = first + chunk * CHUNK
             valid = i < end - t
             t = t.to(tl.int64)
@@ -232,122 +207,9 @@ def _carry_kernel(
         s, before = find_sequence(start_ptr, rank, S, CHUNKED, "long", BLOCK_S)
 
 
-@triton.jit
-def _advance_rows(state, k, q, v, inverse, seen, of_k, of_q, of_delta, of_state, EMULATED: tl.constexpr):
-    """The state [V, K] after a chunk, and what it answers [V, 64]: results stay in registers as the next product's
-    left factor."""
-    held = _narrow(state, EMULATED)
-    zeros = tl.zeros([state.shape[0], CHUNK], tl.float32)
-    known = _product(held, tl.trans(k), zeros, EMULATED) * of_k[None, :]
-    unknown = _narrow(tl.trans(v).to(tl.float32) - known, EMULATED)
-    delta = _product(unknown, tl.trans(inverse), zeros, EMULATED)
-    state = _product(_narrow(delta * of_delta[None, :], EMULATED), k, state * of_state, EMULATED)
-    answer = _product(held, tl.trans(q), zeros, EMULATED) * of_q[None, :]
-    return state, _product(_narrow(delta, EMULATED), tl.trans(seen), answer, EMULATED)
-
-
-@triton.jit(do_not_specialize_on_alignment=["S", "T", "CHUNKS"])
-def _carry_rows_kernel(
-    q_ptr, k_ptr, v_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, inverse_ptr, seen_ptr, factor_ptr, S,
-    T, CHUNKS, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
-    V_ROW: tl.constexpr, V_HEAD: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr,
-    H: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr,
-    BLOCK_V: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr, TMA: tl.constexpr, EMULATED: tl.constexpr,
-):  # fmt: skip
-    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    head = tl.program_id(0) // BLOCKS
-    row0 = tl.program_id(0) % BLOCKS * BLOCK_V
-    rows = row0 + tl.arange(0, BLOCK_V)
-    key_head = head // SHARE
-    i = tl.arange(0, CHUNK)
-    e = tl.arange(0, K_PAD)
-    places = i[:, None] * CHUNK + i[None, :]
-    in_state = (rows < V)[:, None] & (e < K)[None, :]
-    k_places = i[:, None] * K_ROW + e[None, :]
-    q_places = i[:, None] * Q_ROW + e[None, :]
-    v_places = i[:, None] * V_ROW + rows[None, :]
-    out_places = i[:, None] * (H * V) + rows[None, :]
-    k_ptr += key_head * K_HEAD
-    q_ptr += key_head * Q_HEAD
-    v_ptr += head * V_HEAD
-    out_ptr += head * V
-    if TMA:
-        k_tiles = tl.make_tensor_descriptor(k_ptr, [T, K], [K_ROW, 1], [CHUNK, K_PAD])
-        q_tiles = tl.make_tensor_descriptor(q_ptr, [T, K], [Q_ROW, 1], [CHUNK, K_PAD])
-        v_tiles = tl.make_tensor_descriptor(v_ptr, [T, V], [V_ROW, 1], [CHUNK, BLOCK_V])
-        squares = CHUNKS * H * CHUNK
-        inverses = tl.make_tensor_descriptor(inverse_ptr, [squares, CHUNK], [CHUNK, 1], [CHUNK, CHUNK])
-        seens = tl.make_tensor_descriptor(seen_ptr, [squares, CHUNK], [CHUNK, 1], [CHUNK, CHUNK])
-    rank = tl.program_id(1)
-    s, before = find_sequence(start_ptr, rank, S, CHUNKED, "long", BLOCK_S)
-    while s < S:
-        first = tl.load(start_ptr + s)
-        end = tl.load(start_ptr + s + 1)
-        entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[:, None] * K + e[None, :]
-        state = tl.load(entry + tl.load(version_ptr + s).to(tl.int64) * VERSION, mask=in_state, other=0.0)
-        state = state.to(tl.float32)
-        whole = (end - first) // CHUNK
-        last = tl.cdiv(end - first, CHUNK) - 1
-        start = factor_ptr + (before * H + head).to(tl.int64) * (4 * CHUNK)
-        of_state = tl.load(start + 3 * CHUNK)
-        of_q = tl.load(start + CHUNK + i)
-        if TMA:
-            for chunk in range(whole):
-                t = first + chunk * CHUNK
-                at = (before + chunk) * H + head
-                after = ((before + tl.minimum(chunk + 1, last)) * H + head).to(tl.int64)
-                next_state = tl.load(factor_ptr + after * (4 * CHUNK) + 3 * CHUNK)
-                next_q = tl.load(factor_ptr + after * (4 * CHUNK) + CHUNK + i)
-                row = factor_ptr + at.to(tl.int64) * (4 * CHUNK) + i
-                state, answer = _advance_rows(
-                    state, k_tiles.load([t, 0]), q_tiles.load([t, 0]), v_tiles.load([t, row0]),
-                    inverses.load([at * CHUNK, 0]), seens.load([at * CHUNK, 0]),
-                    tl.load(row), of_q, tl.load(row + 2 * CHUNK), of_state, EMULATED,
-                )  # fmt: skip
-                of_state, of_q = next_state, next_q
-                to = out_ptr + t.to(tl.int64) * (H * V) + out_places
-                tl.store(to, tl.trans(answer).to(out_ptr.dtype.element_ty), mask=(rows < V)[None, :])
-        STAGES: tl.constexpr = 1 if TMA else None  # the last tokens, or all chunks
-        for chunk in tl.range(whole if TMA else 0, tl.cdiv(end - first, CHUNK), num_stages=STAGES):
-            t = first + chunk * CHUNK
-            valid = i < end - t
-            t = t.to(tl.int64)
-            in_keys = valid[:, None] & (e < K)[None, :]
-            in_values = valid[:, None] & (rows < V)[None, :]
-            at = ((before + chunk) * H + head).to(tl.int64)
-            square = at * (CHUNK * CHUNK) + places
-            k = tl.load(k_ptr + t * K_ROW + k_places, mask=in_keys, other=0.0)
-            q = tl.load(q_ptr + t * Q_ROW + q_places, mask=in_keys, other=0.0)
-            v = tl.load(v_ptr + t * V_ROW + v_places, mask=in_values, other=0.0)
-            inverse, seen = tl.load(inverse_ptr + square), tl.load(seen_ptr + square)
-            after = ((before + tl.minimum(chunk + 1, last)) * H + head).to(tl.int64)
-            next_state = tl.load(factor_ptr + after * (4 * CHUNK) + 3 * CHUNK)
-            next_q = tl.load(factor_ptr + after * (4 * CHUNK) + CHUNK + i)
-            row = factor_ptr + at * (4 * CHUNK) + i
-            state, answer = _advance_rows(
-                state,
-                k,
-                q,
-                v,
-                inverse,
-                seen,
-                tl.load(row),
-                of_q,
-                tl.load(row + 2 * CHUNK),
-                of_state,
-                EMULATED,
-            )
-            of_state, of_q = next_state, next_q
-            to = out_ptr + t * (H * V) + out_places
-            tl.store(to, tl.trans(answer).to(out_ptr.dtype.element_ty), mask=in_values)
-        tl.store(entry + (VERSIONS - 1) * VERSION, state.to(state_ptr.dtype.element_ty), mask=in_state)
-        rank += tl.num_programs(1)
-        s, before = find_sequence(start_ptr, rank, S, CHUNKED, "long", BLOCK_S)
-
-
 def launch_solve(
     q_TGK: Tensor, k_TGK: Tensor, g_TH: Tensor, beta_TH: Tensor, starts: Tensor, scale: float, norm_eps: float,
-    chunked: int, heads: int, merge: str, warps: int, registers: int = 0,
+    chunked: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What of chunks does not depend on states, for sequences of at least ``chunked`` tokens: inverses and products of
     queries and keys [chunks, H, 64, 64], and factors of rows [chunks, H, 4, 64]."""
@@ -359,63 +221,49 @@ def launch_solve(
     factors = q_TGK.new_empty((chunks, H, 4, 64), dtype=torch.float32)
     tensors = {"Q": q_TGK, "K": k_TGK, "G": g_TH, "BETA": beta_TH}
     launch_triton(
-        _solve_kernel, (chunks * (H // heads),),
+        _solve_kernel, (chunks * H,),
         q_TGK, k_TGK, g_TH, beta_TH, starts, inverse, seen, factors, scale, norm_eps, starts.shape[0] - 1,
         **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
-        H=H, SHARE=H // G, HEADS=heads, K=K, K_PAD=max(16, triton.next_power_of_2(K)), NORM=norm_eps > 0,
-        CHUNKED=chunked, BLOCK_S=256, MERGE="ieee" if emulated else merge, EMULATED=emulated, num_warps=warps,
-        **({"maxnreg": registers} if registers else {}),
+        H=H, SHARE=H // G, HEADS=1, K=K, K_PAD=max(16, triton.next_power_of_2(K)), NORM=norm_eps > 0,
+        CHUNKED=chunked, BLOCK_S=256, MERGE="ieee" if emulated else "tf32", EMULATED=emulated, num_warps=4,
     )  # fmt: skip
     return inverse, seen, factors
 
 
 def launch_carry(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, state: Tensor, at: Slots, out_THV: Tensor,
-    solved: tuple[Tensor, Tensor, Tensor], chunked: int, lanes: int, block_v: int, warps: int, stages: int, tma: bool,
-    turned: bool = False,
+    solved: tuple[Tensor, Tensor, Tensor], chunked: int, block_v: int, lanes: int,
 ) -> None:  # fmt: skip
-    """States of sequences of at least ``chunked`` tokens, and what they answer.
-
-    lanes: programs that share a head's sequences.
-    """
+    """States of sequences of at least ``chunked`` tokens, and what they answer. lanes: programs that share a head's."""
     versions, H, V, K = state.shape[1:]
     tensors = {"Q": q_TGK, "K": k_TGK, "V": v_THV}
     launch_triton(
-        _carry_rows_kernel if turned else _carry_kernel, (H * ((V + block_v - 1) // block_v), lanes),
+        _carry_kernel, (H * ((V + block_v - 1) // block_v), lanes),
         q_TGK, k_TGK, v_THV, state, out_THV, *at, *solved, at.slots.shape[0],
-        q_TGK.shape[0], solved[0].shape[0],
         **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
         SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=versions, H=H, SHARE=H // q_TGK.shape[1], K=K, V=V,
         K_PAD=max(16, triton.next_power_of_2(K)), BLOCK_V=block_v, CHUNKED=chunked, BLOCK_S=256,
-        TMA=tma, EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages,
+        EMULATED=triton.knobs.runtime.interpret, num_warps=4, num_stages=3,
     )  # fmt: skip
 
 
-def _by_copies(site: CallSite) -> bool:
-    """Whether the copy engine takes rows of queries, keys and values: 16 bytes at multiples of 16."""
-    rows = [site.args[name] for name in ("q_TGK", "k_TGK", "v_THV")]
-    return all(number % 8 == 0 for t in rows for number in (t.storage_offset(), *t.stride()[:2]))
-
-
 def _configs(site: CallSite) -> list[dict[str, int]]:
-    copies = int(_by_copies(site))
-    return [
-        {"heads": 1, "solve_warps": 4, "block_v": block_v, "warps": warps, "stages": stages, "copies": copies}
-        for block_v, warps, stages in ((32, 4, 3), (64, 4, 3))
-    ]
+    """One program a processor, as its shared memory is full: few rows of a state in each where a prompt alone has few
+    programs then, and several programs for a head's sequences where there are processors left."""
+    (H, V), processors = site.args["v_THV"].shape[1:], site.target.multiprocessors
+    block_v = 64 if H * triton.cdiv(V, 32) > processors else 32
+    return [{"block_v": block_v, "lanes": max(1, processors // (H * triton.cdiv(V, block_v)))}]
 
 
 @gated_delta.impl("triton_chunks", device="cuda", supports=has_prompts, configs=_configs)
 def triton_chunks(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots, scale: float,
-    norm_eps: float, *, heads: int, solve_warps: int, block_v: int, warps: int, stages: int, copies: int,
+    norm_eps: float, *, block_v: int, lanes: int,
 ) -> Tensor:  # fmt: skip
     """Sequences of many tokens by chunks, in two launches, and the others token by token in a third."""
     out_THV = v_THV.new_empty(v_THV.shape)
     chunked = max(CHUNKED, state.shape[1] + 1)  # at most as many tokens as versions: each one's state is kept
-    solved = launch_solve(
-        q_TGK, k_TGK, g, beta_TH, at.query_start_loc, scale, norm_eps, chunked, heads, "tf32", solve_warps
-    )
-    launch_carry(q_TGK, k_TGK, v_THV, state, at, out_THV, solved, chunked, _LANES, block_v, warps, stages, copies > 0)
+    solved = launch_solve(q_TGK, k_TGK, g, beta_TH, at.query_start_loc, scale, norm_eps, chunked)
+    launch_carry(q_TGK, k_TGK, v_THV, state, at, out_THV, solved, chunked, block_v, lanes)
     launch_tokens(q_TGK, k_TGK, v_THV, g, beta_TH, state, at, out_THV, scale, norm_eps, below=chunked)
     return out_THV
