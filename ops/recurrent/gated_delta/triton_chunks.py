@@ -55,24 +55,23 @@ def _merge(a, b, MERGE: tl.constexpr):
 
 @triton.jit
 def _inverse(A, MERGE: tl.constexpr):
-    """(I + A)^-1 of a strictly lower triangular A [64, 64]: row by row in the blocks of 16 on the diagonal; with those
-    as D, and L as what is below them, by (I + D L)^-1 D, where D L is nilpotent."""
-    b = tl.arange(0, 4)
-    r = tl.arange(0, 16)
+    """(I + A)^-1 of a strictly lower triangular A [64, 64]: column by column in the blocks of 8 on the diagonal, each
+    within a warp; with those as D, and L as what is below them, by (I + D L)^-1 D, where D L is nilpotent."""
+    b = tl.arange(0, 8)
     i = tl.arange(0, 64)
     same = (b[:, None] == b[None, :])[:, :, None, None]
-    blocks = tl.permute(tl.reshape(A, [4, 16, 4, 16]), (0, 2, 1, 3))
-    below = tl.sum(tl.where(same, blocks, 0.0), 1)
-    D = tl.where((r[:, None] == r[None, :])[None, :, :], 1.0, below * 0.0)
-    for n in tl.static_range(15):
-        column = tl.sum(tl.where((r == n)[None, None, :], below, 0.0), 2)
-        row = tl.sum(tl.where((r == n)[None, :, None], D, 0.0), 1)
+    below = tl.sum(tl.where(same, tl.permute(tl.reshape(A, [8, 8, 8, 8]), (0, 2, 1, 3)), 0.0), 1)
+    D = tl.where((b[:, None] == b[None, :])[None, :, :], 1.0, below * 0.0)
+    for n in tl.static_range(7):
+        column = tl.sum(tl.where((b == n)[None, None, :], below, 0.0), 2)
+        row = tl.sum(tl.where((b == n)[None, :, None], D, 0.0), 1)
         D -= column[:, :, None] * row[:, None, :]
     D = tl.reshape(tl.permute(tl.where(same, D[:, None, :, :], 0.0), (0, 2, 1, 3)), [64, 64])
-    L = tl.where((i // 16)[:, None] > (i // 16)[None, :], A, 0.0)
-    N = _merge(D, L, MERGE)
-    some = D - _merge(N, D, MERGE)
-    return some + _merge(_merge(N, N, MERGE), some, MERGE)
+    N = _merge(D, tl.where((i // 8)[:, None] > (i // 8)[None, :], A, 0.0), MERGE)
+    D -= _merge(N, D, MERGE)
+    N = _merge(N, N, MERGE)
+    D += _merge(N, D, MERGE)
+    return D + _merge(_merge(N, N, MERGE), D, MERGE)
 
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
@@ -101,9 +100,9 @@ def _solve_kernel(
         of_q = of_k * scale
         if NORM:
             wide = k.to(tl.float32)
-            of_k = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) + norm_eps)
+            of_k = tl.rsqrt(tl.sum(wide * wide, 1) + norm_eps)
             wide = q.to(tl.float32)
-            of_q = scale / tl.sqrt_rn(tl.sum(wide * wide, 1) + norm_eps)
+            of_q = scale * tl.rsqrt(tl.sum(wide * wide, 1) + norm_eps)
         places = i[:, None] * CHUNK + i[None, :]
         for head in range(head0, head0 + HEADS):
             gate = tl.load(g_ptr + t * G_ROW + head * G_HEAD, mask=valid, other=0.0).to(tl.float32) * _LOG2E
@@ -148,13 +147,13 @@ def _advance(state, k, q, v, inverse, seen, of_k, of_q, of_delta, of_state, EMUL
     return state, _product(seen, _narrow(delta, EMULATED), answer, EMULATED)
 
 
-@triton.jit(do_not_specialize_on_alignment=["S"])
+@triton.jit(do_not_specialize_on_alignment=["S", "T", "CHUNKS"])
 def _carry_kernel(
     q_ptr, k_ptr, v_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, inverse_ptr, seen_ptr, factor_ptr, S,
-    Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
+    T, CHUNKS, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
     V_ROW: tl.constexpr, V_HEAD: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr,
     H: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr,
-    BLOCK_V: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr, EMULATED: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr, COPIES: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // BLOCKS
@@ -173,6 +172,13 @@ def _carry_kernel(
     q_ptr += key_head * Q_HEAD
     v_ptr += head * V_HEAD
     out_ptr += head * V
+    if COPIES:
+        k_tiles = tl.make_tensor_descriptor(k_ptr, [T, K], [K_ROW, 1], [CHUNK, K_PAD])
+        q_tiles = tl.make_tensor_descriptor(q_ptr, [T, K], [Q_ROW, 1], [CHUNK, K_PAD])
+        v_tiles = tl.make_tensor_descriptor(v_ptr, [T, V], [V_ROW, 1], [CHUNK, BLOCK_V])
+        squares = CHUNKS * H * CHUNK
+        inverses = tl.make_tensor_descriptor(inverse_ptr, [squares, CHUNK], [CHUNK, 1], [CHUNK, CHUNK])
+        seens = tl.make_tensor_descriptor(seen_ptr, [squares, CHUNK], [CHUNK, 1], [CHUNK, CHUNK])
     rank = tl.program_id(1)
     s, before = find_sequence(start_ptr, rank, S, CHUNKED, "long", BLOCK_S)
     while s < S:
@@ -181,9 +187,26 @@ def _carry_kernel(
         entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[None, :] * K + e[:, None]
         state = tl.load(entry + tl.load(version_ptr + s).to(tl.int64) * VERSION, mask=in_state, other=0.0)
         state = state.to(tl.float32)
+        whole = (end - first) // CHUNK
         last = tl.cdiv(end - first, CHUNK) - 1
         of_k, of_q, of_delta, of_state = _factors(factor_ptr, before * H + head)
-        for chunk in range(last + 1):
+        if COPIES:
+            for chunk in range(whole):
+                t = first + chunk * CHUNK
+                at = (before + chunk) * H + head
+                next_k, next_q, next_delta, next_state = _factors(
+                    factor_ptr, (before + tl.minimum(chunk + 1, last)) * H + head
+                )
+                state, answer = _advance(
+                    state, k_tiles.load([t, 0]), q_tiles.load([t, 0]), v_tiles.load([t, row0]),
+                    inverses.load([at * CHUNK, 0]), seens.load([at * CHUNK, 0]),
+                    of_k, of_q, of_delta, of_state, EMULATED,
+                )  # fmt: skip
+                of_k, of_q, of_delta, of_state = next_k, next_q, next_delta, next_state
+                to = out_ptr + t.to(tl.int64) * (H * V) + out_places
+                tl.store(to, answer.to(out_ptr.dtype.element_ty), mask=(rows < V)[None, :])
+        STAGES: tl.constexpr = 1 if COPIES else None  # the last tokens, or all chunks
+        for chunk in tl.range(whole if COPIES else 0, tl.cdiv(end - first, CHUNK), num_stages=STAGES):
             t = first + chunk * CHUNK
             valid = i < end - t
             t = t.to(tl.int64)
@@ -225,45 +248,55 @@ def launch_solve(
         q_TGK, k_TGK, g_TH, beta_TH, starts, inverse, seen, factors, scale, norm_eps, starts.shape[0] - 1,
         **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
         H=H, SHARE=H // G, HEADS=1, K=K, K_PAD=max(16, triton.next_power_of_2(K)), NORM=norm_eps > 0,
-        CHUNKED=chunked, BLOCK_S=256, MERGE="ieee" if emulated else "tf32", EMULATED=emulated, num_warps=4,
+        CHUNKED=chunked, BLOCK_S=256, MERGE="ieee" if emulated else "bf16", EMULATED=emulated, num_warps=4,
+        maxnreg=168,
     )  # fmt: skip
     return inverse, seen, factors
 
 
 def launch_carry(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, state: Tensor, at: Slots, out_THV: Tensor,
-    solved: tuple[Tensor, Tensor, Tensor], chunked: int, block_v: int, lanes: int,
+    solved: tuple[Tensor, Tensor, Tensor], chunked: int, block_v: int, stages: int, copies: bool, lanes: int,
 ) -> None:  # fmt: skip
-    """States of sequences of at least ``chunked`` tokens, and what they answer. lanes: programs that share a head's."""
+    """States of sequences of at least ``chunked`` tokens, and what they answer.
+
+    copies: by the copy engine, but for what is left of a sequence behind its last whole chunk.
+    lanes: programs that share a head's sequences.
+    """
     versions, H, V, K = state.shape[1:]
     tensors = {"Q": q_TGK, "K": k_TGK, "V": v_THV}
     launch_triton(
         _carry_kernel, (H * ((V + block_v - 1) // block_v), lanes),
         q_TGK, k_TGK, v_THV, state, out_THV, *at, *solved, at.slots.shape[0],
+        q_TGK.shape[0], solved[0].shape[0],
         **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
         SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=versions, H=H, SHARE=H // q_TGK.shape[1], K=K, V=V,
         K_PAD=max(16, triton.next_power_of_2(K)), BLOCK_V=block_v, CHUNKED=chunked, BLOCK_S=256,
-        EMULATED=triton.knobs.runtime.interpret, num_warps=4, num_stages=3,
+        COPIES=copies, EMULATED=triton.knobs.runtime.interpret, num_warps=4, num_stages=stages,
     )  # fmt: skip
 
 
 def _configs(site: CallSite) -> list[dict[str, int]]:
     """One program a processor, as its shared memory is full: few rows of a state in each where a prompt alone has few
-    programs then, and several programs for a head's sequences where there are processors left."""
+    programs then, and several programs for a head's sequences where there are processors left. Copies are of 16 bytes
+    at multiples of 16."""
     (H, V), processors = site.args["v_THV"].shape[1:], site.target.multiprocessors
-    block_v = 64 if H * triton.cdiv(V, 32) > processors else 32
-    return [{"block_v": block_v, "lanes": max(1, processors // (H * triton.cdiv(V, block_v)))}]
+    block_v, stages = (64, 3) if H * triton.cdiv(V, 32) > processors else (32, 4)
+    rows = [site.args[name] for name in ("q_TGK", "k_TGK", "v_THV")]
+    copies = all(number % 8 == 0 for t in rows for number in (t.storage_offset(), *t.stride()[:2]))
+    lanes = max(1, processors // (H * triton.cdiv(V, block_v)))
+    return [{"block_v": block_v, "stages": stages if copies else 3, "copies": int(copies), "lanes": lanes}]
 
 
 @gated_delta.impl("triton_chunks", device="cuda", supports=has_prompts, configs=_configs)
 def triton_chunks(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots, scale: float,
-    norm_eps: float, *, block_v: int, lanes: int,
+    norm_eps: float, *, block_v: int, stages: int, copies: int, lanes: int,
 ) -> Tensor:  # fmt: skip
     """Sequences of many tokens by chunks, in two launches, and the others token by token in a third."""
     out_THV = v_THV.new_empty(v_THV.shape)
     chunked = max(CHUNKED, state.shape[1] + 1)  # at most as many tokens as versions: each one's state is kept
     solved = launch_solve(q_TGK, k_TGK, g, beta_TH, at.query_start_loc, scale, norm_eps, chunked)
-    launch_carry(q_TGK, k_TGK, v_THV, state, at, out_THV, solved, chunked, block_v, lanes)
+    launch_carry(q_TGK, k_TGK, v_THV, state, at, out_THV, solved, chunked, block_v, stages, copies > 0, lanes)
     launch_tokens(q_TGK, k_TGK, v_THV, g, beta_TH, state, at, out_THV, scale, norm_eps, below=chunked)
     return out_THV
