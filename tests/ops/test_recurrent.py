@@ -112,5 +112,5 @@ def test_drafts_are_undone_at_each_place(name: str, taken: int) -> None:
 def test_levels(name: str, level: str, threads: int) -> None:
     small = [case for case in cases_of(OPS[name]) if case.size == "small"]
     results = check_impl(OPS[name], OPS[name].impls["cpu"], small)
-    assert len(results) >= 2 * len(small)
+    assert len(results) > len(small)  # states of 16 bits are no case of its
     assert [str(r) for r in results if not r.ok] == []

@@ -15,7 +15,6 @@ from graphllm.ops.recurrent.ssd_scan.triton_tiles import FEW, launch_decays, lau
 from graphllm.ops.recurrent.ssd_scan.triton_tokens import launch_tokens
 
 _ANY = 1 << 30  # tokens of a sequence
-_FEW_TOKENS = {"block": 16, "num_warps": 2}
 
 
 def _by_tokens(site: CallSite) -> bool:
@@ -78,7 +77,7 @@ def gluon_tiles(
     """Three kernels: decays of all tokens; sequences of few tokens, token by token; the other ones in tiles."""
     out_THP, limits = x_THP.new_empty(x_THP.shape), (dt_min, dt_max)
     sums = launch_decays(dt_TH, A_H, dt_bias_H, at, limits, TILE)
-    launch_tokens(x_THP, dt_TH, A_H, B_TGN, C_TGN, state, at, D_H, dt_bias_H, limits, out_THP, most=FEW, **_FEW_TOKENS)
+    launch_tokens(x_THP, dt_TH, A_H, B_TGN, C_TGN, state, at, D_H, dt_bias_H, limits, out_THP, most=FEW)
     launch_hopper_tiles(x_THP, B_TGN, C_TGN, D_H, sums, state, out_THP, at, num_stages=num_stages)
     return out_THP
 
@@ -104,7 +103,7 @@ def triton_tiles(
     """The same where Gluon does not serve."""
     out_THP, limits = x_THP.new_empty(x_THP.shape), (dt_min, dt_max)
     sums = launch_decays(dt_TH, A_H, dt_bias_H, at, limits, tile)
-    launch_tokens(x_THP, dt_TH, A_H, B_TGN, C_TGN, state, at, D_H, dt_bias_H, limits, out_THP, most=FEW, **_FEW_TOKENS)
+    launch_tokens(x_THP, dt_TH, A_H, B_TGN, C_TGN, state, at, D_H, dt_bias_H, limits, out_THP, most=FEW)
     launch_tiles(x_THP, B_TGN, C_TGN, D_H, sums, state, out_THP, at, num_warps=num_warps, num_stages=num_stages)
     return out_THP
 
@@ -130,6 +129,8 @@ def triton_ssd_scan(
 ) -> Tensor:
     """The recurrence as it is written, token by token."""
     out_THP, limits = x_THP.new_empty(x_THP.shape), (dt_min, dt_max)
-    constants = {"most": most, "block": block, "num_warps": num_warps, "single": single == 1}
-    launch_tokens(x_THP, dt_TH, A_H, B_TGN, C_TGN, state, at, D_H, dt_bias_H, limits, out_THP, **constants)
+    launch_tokens(
+        *(x_THP, dt_TH, A_H, B_TGN, C_TGN, state, at, D_H, dt_bias_H, limits, out_THP),
+        most=most, block=block, num_warps=num_warps, single=single,
+    )  # fmt: skip
     return out_THP

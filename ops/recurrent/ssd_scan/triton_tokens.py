@@ -91,12 +91,12 @@ def launch_tokens(
     out_THP: Tensor,
     *,
     most: int,
-    block: int,
-    num_warps: int,
-    single: bool = True,
+    block: int = 16,
+    num_warps: int = 2,
+    single: int = 1,
 ) -> None:
     """The kernel for sequences of at most `most` tokens. block: rows of a state that a program has. single: whether one
-    token has instructions of its own."""
+    token has instructions of its own, 0 or 1."""
     (_, H, P), (_, G, N) = x_THP.shape, B_TGN.shape
     launch_triton(
         token_kernel, (-(-P // block), H, at.slots.shape[0]),
