@@ -1,16 +1,23 @@
-"""ssd_scan of prompts on Hopper, as `triton_chunks` computes it: products run while a program makes what the next ones
+"""ssd_scan of prompts on Hopper, as `triton_tiles` computes it: products run while a program makes what the next ones
 need."""
 
 # mypy: allow-untyped-defs
 
 from __future__ import annotations
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from graphllm.ir.gluon import GluonKernel
+from graphllm.ops.recurrent.slots import Slots
+from graphllm.ops.recurrent.ssd_scan.triton_tiles import AT_ONCE, FEW
+
 _load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # until Triton 3.6
+
+TILE = 64  # tokens
 
 
 @gluon.jit
@@ -45,13 +52,12 @@ def _clear(tile, rows, WIDTH: gl.constexpr, TILE: gl.constexpr, wide: gl.constex
 
 
 @gluon.jit
-def gluon_tile_kernel(
+def hopper_tile_kernel(
     x_ptr, b_ptr, c_ptr, d_ptr, sums_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, T, S,
     X_ROW: gl.constexpr, B_ROW: gl.constexpr, C_ROW: gl.constexpr, SLOT: gl.constexpr, VERSION: gl.constexpr,
     VERSIONS: gl.constexpr, H: gl.constexpr, P: gl.constexpr, G: gl.constexpr, N: gl.constexpr, SKIP: gl.constexpr,
-    FEW: gl.constexpr, SEQUENCES: gl.constexpr, STAGES: gl.constexpr,
+    FEW: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    TILE: gl.constexpr = 64
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -159,3 +165,34 @@ def gluon_tile_kernel(
                 )  # fmt: skip
                 done += 1
             gl.store(entry + (VERSIONS - 1) * VERSION, state.to(state_ptr.dtype.element_ty))
+
+
+hopper_tiles = GluonKernel(
+    hopper_tile_kernel,
+    "(Tensor x, Tensor B, Tensor C, Tensor D, Tensor sums, Tensor(a!) state, Tensor(b!) out, Tensor query_start,"
+    " Tensor slots, Tensor versions, SymInt T, SymInt S) -> ()",
+    warps=4,
+    early=True,
+)
+
+
+def launch_hopper_tiles(
+    x_THP: Tensor,
+    B_TGN: Tensor,
+    C_TGN: Tensor,
+    D_H: Tensor | None,
+    sums: Tensor,
+    state: Tensor,
+    out_THP: Tensor,
+    at: Slots,
+    *,
+    num_stages: int,
+) -> None:
+    """The kernel for sequences of more than `FEW` tokens."""
+    (T, H, P), (_, G, N) = x_THP.shape, B_TGN.shape
+    hopper_tiles(
+        H * AT_ONCE, x_THP, B_TGN, C_TGN, sums if D_H is None else D_H, sums, state, out_THP, *at, T,
+        at.slots.shape[0], X_ROW=x_THP.stride(0), B_ROW=B_TGN.stride(0), C_ROW=C_TGN.stride(0), SLOT=state.stride(0),
+        VERSION=state.stride(1), VERSIONS=state.shape[1], H=H, P=P, G=G, N=N, SKIP=D_H is not None, FEW=FEW, TILE=TILE,
+        SEQUENCES=AT_ONCE, STAGES=num_stages,
+    )  # fmt: skip

@@ -9,17 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import CallSite, launch_triton
+from graphllm.ir import launch_triton
 from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.attention.paged_attention.triton_common import multiply
 from graphllm.ops.recurrent.slots import Slots
-from graphllm.ops.recurrent.ssd_scan.cpu import plain
-from graphllm.ops.recurrent.ssd_scan.op import ssd_scan
-from graphllm.ops.recurrent.ssd_scan.triton_ssd_scan import launch_tokens
 from graphllm.ops.recurrent.triton_softplus import softplus
 
-_SEQUENCES = 8  # at a time; others wait
-_FEW = 8  # tokens of a sequence that is not worth a tile
+AT_ONCE = 8  # sequences; others wait
+FEW = 8  # tokens of a sequence that is not worth a tile
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LEAST = tl.constexpr(-64.0)  # binary logarithm of a token's decay: less is as good as nothing, and costs sums bits
@@ -74,7 +71,7 @@ def decay_kernel(
 
 @triton.jit
 def _tile(C, B, x, tile, whole, skip, state, SKIP: tl.constexpr, EMULATED: tl.constexpr):
-    """A tile's results [TILE, P], and the state [N, P] after it. tile: where its decays are. whole: that of all of it."""
+    """A tile's results [TILE, P], and the state [N, P] after it. tile: where its decays are. whole: of all of it."""
     TILE: tl.constexpr = x.shape[0]
     q = tl.arange(0, TILE)
     sums, steps = tl.load(tile + q), tl.load(tile + TILE + q)
@@ -94,22 +91,22 @@ def tile_kernel(
     x_ptr, b_ptr, c_ptr, d_ptr, sums_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, T, S,
     X_ROW: tl.constexpr, B_ROW: tl.constexpr, C_ROW: tl.constexpr, SLOT: tl.constexpr,
     VERSION: tl.constexpr, VERSIONS: tl.constexpr, H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
-    SKIP: tl.constexpr, BLOCK_P: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, SEQUENCES: tl.constexpr,
+    SKIP: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, SEQUENCES: tl.constexpr,
     STAGES: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """A program has every SEQUENCES-th sequence: most of them have one token, and are none of its. Full tiles come by the
-    copy engine."""
+    """A program has every SEQUENCES-th sequence: most of them have one token, and are none of its. Full tiles come by
+    the copy engine."""
     gdc_wait_early(EMULATED)
-    h = tl.program_id(1)
-    p, n, q = tl.arange(0, BLOCK_P), tl.arange(0, N), tl.arange(0, TILE)
-    head, group = h * P + tl.program_id(0) * BLOCK_P, (h // (H // G)) * N
-    x_tiles = tl.make_tensor_descriptor(x_ptr, [T, H * P], [X_ROW, 1], [TILE, BLOCK_P])
+    h = tl.program_id(0)
+    p, n, q = tl.arange(0, P), tl.arange(0, N), tl.arange(0, TILE)
+    head, group = h * P, (h // (H // G)) * N
+    x_tiles = tl.make_tensor_descriptor(x_ptr, [T, H * P], [X_ROW, 1], [TILE, P])
     b_tiles = tl.make_tensor_descriptor(b_ptr, [T, G * N], [B_ROW, 1], [TILE, N])
     c_tiles = tl.make_tensor_descriptor(c_ptr, [T, G * N], [C_ROW, 1], [TILE, N])
     places = head * N + (p * N)[None, :] + n[:, None]
     rows = head + (q * (H * P))[:, None] + p[None, :]
     skip = tl.load(d_ptr + h) if SKIP else 0.0
-    for s in range(tl.program_id(2), S, SEQUENCES):
+    for s in range(tl.program_id(1), S, SEQUENCES):
         first, end = tl.load(start_ptr + s), tl.load(start_ptr + 1 + s)
         if end - first > FEW:
             entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + places
@@ -135,59 +132,41 @@ def tile_kernel(
             tl.store(entry + (VERSIONS - 1) * VERSION, state.to(state_ptr.dtype.element_ty))
 
 
-def _supports(site: CallSite) -> bool:
-    x_THP, B_TGN, C_TGN, state = (site.args[name] for name in ("x_THP", "B_TGN", "C_TGN", "state"))
-    powers = all(16 <= size == triton.next_power_of_2(size) for size in state.shape[3:])
-    rows = (x_THP, B_TGN, C_TGN)
-    return (
-        x_THP.dtype.itemsize == 2 and state.dtype.itemsize <= 4 and plain(site) and site.bucket.kind == "mixed" and not site.deterministic and powers
-        and state.shape[1] <= _FEW and all(t.stride(0) % 8 == t.storage_offset() % 8 == 0 for t in rows)
+def launch_decays(
+    dt_TH: Tensor, A_H: Tensor, dt_bias_H: Tensor | None, at: Slots, limits: tuple[float, float], tile: int
+) -> Tensor:
+    """The decays of all tiles of `tile` tokens, see `decay_kernel`."""
+    (T, H), S = dt_TH.shape, at.slots.shape[0]
+    tiles, heads = T // tile + S, min(16, triton.next_power_of_2(H))
+    sums = A_H.new_empty((tiles, H, 2, tile))
+    launch_triton(
+        decay_kernel, (-(-H // heads), tiles), dt_TH, A_H, A_H if dt_bias_H is None else dt_bias_H, sums,
+        at.query_start_loc, S, DT_ROW=dt_TH.stride(0), H=H, BIAS=dt_bias_H is not None, DT_MIN=limits[0],
+        DT_MAX=limits[1], FEW=FEW, TILE=tile, BLOCK_H=heads, BLOCK_S=128, EMULATED=triton.knobs.runtime.interpret,
+        num_warps=4,
     )  # fmt: skip
+    return sums
 
 
-def _configs(site: CallSite) -> list[dict[str, int]]:
-    return [{"tile": 64, "block": 64, "num_warps": 4, "num_stages": 2}]
-
-
-@ssd_scan.impl("triton_tiles", device="cuda", supports=_supports, configs=_configs)
-def triton_tiles(
+def launch_tiles(
     x_THP: Tensor,
-    dt_TH: Tensor,
-    A_H: Tensor,
     B_TGN: Tensor,
     C_TGN: Tensor,
-    state: Tensor,
-    at: Slots,
     D_H: Tensor | None,
-    dt_bias_H: Tensor | None,
-    dt_min: float,
-    dt_max: float,
+    sums: Tensor,
+    state: Tensor,
+    out_THP: Tensor,
+    at: Slots,
     *,
-    tile: int,
-    block: int,
     num_warps: int,
     num_stages: int,
-) -> Tensor:
-    """Three kernels: decays of all tokens; sequences of few tokens, token by token; the other ones."""
-    out_THP = x_THP.new_empty(x_THP.shape)
+) -> None:
+    """The kernel for sequences of more than `FEW` tokens."""
     (T, H, P), (_, G, N) = x_THP.shape, B_TGN.shape
-    S = at.slots.shape[0]
-    sums = A_H.new_empty((T // tile + S, H, 2, tile))
-    heads, emulated = min(16, triton.next_power_of_2(H)), triton.knobs.runtime.interpret
     launch_triton(
-        decay_kernel, (-(-H // heads), T // tile + S), dt_TH, A_H, A_H if dt_bias_H is None else dt_bias_H, sums,
-        at.query_start_loc, S, DT_ROW=dt_TH.stride(0), H=H, BIAS=dt_bias_H is not None, DT_MIN=dt_min, DT_MAX=dt_max,
-        FEW=_FEW, TILE=tile, BLOCK_H=heads, BLOCK_S=128, EMULATED=emulated,
+        tile_kernel, (H, AT_ONCE), x_THP, B_TGN, C_TGN, sums if D_H is None else D_H, sums, state,
+        out_THP, *at, T, at.slots.shape[0], X_ROW=x_THP.stride(0), B_ROW=B_TGN.stride(0), C_ROW=C_TGN.stride(0),
+        SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=state.shape[1], H=H, P=P, G=G, N=N,
+        SKIP=D_H is not None, FEW=FEW, TILE=sums.shape[3], SEQUENCES=AT_ONCE, STAGES=num_stages,
+        EMULATED=triton.knobs.runtime.interpret, num_warps=num_warps,
     )  # fmt: skip
-    launch_tokens(
-        *(x_THP, dt_TH, A_H, B_TGN, C_TGN, state, at, D_H, dt_bias_H, (dt_min, dt_max), out_THP),
-        most=_FEW, block=32, num_warps=4,
-    )  # fmt: skip
-    block = min(block, P)
-    launch_triton(
-        tile_kernel, (P // block, H, _SEQUENCES), x_THP, B_TGN, C_TGN, A_H if D_H is None else D_H, sums, state,
-        out_THP, *at, T, S, X_ROW=x_THP.stride(0), B_ROW=B_TGN.stride(0), C_ROW=C_TGN.stride(0), SLOT=state.stride(0),
-        VERSION=state.stride(1), VERSIONS=state.shape[1], H=H, P=P, G=G, N=N, SKIP=D_H is not None, BLOCK_P=block,
-        FEW=_FEW, TILE=tile, SEQUENCES=_SEQUENCES, STAGES=num_stages, EMULATED=emulated, num_warps=num_warps,
-    )  # fmt: skip
-    return out_THP
