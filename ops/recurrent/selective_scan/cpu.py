@@ -20,12 +20,12 @@ _SCHEMA = (
 )
 _kernels = float_kernels("graphllm_selective_scan", _SCHEMA, Path(__file__).with_name("cpu.cpp"), usual=False)
 MOST_N = 256  # numbers of a channel's state that the kernel has room for
-FLOATS = ("A_DN", "state", "D_D", "dt_bias_D")
+FLOATS = ("A_DN", "D_D", "dt_bias_D")
 TABLES = ("query_start_loc", "slots", "state_versions")
 
 
 def plain(site: CallSite) -> bool:
-    """Whether the arguments are as kernels read them: rows of one dtype, parameters and states in float32."""
+    """Whether the arguments are as kernels read them: rows of one dtype, parameters in float32."""
     rows = [site.args[name] for name in ("x_TD", "dt_TD", "B_TN", "C_TN")]
     floats = [site.args[name] for name in FLOATS if site.args[name] is not None]
     tables = [site.args[name] for name in TABLES]
@@ -34,13 +34,14 @@ def plain(site: CallSite) -> bool:
         all(t.dtype == rows[0].dtype for t in rows)
         and all(t.dtype == torch.float32 for t in floats)
         and all(t.dtype == torch.int32 for t in tables)
-        and all(t.stride(-1) == 1 for t in (*rows, *floats, *tables))
+        and all(t.stride(-1) == 1 for t in (*rows, *floats, *tables, state))
         and state.stride(2) == state.shape[3]
     )
 
 
 def _supports(site: CallSite) -> bool:
-    return site.args["x_TD"].dtype in _kernels and site.args["A_DN"].shape[1] <= MOST_N and plain(site)
+    whole = site.args["state"].dtype == torch.float32 and site.args["A_DN"].shape[1] <= MOST_N
+    return site.args["x_TD"].dtype in _kernels and whole and plain(site)
 
 
 def _remedy(site: CallSite) -> str:

@@ -31,8 +31,8 @@ def selective_scan(
     s[n] = exp(dt A[d, n]) s[n] + dt x[d] B[n], then y[d] = sum over n of s[n] C[n], plus D[d] x[d].
 
     x_TD, dt_TD [T, D] and B_TN, C_TN [T, N]: of one dtype; rows may be strided. A_DN [D, N]: negative. D_D, dt_bias_D
-    [D] (None: 0). These three are float32. state [slots, versions, D, N] float32, N contiguous: s, which is read and
-    written as `Slots` says.
+    [D] (None: 0). These three are float32. state [slots, versions, D, N], N contiguous: s, which is read and written as
+    `Slots` says; float32, or rounded to 16 bits where it is written.
     Computes in float32, or in float64 for such x; the result is rounded once. Rows at or after query_start_loc[S] are
     padding and come back unspecified.
     Source: Gu and Dao 2023, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, algorithm 2.
