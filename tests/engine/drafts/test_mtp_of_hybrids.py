@@ -150,7 +150,7 @@ def _texts(model: Any, lengths: Sequence[int]) -> list[Text]:
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", *map(thorough, ("qwen3_5", "qwen3_5_moe"))])
+@pytest.mark.parametrize("family", ["qwen3_5", *map(thorough, ("qwen3_next", "qwen3_5_moe"))])
 @torch.no_grad()
 def test_drafts(family: str, tmp_path: Path) -> None:
     """Prompts in chunks, of many at once, over the ends of blocks, in slots used again; those that begin alike are
