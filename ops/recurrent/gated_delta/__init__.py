@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from graphllm.ops.recurrent.gated_delta import cpu  # noqa: F401
+from graphllm.ops.recurrent.gated_delta import cpu, tuning  # noqa: F401
 from graphllm.ops.recurrent.gated_delta.op import gated_delta
 
 if importlib.util.find_spec("triton"):

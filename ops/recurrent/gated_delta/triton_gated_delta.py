@@ -14,13 +14,42 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ir.op import each_alone
+from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.recurrent.gated_delta.op import gated_delta
 from graphllm.ops.recurrent.gated_delta.triton_lengths import CHUNKED, find_sequence
 from graphllm.ops.recurrent.slots import Slots
 
-_NUMBERS = 2048  # of a state that a program has: 32 registers of each of 128 threads would be twice as many
+_NUMBERS = 2048  # of a state that a program has, if nothing else is chosen
 _LANES = 16  # programs that share a block's short sequences in a step with prompts
 _MOST_KEYS = 128  # entries of a key that chunks take
+
+
+@triton.jit
+def _one_token(
+    state, t, head, key_head, rows, k, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, out_ptr, scale, norm_eps,
+    Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr,
+    V_HEAD: tl.constexpr, G_ROW: tl.constexpr, G_HEAD: tl.constexpr, BETA_ROW: tl.constexpr, BETA_HEAD: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHANNELS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """The state after token t, whose result is stored."""
+    t = t.to(tl.int64)
+    key = tl.load(k_ptr + t * K_ROW + key_head * K_HEAD + k, mask=k < K, other=0.0).to(tl.float32)
+    query = tl.load(q_ptr + t * Q_ROW + key_head * Q_HEAD + k, mask=k < K, other=0.0).to(tl.float32)
+    value = tl.load(v_ptr + t * V_ROW + head * V_HEAD + rows, mask=rows < V, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + t * BETA_ROW + head * BETA_HEAD).to(tl.float32)
+    gate = g_ptr + t * G_ROW + head * G_HEAD
+    if NORM:
+        key = key / tl.sqrt_rn(tl.sum(key * key, 0) + norm_eps)
+        query = query / tl.sqrt_rn(tl.sum(query * query, 0) + norm_eps)
+    if CHANNELS:
+        state *= tl.exp(tl.load(gate + k, mask=k < K, other=0.0).to(tl.float32))[None, :]
+    else:
+        state *= tl.exp(tl.load(gate).to(tl.float32))
+    delta = (value - tl.sum(state * key[None, :], 1)) * beta
+    state += delta[:, None] * key[None, :]
+    answer = scale * tl.sum(state * query[None, :], 1)
+    tl.store(out_ptr + (t * H + head) * V + rows, answer.to(out_ptr.dtype.element_ty), mask=rows < V)
+    return state
 
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
@@ -32,7 +61,9 @@ def _delta_kernel(
     K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr, BLOCK_V: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_S: tl.constexpr, NORM: tl.constexpr,
     BELOW: tl.constexpr,  # sequences of as many tokens are left out, and longer ones; 0: none
+    EMULATED: tl.constexpr,
 ):  # fmt: skip
+    gdc_wait_early(EMULATED)
     rows = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     head = tl.program_id(1)
     key_head = head // SHARE
@@ -48,28 +79,25 @@ def _delta_kernel(
         if count > 0:
             entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[:, None] * K + k[None, :]
             read = entry + tl.load(version_ptr + s).to(tl.int64) * VERSION
-            state = tl.load(read, mask=inside, other=0.0).to(tl.float32)
-            for i in range(count):
-                t = (first + i).to(tl.int64)
-                key = tl.load(k_ptr + t * K_ROW + key_head * K_HEAD + k, mask=k < K, other=0.0).to(tl.float32)
-                query = tl.load(q_ptr + t * Q_ROW + key_head * Q_HEAD + k, mask=k < K, other=0.0).to(tl.float32)
-                if NORM:
-                    key = key / tl.sqrt_rn(tl.sum(key * key, 0) + norm_eps)
-                    query = query / tl.sqrt_rn(tl.sum(query * query, 0) + norm_eps)
-                value = tl.load(v_ptr + t * V_ROW + head * V_HEAD + rows, mask=rows < V, other=0.0).to(tl.float32)
-                beta = tl.load(beta_ptr + t * BETA_ROW + head * BETA_HEAD).to(tl.float32)
-                gate = g_ptr + t * G_ROW + head * G_HEAD
-                if CHANNELS:
-                    state *= tl.exp(tl.load(gate + k, mask=k < K, other=0.0).to(tl.float32))[None, :]
-                else:
-                    state *= tl.exp(tl.load(gate).to(tl.float32))
-                delta = (value - tl.sum(state * key[None, :], 1)) * beta
-                state += delta[:, None] * key[None, :]
-                answer = scale * tl.sum(state * query[None, :], 1)
-                tl.store(out_ptr + (t * H + head) * V + rows, answer.to(out_ptr.dtype.element_ty), mask=rows < V)
-                if (count <= VERSIONS) | (i == count - 1):
-                    written = entry + tl.minimum(i, VERSIONS - 1).to(tl.int64) * VERSION
-                    tl.store(written, state.to(state_ptr.dtype.element_ty), mask=inside)
+            state = tl.load(read, mask=inside, other=0.0)
+            if BELOW == 0 and count == 1:  # its rows are read while the state is
+                after = _one_token(
+                    state.to(tl.float32), first, head, key_head, rows, k, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, out_ptr,
+                    scale, norm_eps, Q_ROW, Q_HEAD, K_ROW, K_HEAD, V_ROW, V_HEAD, G_ROW, G_HEAD, BETA_ROW, BETA_HEAD,
+                    H, K, V, CHANNELS, NORM,
+                )  # fmt: skip
+                tl.store(entry, after.to(state_ptr.dtype.element_ty), mask=inside)
+            else:
+                running = state.to(tl.float32)
+                for i in range(count):
+                    running = _one_token(
+                        running, first + i, head, key_head, rows, k, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, out_ptr,
+                        scale, norm_eps, Q_ROW, Q_HEAD, K_ROW, K_HEAD, V_ROW, V_HEAD, G_ROW, G_HEAD, BETA_ROW,
+                        BETA_HEAD, H, K, V, CHANNELS, NORM,
+                    )  # fmt: skip
+                    if (count <= VERSIONS) | (i == count - 1):
+                        written = entry + tl.minimum(i, VERSIONS - 1).to(tl.int64) * VERSION
+                        tl.store(written, running.to(state_ptr.dtype.element_ty), mask=inside)
         if BELOW > 0:
             place += tl.num_programs(2)
             s, _ = find_sequence(start_ptr, place, S, BELOW, "short", BLOCK_S)
@@ -110,25 +138,33 @@ def _supports(site: CallSite) -> bool:
     return _plain(site) and not has_prompts(site)
 
 
-@gated_delta.impl("triton", device="cuda", supports=_supports, row_order=each_alone)
+def _configs(site: CallSite) -> list[dict[str, int]]:
+    """Numbers of a state that a program has, and warps."""
+    sizes = ((2048, 4), (2048, 2), (4096, 4), (1024, 1), (8192, 4), (4096, 2))
+    return [{"numbers": numbers, "num_warps": warps} for numbers, warps in sizes]
+
+
+@gated_delta.impl("triton", device="cuda", supports=_supports, configs=_configs, row_order=each_alone)
 def triton_gated_delta(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots, scale: float,
-    norm_eps: float,
+    norm_eps: float, *, numbers: int = _NUMBERS, num_warps: int = 4,
 ) -> Tensor:  # fmt: skip
     """One launch, in which each token waits for the one before: good for decoding."""
     out_THV = v_THV.new_empty(v_THV.shape)
-    launch_tokens(q_TGK, k_TGK, v_THV, g, beta_TH, state, at, out_THV, scale, norm_eps)
+    sizes = {"numbers": numbers, "num_warps": num_warps}
+    launch_tokens(q_TGK, k_TGK, v_THV, g, beta_TH, state, at, out_THV, scale, norm_eps, **sizes)
     return out_THV
 
 
 def launch_tokens(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots,
-    out_THV: Tensor, scale: float, norm_eps: float, below: int = 0,
+    out_THV: Tensor, scale: float, norm_eps: float, below: int = 0, *, numbers: int = _NUMBERS, num_warps: int = 4,
 ) -> None:  # fmt: skip
-    """Sequences of fewer than ``below`` tokens, one token after the other; all if it is 0."""
+    """Sequences of fewer than ``below`` tokens, one token after the other; all if it is 0. numbers: of a state that a
+    program has."""
     (versions, H, V, K), S = state.shape[1:], at.slots.shape[0]
     K_pad = triton.next_power_of_2(K)
-    block = max(1, min(triton.next_power_of_2(V), _NUMBERS // K_pad))
+    block = max(1, min(triton.next_power_of_2(V), numbers // K_pad))
     tensors = {"Q": q_TGK, "K": k_TGK, "V": v_THV, "G": g, "BETA": beta_TH}
     launch_triton(
         _delta_kernel, ((V + block - 1) // block, H, _LANES if below else S),
@@ -136,5 +172,5 @@ def launch_tokens(
         **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
         SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=versions, H=H, SHARE=H // q_TGK.shape[1], K=K, V=V,
         K_PAD=K_pad, BLOCK_V=block, CHANNELS=g.dim() == 3, NORM=norm_eps > 0, BELOW=below,
-        BLOCK_S=256, num_warps=4,
+        BLOCK_S=256, EMULATED=triton.knobs.runtime.interpret, num_warps=num_warps,
     )  # fmt: skip
