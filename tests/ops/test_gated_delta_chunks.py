@@ -33,10 +33,7 @@ def _drawn(T: int, gate: float | None = None, beta: float | None = None, same: b
 def _in_chunks(given: Sequence[Tensor], state: Tensor, at: Slots, norm_eps: float = 1e-6) -> Tensor:
     args = gated_delta.bind((*given, state, at), {"scale": K**-0.5, "norm_eps": norm_eps})
     impl = gated_delta.impls["triton_chunks"]
-    site = CallSite(args, TARGET, Bucket("mixed", 2, 512))
-    assert impl.supports(site)
-    assert not impl.supports(site._replace(deterministic=True))
-    return impl.at(site)(**args)
+    return impl.at(CallSite(args, TARGET, Bucket("mixed", 2, 512)))(**args)
 
 
 def _check(given: Sequence[Tensor], state: Tensor, at: Slots, norm_eps: float = 1e-6, of_state: float = 3e-6) -> None:
@@ -48,6 +45,17 @@ def _check(given: Sequence[Tensor], state: Tensor, at: Slots, norm_eps: float = 
         assert float((a.double() - b).norm() / b.norm()) < most
     untouched = (wide == state).all(-1)
     assert torch.equal(found[untouched], state[untouched])
+
+
+def test_who_serves_a_step_with_prompts() -> None:
+    """Chunks serve sizes that ran on a GPU, and no deterministic step; each step is served by one kernel."""
+    for K, V, deterministic, expected in ((128, 128, False, True), (128, 128, True, False), (24, 40, False, False)):
+        rows = [torch.zeros(64, heads, n, dtype=torch.bfloat16) for heads, n in ((1, K), (1, K), (2, V))]
+        state, at = torch.zeros(2, 1, 2, V, K), packed((64,), [0], [0])
+        args = gated_delta.bind((*rows, torch.zeros(64, 2), torch.zeros(64, 2), state, at), {"scale": 1.0})
+        site = CallSite(args, TARGET, Bucket("mixed", 2, 512), deterministic=deterministic)
+        assert gated_delta.impls["triton_chunks"].supports(site) == expected
+        assert gated_delta.impls["triton"].supports(site) != expected
 
 
 @pytest.mark.parametrize(

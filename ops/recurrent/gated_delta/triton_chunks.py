@@ -5,7 +5,7 @@ solve a triangular system:
 
     (I + A) D = beta (V - exp(g) K S^T),  A_ij = beta_i exp(g_i - g_j) k_i . k_j for i > j
 
-`_solve_kernel` has a program for each chunk and head, and writes what does not depend on the state: (I + A)^-1
+`_solve_kernel` has a program for each chunk and head of keys, and writes what does not depend on the state: (I + A)^-1
 with beta, products of queries and keys with their decays, and a few factors of rows. `_carry_kernel` has a program for
 rows of a head's state, and goes through the chunks. Lengths of keys and queries are factors of rows, so that products
 are of the keys as they came. No exponent is positive. Few tokens go one by one (triton_gated_delta).
@@ -26,6 +26,7 @@ from graphllm.ops.recurrent.gated_delta.triton_gated_delta import has_prompts, l
 from graphllm.ops.recurrent.gated_delta.triton_lengths import CHUNK, CHUNKED, find_sequence
 from graphllm.ops.recurrent.slots import Slots
 
+_LANES = 4  # programs that share the sequences of a head
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -55,23 +56,24 @@ def _merge(a, b, MERGE: tl.constexpr):
 
 @triton.jit
 def _inverse(A, MERGE: tl.constexpr):
-    """(I + A)^-1 of a strictly lower triangular A [64, 64]: column by column in the blocks of 8 on the diagonal, each
-    within a warp; with those as D, and L as what is below them, by (I + D L)^-1 D, where D L is nilpotent."""
-    b = tl.arange(0, 8)
+    """(I + A)^-1 of a strictly lower triangular A [64, 64]: row by row in the blocks of 16 on the diagonal; with those
+    as D, and L as what is below them, by (I + D L)^-1 D, where D L is nilpotent."""
+    b = tl.arange(0, 4)
+    r = tl.arange(0, 16)
     i = tl.arange(0, 64)
     same = (b[:, None] == b[None, :])[:, :, None, None]
-    below = tl.sum(tl.where(same, tl.permute(tl.reshape(A, [8, 8, 8, 8]), (0, 2, 1, 3)), 0.0), 1)
-    D = tl.where((b[:, None] == b[None, :])[None, :, :], 1.0, below * 0.0)
-    for n in tl.static_range(7):
-        column = tl.sum(tl.where((b == n)[None, None, :], below, 0.0), 2)
-        row = tl.sum(tl.where((b == n)[None, :, None], D, 0.0), 1)
+    blocks = tl.permute(tl.reshape(A, [4, 16, 4, 16]), (0, 2, 1, 3))
+    below = tl.sum(tl.where(same, blocks, 0.0), 1)
+    D = tl.where((r[:, None] == r[None, :])[None, :, :], 1.0, below * 0.0)
+    for n in tl.static_range(15):
+        column = tl.sum(tl.where((r == n)[None, None, :], below, 0.0), 2)
+        row = tl.sum(tl.where((r == n)[None, :, None], D, 0.0), 1)
         D -= column[:, :, None] * row[:, None, :]
     D = tl.reshape(tl.permute(tl.where(same, D[:, None, :, :], 0.0), (0, 2, 1, 3)), [64, 64])
-    N = _merge(D, tl.where((i // 8)[:, None] > (i // 8)[None, :], A, 0.0), MERGE)
-    D -= _merge(N, D, MERGE)
-    N = _merge(N, N, MERGE)
-    D += _merge(N, D, MERGE)
-    return D + _merge(_merge(N, N, MERGE), D, MERGE)
+    L = tl.where((i // 16)[:, None] > (i // 16)[None, :], A, 0.0)
+    N = _merge(D, L, MERGE)
+    some = D - _merge(N, D, MERGE)
+    return some + _merge(_merge(N, N, MERGE), some, MERGE)
 
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
@@ -79,54 +81,51 @@ def _solve_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, start_ptr, inverse_ptr, seen_ptr, factor_ptr, scale, norm_eps, S,
     Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, G_ROW: tl.constexpr,
     G_HEAD: tl.constexpr, BETA_ROW: tl.constexpr, BETA_HEAD: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
+    HEADS: tl.constexpr,  # heads of values that a program makes: SHARE or a divisor
     K: tl.constexpr, K_PAD: tl.constexpr, NORM: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr,
     MERGE: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    chunk = tl.program_id(0) // H
-    head = tl.program_id(0) % H
-    key_head = head // SHARE
+    chunk = tl.program_id(0) // (H // HEADS)
+    head0 = tl.program_id(0) % (H // HEADS) * HEADS
     s, before = find_sequence(start_ptr, chunk, S, CHUNKED, "chunks", BLOCK_S)
     if s < S:
         i = tl.arange(0, CHUNK)
         e = tl.arange(0, K_PAD)
-        row0 = tl.load(start_ptr + s) + (chunk - before) * CHUNK
-        valid = i < tl.load(start_ptr + s + 1) - row0
-        row0 = row0.to(tl.int64)
-        gate = tl.load(g_ptr + row0 * G_ROW + head * G_HEAD + i * G_ROW, mask=valid, other=0.0)
-        beta = tl.load(beta_ptr + row0 * BETA_ROW + head * BETA_HEAD + i * BETA_ROW, mask=valid, other=0.0)
+        t = tl.load(start_ptr + s) + (chunk - before) * CHUNK + i
+        valid = t < tl.load(start_ptr + s + 1)
+        t = t.to(tl.int64)
         inside = valid[:, None] & (e < K)[None, :]
-        k_places = i[:, None] * K_ROW + e[None, :]
-        q_places = i[:, None] * Q_ROW + e[None, :]
-        k = tl.load(k_ptr + row0 * K_ROW + key_head * K_HEAD + k_places, mask=inside, other=0.0)
-        q = tl.load(q_ptr + row0 * Q_ROW + key_head * Q_HEAD + q_places, mask=inside, other=0.0)
-        gate = gate.to(tl.float32) * _LOG2E
-        total = tl.cumsum(gate, 0)
-        last = tl.sum(gate, 0)
+        key_head = head0 // SHARE
+        k = tl.load(k_ptr + (t * K_ROW)[:, None] + key_head * K_HEAD + e[None, :], mask=inside, other=0.0)
+        q = tl.load(q_ptr + (t * Q_ROW)[:, None] + key_head * Q_HEAD + e[None, :], mask=inside, other=0.0)
         of_k = tl.full([CHUNK], 1.0, tl.float32)
         of_q = of_k * scale
         if NORM:
             wide = k.to(tl.float32)
-            of_k = tl.rsqrt(tl.sum(wide * wide, 1) + norm_eps)
+            of_k = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) + norm_eps)
             wide = q.to(tl.float32)
-            of_q = scale * tl.rsqrt(tl.sum(wide * wide, 1) + norm_eps)
-        zeros = tl.zeros([CHUNK, CHUNK], tl.float32)
-        decay = tl.exp2(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
-        decay *= of_k[None, :]
-        at = (chunk * H + head).to(tl.int64)
-        square = at * (CHUNK * CHUNK)
+            of_q = scale / tl.sqrt_rn(tl.sum(wide * wide, 1) + norm_eps)
         places = i[:, None] * CHUNK + i[None, :]
-        seen = _product(q, tl.trans(k), zeros, EMULATED) * decay * of_q[:, None]
-        tl.store(seen_ptr + square + places, seen.to(seen_ptr.dtype.element_ty))
-        row = factor_ptr + at * (4 * CHUNK) + i
-        grown = tl.exp2(total)
-        tl.store(row, grown * of_k)
-        tl.store(row + CHUNK, grown * of_q)
-        tl.store(row + 2 * CHUNK, tl.exp2(tl.minimum(last - total, 0.0)) * of_k)
-        tl.store(row + 3 * CHUNK, tl.exp2(last) + tl.zeros([CHUNK], tl.float32))
-        A = _product(k, tl.trans(k), zeros, EMULATED) * decay * (beta.to(tl.float32) * of_k)[:, None]
-        A = tl.where(i[:, None] > i[None, :], A, 0.0)
-        inverse = _inverse(A, MERGE) * beta.to(tl.float32)[None, :]
-        tl.store(inverse_ptr + square + places, inverse.to(inverse_ptr.dtype.element_ty))
+        for head in range(head0, head0 + HEADS):
+            gate = tl.load(g_ptr + t * G_ROW + head * G_HEAD, mask=valid, other=0.0).to(tl.float32) * _LOG2E
+            beta = tl.load(beta_ptr + t * BETA_ROW + head * BETA_HEAD, mask=valid, other=0.0).to(tl.float32)
+            total = tl.cumsum(gate, 0)
+            decay = tl.exp2(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
+            at = (chunk * H + head).to(tl.int64)
+            square = at * (CHUNK * CHUNK) + places
+            zeros = tl.zeros([CHUNK, CHUNK], tl.float32)
+            seen = _product(q, tl.trans(k), zeros, EMULATED) * decay * (of_q[:, None] * of_k[None, :])
+            tl.store(seen_ptr + square, seen.to(seen_ptr.dtype.element_ty))
+            A = _product(k, tl.trans(k), zeros, EMULATED) * decay * ((beta * of_k)[:, None] * of_k[None, :])
+            inverse = _inverse(tl.where(i[:, None] > i[None, :], A, 0.0), MERGE) * beta[None, :]
+            tl.store(inverse_ptr + square, inverse.to(inverse_ptr.dtype.element_ty))
+            row = factor_ptr + at * (4 * CHUNK) + i
+            grown = tl.exp2(total)
+            last = tl.sum(gate, 0)
+            tl.store(row, grown * of_k)
+            tl.store(row + CHUNK, grown * of_q)
+            tl.store(row + 2 * CHUNK, tl.exp2(tl.minimum(last - total, 0.0)) * of_k)
+            tl.store(row + 3 * CHUNK, tl.exp2(last) + tl.zeros([CHUNK], tl.float32))
 
 
 @triton.jit
@@ -156,7 +155,7 @@ def _carry_kernel(
     T, CHUNKS, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
     V_ROW: tl.constexpr, V_HEAD: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr,
     H: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr,
-    BLOCK_V: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr, COPIES: tl.constexpr, EMULATED: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr, TMA: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // BLOCKS
@@ -175,7 +174,7 @@ def _carry_kernel(
     q_ptr += key_head * Q_HEAD
     v_ptr += head * V_HEAD
     out_ptr += head * V
-    if COPIES:
+    if TMA:
         k_tiles = tl.make_tensor_descriptor(k_ptr, [T, K], [K_ROW, 1], [CHUNK, K_PAD])
         q_tiles = tl.make_tensor_descriptor(q_ptr, [T, K], [Q_ROW, 1], [CHUNK, K_PAD])
         v_tiles = tl.make_tensor_descriptor(v_ptr, [T, V], [V_ROW, 1], [CHUNK, BLOCK_V])
@@ -193,7 +192,7 @@ def _carry_kernel(
         whole = (end - first) // CHUNK
         last = tl.cdiv(end - first, CHUNK) - 1
         of_k, of_q, of_delta, of_state = _factors(factor_ptr, before * H + head)
-        if COPIES:
+        if TMA:
             for chunk in range(whole):
                 t = first + chunk * CHUNK
                 at = (before + chunk) * H + head
@@ -208,8 +207,8 @@ def _carry_kernel(
                 of_k, of_q, of_delta, of_state = next_k, next_q, next_delta, next_state
                 to = out_ptr + t.to(tl.int64) * (H * V) + out_places
                 tl.store(to, answer.to(out_ptr.dtype.element_ty), mask=(rows < V)[None, :])
-        STAGES: tl.constexpr = 1 if COPIES else None  # the last tokens, or all chunks
-        for chunk in tl.range(whole if COPIES else 0, tl.cdiv(end - first, CHUNK), num_stages=STAGES):
+        STAGES: tl.constexpr = 1 if TMA else None  # the last tokens, or all chunks
+        for chunk in tl.range(whole if TMA else 0, tl.cdiv(end - first, CHUNK), num_stages=STAGES):
             t = first + chunk * CHUNK
             valid = i < end - t
             t = t.to(tl.int64)
@@ -233,6 +232,119 @@ def _carry_kernel(
         s, before = find_sequence(start_ptr, rank, S, CHUNKED, "long", BLOCK_S)
 
 
+@triton.jit
+def _advance_rows(state, k, q, v, inverse, seen, of_k, of_q, of_delta, of_state, EMULATED: tl.constexpr):
+    """The state [V, K] after a chunk, and what it answers [V, 64]: results stay in registers as the next product's
+    left factor."""
+    held = _narrow(state, EMULATED)
+    zeros = tl.zeros([state.shape[0], CHUNK], tl.float32)
+    known = _product(held, tl.trans(k), zeros, EMULATED) * of_k[None, :]
+    unknown = _narrow(tl.trans(v).to(tl.float32) - known, EMULATED)
+    delta = _product(unknown, tl.trans(inverse), zeros, EMULATED)
+    state = _product(_narrow(delta * of_delta[None, :], EMULATED), k, state * of_state, EMULATED)
+    answer = _product(held, tl.trans(q), zeros, EMULATED) * of_q[None, :]
+    return state, _product(_narrow(delta, EMULATED), tl.trans(seen), answer, EMULATED)
+
+
+@triton.jit(do_not_specialize_on_alignment=["S", "T", "CHUNKS"])
+def _carry_rows_kernel(
+    q_ptr, k_ptr, v_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, inverse_ptr, seen_ptr, factor_ptr, S,
+    T, CHUNKS, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
+    V_ROW: tl.constexpr, V_HEAD: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr,
+    H: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr, TMA: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    head = tl.program_id(0) // BLOCKS
+    row0 = tl.program_id(0) % BLOCKS * BLOCK_V
+    rows = row0 + tl.arange(0, BLOCK_V)
+    key_head = head // SHARE
+    i = tl.arange(0, CHUNK)
+    e = tl.arange(0, K_PAD)
+    places = i[:, None] * CHUNK + i[None, :]
+    in_state = (rows < V)[:, None] & (e < K)[None, :]
+    k_places = i[:, None] * K_ROW + e[None, :]
+    q_places = i[:, None] * Q_ROW + e[None, :]
+    v_places = i[:, None] * V_ROW + rows[None, :]
+    out_places = i[:, None] * (H * V) + rows[None, :]
+    k_ptr += key_head * K_HEAD
+    q_ptr += key_head * Q_HEAD
+    v_ptr += head * V_HEAD
+    out_ptr += head * V
+    if TMA:
+        k_tiles = tl.make_tensor_descriptor(k_ptr, [T, K], [K_ROW, 1], [CHUNK, K_PAD])
+        q_tiles = tl.make_tensor_descriptor(q_ptr, [T, K], [Q_ROW, 1], [CHUNK, K_PAD])
+        v_tiles = tl.make_tensor_descriptor(v_ptr, [T, V], [V_ROW, 1], [CHUNK, BLOCK_V])
+        squares = CHUNKS * H * CHUNK
+        inverses = tl.make_tensor_descriptor(inverse_ptr, [squares, CHUNK], [CHUNK, 1], [CHUNK, CHUNK])
+        seens = tl.make_tensor_descriptor(seen_ptr, [squares, CHUNK], [CHUNK, 1], [CHUNK, CHUNK])
+    rank = tl.program_id(1)
+    s, before = find_sequence(start_ptr, rank, S, CHUNKED, "long", BLOCK_S)
+    while s < S:
+        first = tl.load(start_ptr + s)
+        end = tl.load(start_ptr + s + 1)
+        entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[:, None] * K + e[None, :]
+        state = tl.load(entry + tl.load(version_ptr + s).to(tl.int64) * VERSION, mask=in_state, other=0.0)
+        state = state.to(tl.float32)
+        whole = (end - first) // CHUNK
+        last = tl.cdiv(end - first, CHUNK) - 1
+        start = factor_ptr + (before * H + head).to(tl.int64) * (4 * CHUNK)
+        of_state = tl.load(start + 3 * CHUNK)
+        of_q = tl.load(start + CHUNK + i)
+        if TMA:
+            for chunk in range(whole):
+                t = first + chunk * CHUNK
+                at = (before + chunk) * H + head
+                after = ((before + tl.minimum(chunk + 1, last)) * H + head).to(tl.int64)
+                next_state = tl.load(factor_ptr + after * (4 * CHUNK) + 3 * CHUNK)
+                next_q = tl.load(factor_ptr + after * (4 * CHUNK) + CHUNK + i)
+                row = factor_ptr + at.to(tl.int64) * (4 * CHUNK) + i
+                state, answer = _advance_rows(
+                    state, k_tiles.load([t, 0]), q_tiles.load([t, 0]), v_tiles.load([t, row0]),
+                    inverses.load([at * CHUNK, 0]), seens.load([at * CHUNK, 0]),
+                    tl.load(row), of_q, tl.load(row + 2 * CHUNK), of_state, EMULATED,
+                )  # fmt: skip
+                of_state, of_q = next_state, next_q
+                to = out_ptr + t.to(tl.int64) * (H * V) + out_places
+                tl.store(to, tl.trans(answer).to(out_ptr.dtype.element_ty), mask=(rows < V)[None, :])
+        STAGES: tl.constexpr = 1 if TMA else None  # the last tokens, or all chunks
+        for chunk in tl.range(whole if TMA else 0, tl.cdiv(end - first, CHUNK), num_stages=STAGES):
+            t = first + chunk * CHUNK
+            valid = i < end - t
+            t = t.to(tl.int64)
+            in_keys = valid[:, None] & (e < K)[None, :]
+            in_values = valid[:, None] & (rows < V)[None, :]
+            at = ((before + chunk) * H + head).to(tl.int64)
+            square = at * (CHUNK * CHUNK) + places
+            k = tl.load(k_ptr + t * K_ROW + k_places, mask=in_keys, other=0.0)
+            q = tl.load(q_ptr + t * Q_ROW + q_places, mask=in_keys, other=0.0)
+            v = tl.load(v_ptr + t * V_ROW + v_places, mask=in_values, other=0.0)
+            inverse, seen = tl.load(inverse_ptr + square), tl.load(seen_ptr + square)
+            after = ((before + tl.minimum(chunk + 1, last)) * H + head).to(tl.int64)
+            next_state = tl.load(factor_ptr + after * (4 * CHUNK) + 3 * CHUNK)
+            next_q = tl.load(factor_ptr + after * (4 * CHUNK) + CHUNK + i)
+            row = factor_ptr + at * (4 * CHUNK) + i
+            state, answer = _advance_rows(
+                state,
+                k,
+                q,
+                v,
+                inverse,
+                seen,
+                tl.load(row),
+                of_q,
+                tl.load(row + 2 * CHUNK),
+                of_state,
+                EMULATED,
+            )
+            of_state, of_q = next_state, next_q
+            to = out_ptr + t * (H * V) + out_places
+            tl.store(to, tl.trans(answer).to(out_ptr.dtype.element_ty), mask=in_values)
+        tl.store(entry + (VERSIONS - 1) * VERSION, state.to(state_ptr.dtype.element_ty), mask=in_state)
+        rank += tl.num_programs(1)
+        s, before = find_sequence(start_ptr, rank, S, CHUNKED, "long", BLOCK_S)
+
+
 def launch_solve(
     q_TGK: Tensor, k_TGK: Tensor, g_TH: Tensor, beta_TH: Tensor, starts: Tensor, scale: float, norm_eps: float,
     chunked: int,
@@ -250,56 +362,57 @@ def launch_solve(
         _solve_kernel, (chunks * H,),
         q_TGK, k_TGK, g_TH, beta_TH, starts, inverse, seen, factors, scale, norm_eps, starts.shape[0] - 1,
         **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
-        H=H, SHARE=H // G, K=K, K_PAD=max(16, triton.next_power_of_2(K)), NORM=norm_eps > 0,
-        CHUNKED=chunked, BLOCK_S=256, MERGE="ieee" if emulated else "bf16", EMULATED=emulated, num_warps=4,
-        maxnreg=168,
+        H=H, SHARE=H // G, HEADS=1, K=K, K_PAD=max(16, triton.next_power_of_2(K)), NORM=norm_eps > 0,
+        CHUNKED=chunked, BLOCK_S=256, MERGE="ieee" if emulated else "tf32", EMULATED=emulated, num_warps=4,
+        maxnreg=168,  # so that three programs fit a processor: a fifth faster
     )  # fmt: skip
     return inverse, seen, factors
 
 
 def launch_carry(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, state: Tensor, at: Slots, out_THV: Tensor,
-    solved: tuple[Tensor, Tensor, Tensor], chunked: int, block_v: int, stages: int, copies: bool, lanes: int,
+    solved: tuple[Tensor, Tensor, Tensor], chunked: int, block_v: int, turned: bool,
 ) -> None:  # fmt: skip
     """States of sequences of at least ``chunked`` tokens, and what they answer.
 
-    copies: by the copy engine, but for what is left of a sequence behind its last whole chunk.
-    lanes: programs that share a head's sequences.
+    block_v: rows of a state that a program has.
+    turned: by the kernel whose products have these rows last.
     """
     versions, H, V, K = state.shape[1:]
     tensors = {"Q": q_TGK, "K": k_TGK, "V": v_THV}
     launch_triton(
-        _carry_kernel, (H * ((V + block_v - 1) // block_v), lanes),
+        _carry_rows_kernel if turned else _carry_kernel, (H * ((V + block_v - 1) // block_v), _LANES),
         q_TGK, k_TGK, v_THV, state, out_THV, *at, *solved, at.slots.shape[0],
         q_TGK.shape[0], solved[0].shape[0],
         **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
         SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=versions, H=H, SHARE=H // q_TGK.shape[1], K=K, V=V,
         K_PAD=max(16, triton.next_power_of_2(K)), BLOCK_V=block_v, CHUNKED=chunked, BLOCK_S=256,
-        COPIES=copies, EMULATED=triton.knobs.runtime.interpret, num_warps=4, num_stages=stages,
+        TMA=turned, EMULATED=triton.knobs.runtime.interpret, num_warps=4, num_stages=3,
     )  # fmt: skip
 
 
-def _configs(site: CallSite) -> list[dict[str, int]]:
-    """One program a processor, as its shared memory is full: few rows of a state in each where a prompt alone has few
-    programs then, and several programs for a head's sequences where there are processors left. Copies are of 16 bytes
-    at multiples of 16."""
-    (H, V), processors = site.args["v_THV"].shape[1:], site.target.multiprocessors
-    block_v, stages = (64, 3) if H * triton.cdiv(V, 32) > processors else (32, 4)
+def _by_copies(site: CallSite) -> bool:
+    """Whether the copy engine takes rows of queries, keys and values: 16 bytes at multiples of 16."""
     rows = [site.args[name] for name in ("q_TGK", "k_TGK", "v_THV")]
-    copies = all(number % 8 == 0 for t in rows for number in (t.storage_offset(), *t.stride()[:2]))
-    lanes = max(1, processors // (H * triton.cdiv(V, block_v)))
-    return [{"block_v": block_v, "stages": stages if copies else 3, "copies": int(copies), "lanes": lanes}]
+    return all(number % 8 == 0 for t in rows for number in (t.storage_offset(), *t.stride()[:2]))
+
+
+def _configs(site: CallSite) -> list[dict[str, int]]:
+    """Rows of a state that a program has, and whether products are turned, which takes rows of whole chunks by the copy
+    engine: what ran on an H200 beside float64 (bench/notes/recurrent.md)."""
+    turned = [{"block_v": 64, "turned": 1}] if _by_copies(site) else []
+    return [{"block_v": 32, "turned": 0}, *turned]
 
 
 @gated_delta.impl("triton_chunks", device="cuda", supports=has_prompts, configs=_configs)
 def triton_chunks(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots, scale: float,
-    norm_eps: float, *, block_v: int, stages: int, copies: int, lanes: int,
+    norm_eps: float, *, block_v: int, turned: int,
 ) -> Tensor:  # fmt: skip
     """Sequences of many tokens by chunks, in two launches, and the others token by token in a third."""
     out_THV = v_THV.new_empty(v_THV.shape)
     chunked = max(CHUNKED, state.shape[1] + 1)  # at most as many tokens as versions: each one's state is kept
     solved = launch_solve(q_TGK, k_TGK, g, beta_TH, at.query_start_loc, scale, norm_eps, chunked)
-    launch_carry(q_TGK, k_TGK, v_THV, state, at, out_THV, solved, chunked, block_v, stages, copies > 0, lanes)
+    launch_carry(q_TGK, k_TGK, v_THV, state, at, out_THV, solved, chunked, block_v, turned > 0)
     launch_tokens(q_TGK, k_TGK, v_THV, g, beta_TH, state, at, out_THV, scale, norm_eps, below=chunked)
     return out_THV

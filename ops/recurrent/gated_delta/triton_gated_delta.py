@@ -20,8 +20,8 @@ from graphllm.ops.recurrent.gated_delta.triton_lengths import CHUNKED, find_sequ
 from graphllm.ops.recurrent.slots import Slots
 
 _NUMBERS = 2048  # of a state that a program has, if nothing else is chosen
-_LANES = 16  # programs that share a block's short sequences in a step with prompts
-_MOST_KEYS = 128  # entries of a key that chunks take
+_LANES = 64  # programs that share a block's short sequences in a step with prompts
+_CHUNKED_SIZES = (128, 128)  # numbers of a value and of a key: chunks ran on a GPU with these
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def has_prompts(site: CallSite) -> bool:
         and bucket.hi >= CHUNKED
         and g.dim() == 2
         and all(t.dtype == torch.bfloat16 for t in (q, k, v))
-        and state.shape[4] <= _MOST_KEYS
+        and tuple(state.shape[3:]) == _CHUNKED_SIZES
         and _plain(site)
     )
 
@@ -165,9 +165,10 @@ def launch_tokens(
     (versions, H, V, K), S = state.shape[1:], at.slots.shape[0]
     K_pad = triton.next_power_of_2(K)
     block = max(1, min(triton.next_power_of_2(V), numbers // K_pad))
+    lanes = S if not below else 2 if triton.knobs.runtime.interpret else _LANES  # programs are slow where interpreted
     tensors = {"Q": q_TGK, "K": k_TGK, "V": v_THV, "G": g, "BETA": beta_TH}
     launch_triton(
-        _delta_kernel, ((V + block - 1) // block, H, _LANES if below else S),
+        _delta_kernel, ((V + block - 1) // block, H, lanes),
         q_TGK, k_TGK, v_THV, g, beta_TH, state, out_THV, *at, scale, norm_eps, S,
         **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
         SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=versions, H=H, SHARE=H // q_TGK.shape[1], K=K, V=V,
