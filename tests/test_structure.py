@@ -41,7 +41,7 @@ ROOMS = {
     "ops": (
         ("activations", "collectives", "cpu", "encodings", "norms", "rows"),
         ("attention", "embeddings", "sampling"),
-        ("lora", "speculation"),
+        ("lora", "recurrent", "speculation"),
         ("gemm",),
         ("moe",),
     ),

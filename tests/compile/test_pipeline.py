@@ -143,9 +143,10 @@ def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
             "03-add_adapters",
             "04-quantize_linear",
             "05-quantize_moe",
-            "06-scale_cache",
-            "07-attend_tree",
-            "08-fuse_attention",
+            "06-join_shared_expert",
+            "07-scale_cache",
+            "08-attend_tree",
+            "09-fuse_attention",
         )
         for unit in units
     ]
@@ -241,6 +242,7 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
             "add_adapters",
             "quantize_linear",
             "quantize_moe",
+            "join_shared_expert",
             "scale_cache",
             "attend_tree",
             "fuse_attention",
