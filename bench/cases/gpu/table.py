@@ -164,6 +164,14 @@ def recurrent_layers(c: dict) -> tuple[int, float, int]:
     return 0, 0.0, 0
 
 
+def state_bytes(artifact: str) -> int:
+    """Of a number of a recurrent state."""
+    from graphllm.program.artifact import Artifact
+    from graphllm.weights.dtypes import ITEMSIZE
+
+    return ITEMSIZE[Artifact.open(Path(artifact)).config.state_dtypes["recurrent"]]
+
+
 def this_gpu() -> str:
     """Its key in RATES; an H200's where it has none."""
     import torch
@@ -181,6 +189,7 @@ def measure(shape: str, artifact: str, folder: str, runs: int, only: str = "", r
     between commas."""
     core = load(Path(artifact), Path(folder))
     rng, vocab, floor = np.random.default_rng(0), SHAPES[shape]["vocab_size"], Floor(SHAPES[shape], ranks, this_gpu())
+    floor.state *= state_bytes(artifact) / 4
 
     def prompts(lengths: Any) -> list[list[int]]:
         return [rng.integers(0, vocab, n).tolist() for n in lengths]
@@ -255,8 +264,8 @@ def check_states(core: Any) -> None:
 
     slots = [state.slot for state in core.scheduler.requests.by_slot if state is not None][:2]
     for name, tensor in core.executor.states.tensors.items():
-        if tensor.dtype == torch.float32 and name.split(".")[-1] in ("delta", "ssm"):
-            first, second = (tensor[slot, 0] for slot in slots)
+        if tensor.dtype.is_floating_point and name.split(".")[-1] in ("delta", "ssm"):
+            first, second = (tensor[slot, 0].float() for slot in slots)
             if not (first.isfinite().all() and first.abs().mean() > 1e-7 and not torch.equal(first, second)):
                 raise AssertionError(f"the work is not real: {name} of two sequences {first.abs().mean():.3g}")
 
