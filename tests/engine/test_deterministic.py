@@ -12,7 +12,7 @@ import pytest
 
 from graphllm.config import ConfigError
 from graphllm.config.requests.sampling_params import SamplingParams
-from graphllm.embedded import MODEL_DIR, MOE_DIR
+from graphllm.embedded import HYBRID_DIR, MODEL_DIR, MOE_DIR
 from graphllm.engine.core import EngineCore
 from graphllm.engine.requests.request import EngineRequest
 from tests.artifacts import artifact_of
@@ -22,6 +22,7 @@ MODELS: dict[str, tuple[Path, dict[str, Any]]] = {
     "bfloat16": (MODEL_DIR, {"dtype": "bfloat16"}),
     "float32": (MODEL_DIR, {"dtype": "float32"}),
     "experts": (MOE_DIR, {"dtype": "bfloat16"}),
+    "hybrid": (HYBRID_DIR, {"dtype": "bfloat16"}),
     "int8": (MODEL_DIR, {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "fp8"}),
 }
 BATCHES = 12  # of each model in the suite, and 500 with the slow tests
