@@ -152,7 +152,7 @@ def _decodes(site: CallSite) -> bool:
 def _configs(site: CallSite) -> list[dict[str, int]]:
     return [
         {"most": site.bucket.query_len, "block": block, "num_warps": warps}
-        for block, warps in ((128, 1), (256, 2), (512, 4))
+        for block, warps in ((128, 4), (256, 4), (512, 8))
     ]
 
 
