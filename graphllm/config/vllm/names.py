@@ -393,9 +393,11 @@ SAMPLING_NAMES: Mapping[str, ForeignName] = {
 }  # fmt: skip
 
 # Other words for values that settings have.
+_DTYPES = {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"}
 SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
-    "dtype": {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"},
-    "kv_cache_dtype": {"fp8_e4m3": "fp8", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"},
+    "dtype": _DTYPES,
+    "kv_cache_dtype": {"fp8_e4m3": "fp8", **_DTYPES},
+    "mamba_ssm_cache_dtype": _DTYPES,
     "max_model_len": {-1: None, "-1": None, "auto": None},
     "logits_processors": {None: ()},
     "generation_config": {None: "auto"},
