@@ -820,6 +820,20 @@ def test_snapshots_at_intervals() -> None:
     assert _cached(sim, "again", text[:13], limit=1) == 0
 
 
+@pytest.mark.parametrize("ended", ["aborted", "without_output"])
+def test_a_request_ends_at_a_boundary_where_drafts_see_the_next_token(ended: str) -> None:
+    """The snapshot there is in flight, and no token follows that its digest needs. The one before is found."""
+    sim = simulation(recurrent=True, num_snapshots=6, lookahead=2, next_seen=True, query_lens=(3,))
+    sim.add(request("a", prompt(8), 5 if ended == "aborted" else 0))
+    sim.step()
+    sim.step()
+    if ended == "aborted":
+        sim.abort("a")
+    sim.run()
+    assert sim.scheduler.cache.states.idle
+    assert _cached(sim, "b", prompt(10)) == 4
+
+
 def test_siblings_of_a_recurrent_model_resume_at_a_snapshot() -> None:
     sim = simulation(recurrent=True, num_snapshots=3)
     _siblings(sim, 3, prompt(10))
