@@ -31,12 +31,13 @@ def build(
     progress: Callable[[str, int, int], None],
     place: Path,
     bake: bool,
-    usual_seqs: bool = False,
+    room: int = 0,
 ) -> None:
     """Compile into the folder ``place``. tensors: the digest of ``source``. Raises ConfigError where
     the checkpoint does not fit the model.
 
-    usual_seqs: nobody has said how many sequences. Raises TooManySequencesError where there is memory for fewer."""
+    room: see `room_of_rank`, where nobody has said how many sequences; 0 where somebody has. Raises
+    TooManySequencesError where it is enough for fewer."""
     native = config.target.device == "cpu" and config.backend != "eager"
     # On a GPU, garbage may hold memory that tuning needs.
     collections = _compiling() if native else contextlib.nullcontext()
@@ -46,8 +47,8 @@ def build(
             objects.guess()
         pipeline = importlib.import_module("graphllm.compile.pipeline")  # with torch, while objects are compiled
         _check(pipeline.find_model(source.config), source, config)
-        if usual_seqs:
-            most = importlib.import_module("graphllm.loading.artifact.slots").most_sequences(source, config)
+        if room:
+            most = importlib.import_module("graphllm.loading.artifact.slots").most_sequences(source, config, room)
             if most < config.max_num_seqs:
                 raise TooManySequencesError(most)
         complete = None

@@ -9,25 +9,17 @@ from graphllm.compile.described import described
 from graphllm.compile.families import find_model, local_model
 from graphllm.compile.layout import plan_layout
 from graphllm.config import CompileConfig
-from graphllm.host.machine import gpu_memory, total_memory
+from graphllm.loading.artifact.resolve import fitting_sequences
 from graphllm.loading.checkpoint.source import Source
 from graphllm.weights.plan.plan import make_plan
 
-_SHARE = 4  # one part in so many of what the weights leave is for states of slots, the rest for the cache
 
-
-def most_sequences(source: Source, config: CompileConfig) -> int:
-    """Sequences for which there is memory on this machine, a power of two; the config's number where so many fit."""
+def most_sequences(source: Source, config: CompileConfig, room: int) -> int:
+    """Sequences for which there is memory before anything is built, see `fitting_sequences`."""
     fields, ranks = described(source.config, config.max_model_len), config.tensor_parallel_size
     layout = plan_layout(*local_model(fields, ranks, config.enable_expert_parallel), config)
-    each = layout.versions * layout.slot_bytes
-    memory = gpu_memory() * 9 // 10 if config.target.device == "cuda" else total_memory() // ranks
-    if not each or not memory:
+    if not layout.slot_bytes:
         return config.max_num_seqs
     model = find_model(fields)
-    weights = make_plan(model, model.config(fields), config.dtype).total_bytes // ranks
-    # Quantized weights are smaller than that.
-    fitting = max(memory - weights, memory // 8) // _SHARE // each
-    if fitting >= config.max_num_seqs:
-        return config.max_num_seqs
-    return 1 << max(0, fitting.bit_length() - 1)
+    weights = make_plan(model, model.config(fields), config.dtype).total_bytes // ranks  # quantized ones are smaller
+    return fitting_sequences(room, weights, layout.versions * layout.slot_bytes, config.max_num_seqs)
