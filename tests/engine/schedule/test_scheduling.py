@@ -955,6 +955,18 @@ def test_an_exported_prefix_is_found_elsewhere(windows: tuple[int, ...], recurre
 # Models that keep nothing between steps
 
 
+def test_a_running_sequence_does_not_write_over_what_was_imported() -> None:
+    """The only snapshot, which it has written before."""
+    first, second = simulation(recurrent=True, num_snapshots=4), simulation(recurrent=True, num_snapshots=1)
+    _cached(first, "b", prompt(9, 5))
+    second.add(request("a", prompt(3), 20))
+    for _ in range(7):
+        second.step()
+    assert second.adopt(first.export(request("b", prompt(9, 5)))) == 0
+    second.run()
+    assert _cached(second, "b", prompt(9, 5)) == 8
+
+
 def test_a_prompt_is_computed_in_one_step_where_nothing_is_kept() -> None:
     sim = simulation(windows=(), max_num_batched_tokens=16, long_prefill_token_threshold=4)
     with pytest.raises(ConfigError, match="request long: 17 prompt tokens; this model computes a prompt in one step"):
