@@ -82,7 +82,7 @@ class SlotStates:
 
     @property
     def idle(self) -> bool:
-        """No snapshot is held."""
+        """No sequence has states, and no snapshot is held."""
         return True
 
 
@@ -287,4 +287,4 @@ class RecurrentStates(SlotStates):
     @property
     def idle(self) -> bool:
         pool = self._snapshots.pool
-        return pool.free_blocks == len(pool.references) - 1
+        return not self._left and pool.free_blocks == len(pool.references) - 1

@@ -399,6 +399,16 @@ def test_reset_and_off() -> None:
     assert [_cached(sim, i, prompt(9)) for i in "ab"] == [0, 0]
 
 
+def test_no_reset_while_a_sequence_has_states() -> None:
+    """It has no blocks, but would leave snapshots of what was there before the reset."""
+    sim = simulation(windows=(), recurrent=True, num_snapshots=4)
+    sim.add(request("a", prompt(3), 6))
+    sim.step()
+    assert not sim.scheduler.cache.reset()
+    sim.run()
+    assert sim.scheduler.cache.reset()
+
+
 def test_the_end_of_what_is_cached_is_evicted_first() -> None:
     sim = simulation(pages=10)
     _cached(sim, "a", prompt(25), limit=1)  # 7 pages, 6 of them full

@@ -186,6 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def reset_cache(self) -> None:
         pools = [self.sim.pool, *(snapshots.pool for snapshots in self.sim.scheduler.cache.states.pools)]
         idle = all(pool.free_blocks == len(pool.references) - 1 for pool in pools)
+        idle &= not (self.sim.layout.recurrent and self.sim.scheduler.running)
         assert self.sim.scheduler.cache.reset() == idle
 
     def teardown(self) -> None:
