@@ -63,3 +63,6 @@ def test_machines_that_share_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     small = used.weights + 4 * 20 * used.snapshot
     assert [taken(small), taken(large), taken(small)] == [16, 64, 16]
     assert taken(2 * small, data_parallel_size=2) == 16
+    monkeypatch.setattr("graphllm.loading.artifact.compiling.build", lambda *given: pytest.fail("compiled again"))
+    next((tmp_path / "cache" / "artifacts").glob(".model-*.sequences")).unlink()
+    assert taken(small, artifact="require") == 16

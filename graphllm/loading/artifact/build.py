@@ -24,8 +24,8 @@ from graphllm.loading.artifact.behind import compile_behind
 from graphllm.loading.artifact.resolve import (
     TooManySequencesError,
     check_devices,
+    check_fitting,
     compile_config,
-    fitting_sequences,
     kernel_threads,
     room_of_rank,
 )
@@ -77,9 +77,14 @@ def _found_or_built(
 ) -> Artifact:  # fmt: skip
     place = folder or artifact_folder(source, config, env)
     if policy != "rebuild" and (found := _find(source, place)) is not None:
-        _check_room(found, room)
+        if room:  # it may be from a machine with more memory
+            memory = found.memory
+            each = memory.snapshot * found.config.longest_query
+            check_fitting(room, memory.weights, each, found.config.max_num_seqs)
         return found
     if policy == "require":
+        if room:  # there may be one with fewer sequences
+            importlib.import_module("graphllm.loading.artifact.slots").check_sequences(source, config, room)
         raise artifact.ArtifactError(f"--artifact require: there is none at {place}; make it with `graphllm compile`")
     if policy == "use":
         config = replace(config, backend="eager")
@@ -91,16 +96,6 @@ def _found_or_built(
             return found
         _build(source, config, env, progress, place, bake, room)
     return Artifact.open(place)
-
-
-def _check_room(found: Artifact, room: int) -> None:
-    """Raise TooManySequencesError where an artifact, maybe from another machine, has states for more sequences than
-    have room. room: 0 where somebody has said how many."""
-    memory, config = found.memory, found.config
-    each = memory.snapshot * config.longest_query
-    most = fitting_sequences(room, memory.weights, each, config.max_num_seqs) if room else config.max_num_seqs
-    if most < config.max_num_seqs:
-        raise TooManySequencesError(most)
 
 
 def _find(source: Source, place: Path) -> Artifact | None:

@@ -14,7 +14,6 @@ from graphllm.compile.codegen.objects import Objects
 from graphllm.compile.tuning.workers import open_workers
 from graphllm.config import CompileConfig, ConfigError, Env
 from graphllm.host.garbage_collection import keep_all, no_collections
-from graphllm.loading.artifact.resolve import TooManySequencesError
 from graphllm.loading.checkpoint.source import Source
 from graphllm.program.artifact import libraries_of
 from graphllm.program.program import read_program
@@ -48,9 +47,7 @@ def build(
         pipeline = importlib.import_module("graphllm.compile.pipeline")  # with torch, while objects are compiled
         _check(pipeline.find_model(source.config), source, config)
         if room:
-            most = importlib.import_module("graphllm.loading.artifact.slots").most_sequences(source, config, room)
-            if most < config.max_num_seqs:
-                raise TooManySequencesError(most)
+            importlib.import_module("graphllm.loading.artifact.slots").check_sequences(source, config, room)
         complete = None
         if bake:
             complete = functools.partial(_bake, source)

@@ -28,7 +28,7 @@ _SHARE = 4  # one part in so many of what the weights leave is for states of slo
 
 
 class TooManySequencesError(Exception):
-    """The states of as many sequences as usual leave too little memory. most: how many are few enough."""
+    """The states of as many sequences as usual leave too little memory. most: a power of two that does not."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
@@ -43,14 +43,15 @@ def room_of_rank(args: EngineArgs, config: CompileConfig) -> int:
     return total_memory() // (config.tensor_parallel_size * assemble(ParallelConfig, vars(args)).cores)
 
 
-def fitting_sequences(room: int, weights: int, each: int, most: int) -> int:
-    """Sequences whose recurrent states have room beside the weights and the cache: ``most``, or a power of two below.
+def check_fitting(room: int, weights: int, each: int, wanted: int) -> None:
+    """Raise TooManySequencesError where the recurrent states of so many sequences leave too little for the cache.
 
     room: see `room_of_rank`.
     weights, each: bytes of a rank's weights, and of one sequence's states.
     """
-    fitting = max(room - weights, room // 8) // _SHARE // each if each else most
-    return most if fitting >= most else 1 << max(0, fitting.bit_length() - 1)
+    fitting = max(room - weights, room // 8) // _SHARE // each if each else wanted
+    if fitting < wanted:
+        raise TooManySequencesError(1 << max(0, fitting.bit_length() - 1))
 
 
 def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> CompileConfig:
