@@ -55,8 +55,8 @@ def build(args: EngineArgs, output: Path | None, bake: bool = False) -> None:
     env = Env.read()
     with compile_progress() as progress, build_errors():
 
-        def take(config: CompileConfig, usual_seqs: bool) -> Artifact:
-            return find_or_build(source, config, env, "rebuild", progress, output, bake, usual_seqs)
+        def take(config: CompileConfig, room: int) -> Artifact:
+            return find_or_build(source, config, env, "rebuild", progress, output, bake, room)
 
         artifact = fitting(source, args, env, take)
     memory = artifact.memory

@@ -391,6 +391,11 @@ def _check_deterministic(config: CompileConfig) -> None:
     """Raise ConfigError for what depends on the batch whatever kernels do."""
     if config.backend == "eager":
         raise ConfigError("deterministic: products of the backend eager depend on the batch; use inductor")
+    if config.mamba_ssm_cache_dtype not in ("auto", "float32"):
+        raise ConfigError(
+            f"deterministic: mamba_ssm_cache_dtype is {config.mamba_ssm_cache_dtype}, and each step would round the "
+            "states, so how a prompt is divided would matter; leave it out"
+        )
     if config.num_speculative_tokens:
         raise ConfigError(
             f"deterministic: num_speculative_tokens is {config.num_speculative_tokens}, and drafts are verified by "

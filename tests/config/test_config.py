@@ -97,6 +97,14 @@ def test_impossible_settings(wanted: dict[str, Any], message: str, target: Any) 
         compile_config(MODEL, EngineArgs(**wanted))
 
 
+def test_deterministic_states_are_not_rounded(target: Any) -> None:
+    """A step writes them, so where a prompt's chunks end would matter."""
+    target(H200)
+    with pytest.raises(ConfigError, match="deterministic: mamba_ssm_cache_dtype is float16"):
+        compile_config(MODEL, EngineArgs(deterministic=True, mamba_ssm_cache_dtype="float16"))
+    assert compile_config(MODEL, EngineArgs(deterministic=True, mamba_ssm_cache_dtype="float32")).deterministic
+
+
 def test_parse_buckets() -> None:
     expected = (Bucket("decode", 1, 1), Bucket("decode", 2, 64), Bucket("mixed", 2, 2048))
     assert parse_buckets("decode-1, decode-2-64,mixed-2-2048") == expected

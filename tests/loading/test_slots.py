@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from graphllm.config import EngineArgs, Env
-from graphllm.loading.artifact import slots
+from graphllm.loading.artifact import resolve
 from graphllm.loading.artifact.build import take_artifact
 from graphllm.loading.artifact.compiling import build
 from graphllm.loading.checkpoint.source import find_source
@@ -36,7 +36,7 @@ def test_fewer_sequences_where_their_states_are_large(
     assert "max_num_seqs" not in caplog.text
     each, weights = usual.memory.snapshot, usual.memory.weights
 
-    monkeypatch.setattr(slots, "total_memory", lambda: weights + 4 * 20 * each)
+    monkeypatch.setattr(resolve, "total_memory", lambda: weights + 4 * 20 * each)
     with caplog.at_level(logging.WARNING):
         fewer = _taken(tmp_path / "model", tmp_path / "second", monkeypatch)
     assert fewer.config.max_num_seqs == 16
@@ -46,3 +46,23 @@ def test_fewer_sequences_where_their_states_are_large(
     monkeypatch.setattr("graphllm.loading.artifact.compiling.build", build)
     said = _taken(tmp_path / "model", tmp_path / "second", monkeypatch, max_num_seqs=32)
     assert said.config.max_num_seqs == 32
+
+
+def test_machines_that_share_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has as many sequences as its own memory allows, whoever came first. Engine cores of one machine share its
+    memory."""
+    parity.saved_oracle(next(a for a in parity.ARCHS if a.name == "mamba2"), tmp_path / "model")
+
+    def taken(memory: int, **given: Any) -> int:
+        monkeypatch.setattr(resolve, "total_memory", lambda: memory)
+        return _taken(tmp_path / "model", tmp_path / "cache", monkeypatch, **given).config.max_num_seqs
+
+    large = 8 << 30
+    assert taken(large) == 64
+    used = Artifact.open(next((tmp_path / "cache" / "artifacts").glob("model-*"))).memory
+    small = used.weights + 4 * 20 * used.snapshot
+    assert [taken(small), taken(large), taken(small)] == [16, 64, 16]
+    assert taken(2 * small, data_parallel_size=2) == 16
+    monkeypatch.setattr("graphllm.loading.artifact.compiling.build", lambda *given: pytest.fail("compiled again"))
+    next((tmp_path / "cache" / "artifacts").glob(".model-*.sequences")).unlink()
+    assert taken(small, artifact="require") == 16

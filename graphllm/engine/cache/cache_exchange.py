@@ -48,6 +48,8 @@ class CacheExchange:
         pool, key, first = self._pools.get(group, (self._cache.pool, -1, 0))
         if not self._cache.caching or key < 0 or pool.find(key, digest) or not pool.free_blocks:
             return -1
+        if group < 0:
+            return self._cache.states.pools[group].adopt(digest)
         number = pool.allocate()
         pool.store(number, key, digest)
         return number - first

@@ -206,6 +206,12 @@ class Snapshots:
                     del marks[mark.snapshot]
         return self._given_out(self.pool.allocate() - 1) if evict else -1
 
+    def adopt(self, digest: bytes) -> int:
+        """The least recently used one, held, to be found by that digest: the caller writes it. There is a free one."""
+        snapshot = self._given_out(self.pool.allocate() - 1)
+        self.store(snapshot, digest, shared=False)
+        return snapshot
+
     def rewrite(self, mark: Mark) -> bool:
         """Reserve this one; False, and nothing done, when it has changed or somebody holds it."""
         if not self.unchanged(mark) or self.is_held(mark):

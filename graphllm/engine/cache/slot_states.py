@@ -82,7 +82,7 @@ class SlotStates:
 
     @property
     def idle(self) -> bool:
-        """No snapshot is held."""
+        """No sequence has states, and no snapshot is held."""
         return True
 
 
@@ -272,11 +272,12 @@ class RecurrentStates(SlotStates):
             state, end = requests[i], int(ends[i])
             replaced = self._replaced.pop(snapshot, None)
             # A request that left after the step began has states, too, as far as its tokens are known.
-            known = state.slot != slot and state.finish_reason != "error" and end <= state.num_tokens
-            if live[i] or known:
+            left, number = state.slot != slot and state.finish_reason != "error", end // self._hasher.block_size
+            if live[i] or left:
                 self._hasher.digest(state, end)
-                digest = state.digests[end // self._hasher.block_size - 1]
-                self._snapshots.store(snapshot, digest, bool(live[i]) and end == int(self._stop[slot]))
+            if (live[i] or left) and number <= len(state.digests):  # a digest may need a token more than there is
+                shared = bool(live[i]) and end == int(self._stop[slot])
+                self._snapshots.store(snapshot, state.digests[number - 1], shared)
                 if replaced is not None:
                     self._snapshots.supersede(replaced)
             self._snapshots.release(snapshot)
@@ -286,4 +287,4 @@ class RecurrentStates(SlotStates):
     @property
     def idle(self) -> bool:
         pool = self._snapshots.pool
-        return pool.free_blocks == len(pool.references) - 1
+        return not self._left and pool.free_blocks == len(pool.references) - 1

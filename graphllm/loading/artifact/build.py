@@ -21,7 +21,14 @@ from graphllm.host.build_lock import build_lock
 from graphllm.host.compiler import check_compiler
 from graphllm.host.prebuilt import find_library
 from graphllm.loading.artifact.behind import compile_behind
-from graphllm.loading.artifact.resolve import TooManySequencesError, check_devices, compile_config, kernel_threads
+from graphllm.loading.artifact.resolve import (
+    TooManySequencesError,
+    check_devices,
+    check_fitting,
+    compile_config,
+    kernel_threads,
+    room_of_rank,
+)
 from graphllm.loading.checkpoint.source import Source
 from graphllm.loading.memory import check_cache_memory
 from graphllm.program import artifact
@@ -50,15 +57,15 @@ def find_or_build(
     progress: Progress,
     folder: Path | None = None,
     bake: bool = False,
-    usual_seqs: bool = False,
+    room: int = 0,
 ) -> Artifact:
     """A verified artifact.
 
     policy: "build" uses the cached one or builds it, "use" runs eagerly when there is none, "require" fails when there
     is none, "rebuild" always builds. folder: look for and put it there instead of the cache. bake: what is built holds
-    its weights. usual_seqs: see `graphllm.loading.artifact.compiling.build`.
+    its weights. room: see `graphllm.loading.artifact.compiling.build`.
     """
-    found = _found_or_built(source, config, env, policy, progress, folder, bake, usual_seqs)
+    found = _found_or_built(source, config, env, policy, progress, folder, bake, room)
     if unread := found.manifest.unread:
         _log.warning("config.json: %s: not read, and without effect here", ", ".join(unread))
     return found
@@ -66,22 +73,28 @@ def find_or_build(
 
 def _found_or_built(
     source: Source, config: CompileConfig, env: Env, policy: Policy, progress: Progress, folder: Path | None,
-    bake: bool, usual_seqs: bool,
+    bake: bool, room: int,
 ) -> Artifact:  # fmt: skip
     place = folder or artifact_folder(source, config, env)
     if policy != "rebuild" and (found := _find(source, place)) is not None:
+        if room:  # it may be from a machine with more memory
+            memory = found.memory
+            each = memory.snapshot * found.config.longest_query
+            check_fitting(room, memory.weights, each, found.config.max_num_seqs)
         return found
     if policy == "require":
+        if room:  # there may be one with fewer sequences
+            importlib.import_module("graphllm.loading.artifact.slots").check_sequences(source, config, room)
         raise artifact.ArtifactError(f"--artifact require: there is none at {place}; make it with `graphllm compile`")
     if policy == "use":
         config = replace(config, backend="eager")
-        return _found_or_built(source, config, env, "build", progress, None, False, usual_seqs)
+        return _found_or_built(source, config, env, "build", progress, None, False, room)
     if folder:
         artifact.check_replaceable(folder)
     with build_lock(place):
         if policy == "build" and (found := _find(source, place)) is not None:  # another process has built it
             return found
-        _build(source, config, env, progress, place, bake, usual_seqs)
+        _build(source, config, env, progress, place, bake, room)
     return Artifact.open(place)
 
 
@@ -99,7 +112,7 @@ def _find(source: Source, place: Path) -> Artifact | None:
 
 
 def _build(
-    source: Source, config: CompileConfig, env: Env, progress: Progress, place: Path, bake: bool, usual_seqs: bool
+    source: Source, config: CompileConfig, env: Env, progress: Progress, place: Path, bake: bool, room: int
 ) -> None:
     """Compile into the folder ``place``."""
     if config.target.device == "cpu" and config.backend == "inductor":
@@ -114,7 +127,7 @@ def _build(
     if bake and source.checkpoint is None:
         raise ConfigError("bake_weights: there are none with --load-format dummy; leave one of the two out")
     importlib.import_module("graphllm.loading.artifact.compiling").build(
-        source, source.tensors, config, env, progress, place, bake, usual_seqs
+        source, source.tensors, config, env, progress, place, bake, room
     )
 
 
@@ -127,19 +140,20 @@ def _check_model(found: Artifact, source: Source) -> None:
         check_source(found.folder, source.checkpoint)
 
 
-def fitting(source: Source, args: EngineArgs, env: Env, take: Callable[[CompileConfig, bool], _T]) -> _T:
-    """What ``take`` makes of `compile_config`, and of whether max_num_seqs is the usual one. Where the states of as
-    many sequences would take too much memory, of a config with fewer; the cache notes how many."""
+def fitting(source: Source, args: EngineArgs, env: Env, take: Callable[[CompileConfig, int], _T]) -> _T:
+    """What ``take`` makes of `compile_config`, and of `room_of_rank` where max_num_seqs is the usual one, else 0. Where
+    the states of as many sequences would take too much memory, of a config with fewer; the cache notes how many, for
+    each size of memory, since machines may share it."""
     config = compile_config(source.config, args)
     if args.max_num_seqs is not None:
-        return take(config, False)
-    place = artifact_folder(source, config, env)
-    note = place.with_name(f".{place.name}.sequences")
+        return take(config, 0)
+    place, room = artifact_folder(source, config, env), room_of_rank(args, config)
+    note = place.with_name(f".{place.name}.{room >> 30}.sequences")
     try:
         most = int(note.read_text())
     except (OSError, ValueError):
         try:
-            return take(config, True)
+            return take(config, room)
         except TooManySequencesError as found:
             most = found.most
             note.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +162,7 @@ def fitting(source: Source, args: EngineArgs, env: Env, take: Callable[[CompileC
         "max_num_seqs is %d, not %d: the recurrent states of more sequences would take too much of the memory; "
         "--max-num-seqs says another number", most, config.max_num_seqs,
     )  # fmt: skip
-    return take(compile_config(source.config, replace(args, max_num_seqs=most)), False)
+    return take(compile_config(source.config, replace(args, max_num_seqs=most)), 0)
 
 
 class Taken(NamedTuple):
@@ -191,15 +205,15 @@ def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> Taken
         _check_said(found, args)
         return Taken(found, threads)
 
-    def take(config: CompileConfig, usual_seqs: bool) -> Taken:
+    def take(config: CompileConfig, room: int) -> Taken:
         if policy == "build" and optimize != "first" and begins_prebuilt(source, config, env):
             place, soon = artifact_folder(source, config, env), shipped(source, config)
             if soon is None:
                 prebuilt = replace(config, backend="prebuilt")
-                soon = find_or_build(source, prebuilt, env, "build", progress, usual_seqs=usual_seqs)
+                soon = find_or_build(source, prebuilt, env, "build", progress, room=room)
             compile_behind(source, config, env, place)
             return Taken(soon, threads, place if optimize == "behind" else None)
-        return Taken(find_or_build(source, config, env, policy, progress, usual_seqs=usual_seqs), threads)
+        return Taken(find_or_build(source, config, env, policy, progress, room=room), threads)
 
     return fitting(source, args, env, take)
 

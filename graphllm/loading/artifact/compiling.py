@@ -14,7 +14,6 @@ from graphllm.compile.codegen.objects import Objects
 from graphllm.compile.tuning.workers import open_workers
 from graphllm.config import CompileConfig, ConfigError, Env
 from graphllm.host.garbage_collection import keep_all, no_collections
-from graphllm.loading.artifact.resolve import TooManySequencesError
 from graphllm.loading.checkpoint.source import Source
 from graphllm.program.artifact import libraries_of
 from graphllm.program.program import read_program
@@ -31,12 +30,13 @@ def build(
     progress: Callable[[str, int, int], None],
     place: Path,
     bake: bool,
-    usual_seqs: bool = False,
+    room: int = 0,
 ) -> None:
     """Compile into the folder ``place``. tensors: the digest of ``source``. Raises ConfigError where
     the checkpoint does not fit the model.
 
-    usual_seqs: nobody has said how many sequences. Raises TooManySequencesError where there is memory for fewer."""
+    room: see `room_of_rank`, where nobody has said how many sequences; 0 where somebody has. Raises
+    TooManySequencesError where it is enough for fewer."""
     native = config.target.device == "cpu" and config.backend != "eager"
     # On a GPU, garbage may hold memory that tuning needs.
     collections = _compiling() if native else contextlib.nullcontext()
@@ -46,10 +46,8 @@ def build(
             objects.guess()
         pipeline = importlib.import_module("graphllm.compile.pipeline")  # with torch, while objects are compiled
         _check(pipeline.find_model(source.config), source, config)
-        if usual_seqs:
-            most = importlib.import_module("graphllm.loading.artifact.slots").most_sequences(source, config)
-            if most < config.max_num_seqs:
-                raise TooManySequencesError(most)
+        if room:
+            importlib.import_module("graphllm.loading.artifact.slots").check_sequences(source, config, room)
         complete = None
         if bake:
             complete = functools.partial(_bake, source)

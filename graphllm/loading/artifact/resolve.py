@@ -7,23 +7,51 @@ import os
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from graphllm.config import CompileConfig, ConfigError, EngineArgs, check, default_buckets, definitions
+from graphllm.config import (
+    CompileConfig,
+    ConfigError,
+    EngineArgs,
+    ParallelConfig,
+    check,
+    default_buckets,
+    definitions,
+)
 from graphllm.config.compilation import Quantization
 from graphllm.config.fields import MOST, section, whole
 from graphllm.config.setting import assemble
 from graphllm.config.token_tree import token_tree
-from graphllm.host.machine import detect_target, gpu_count, gpu_memory, usable_cores
+from graphllm.host.machine import detect_target, gpu_count, gpu_memory, total_memory, usable_cores
 from graphllm.weights.checkpoint.checkpoint import DRAFT
 
 _LARGE_GPU = 70e9  # bytes of memory from which 1,024 sequences are worth their tables and activations
+_SHARE = 4  # one part in so many of what the weights leave is for states of slots, the rest for the cache
 
 
 class TooManySequencesError(Exception):
-    """The states of as many sequences as usual leave too little memory. most: how many are few enough."""
+    """The states of as many sequences as usual leave too little memory. most: a power of two that does not."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
         self.most = most
+
+
+def room_of_rank(args: EngineArgs, config: CompileConfig) -> int:
+    """Bytes of this machine's memory for the weights, states and cache of one rank. Stages of a pipeline count as one
+    rank, since they divide the layers among them."""
+    if config.target.device == "cuda":
+        return int(gpu_memory() * args.gpu_memory_utilization) * args.pipeline_parallel_size
+    return total_memory() // (config.tensor_parallel_size * assemble(ParallelConfig, vars(args)).cores)
+
+
+def check_fitting(room: int, weights: int, each: int, wanted: int) -> None:
+    """Raise TooManySequencesError where the recurrent states of so many sequences leave too little for the cache.
+
+    room: see `room_of_rank`.
+    weights, each: bytes of a rank's weights, and of one sequence's states.
+    """
+    fitting = max(room - weights, room // 8) // _SHARE // each if each else wanted
+    if fitting < wanted:
+        raise TooManySequencesError(1 << max(0, fitting.bit_length() - 1))
 
 
 def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> CompileConfig:

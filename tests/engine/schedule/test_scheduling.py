@@ -399,6 +399,16 @@ def test_reset_and_off() -> None:
     assert [_cached(sim, i, prompt(9)) for i in "ab"] == [0, 0]
 
 
+def test_no_reset_while_a_sequence_has_states() -> None:
+    """It has no blocks, but would leave snapshots of what was there before the reset."""
+    sim = simulation(windows=(), recurrent=True, num_snapshots=4)
+    sim.add(request("a", prompt(3), 6))
+    sim.step()
+    assert not sim.scheduler.cache.reset()
+    sim.run()
+    assert sim.scheduler.cache.reset()
+
+
 def test_the_end_of_what_is_cached_is_evicted_first() -> None:
     sim = simulation(pages=10)
     _cached(sim, "a", prompt(25), limit=1)  # 7 pages, 6 of them full
@@ -820,6 +830,20 @@ def test_snapshots_at_intervals() -> None:
     assert _cached(sim, "again", text[:13], limit=1) == 0
 
 
+@pytest.mark.parametrize("ended", ["aborted", "without_output"])
+def test_a_request_ends_at_a_boundary_where_drafts_see_the_next_token(ended: str) -> None:
+    """The snapshot there is in flight, and no token follows that its digest needs. The one before is found."""
+    sim = simulation(recurrent=True, num_snapshots=6, lookahead=2, next_seen=True, query_lens=(3,))
+    sim.add(request("a", prompt(8), 5 if ended == "aborted" else 0))
+    sim.step()
+    sim.step()
+    if ended == "aborted":
+        sim.abort("a")
+    sim.run()
+    assert sim.scheduler.cache.states.idle
+    assert _cached(sim, "b", prompt(10)) == 4
+
+
 def test_siblings_of_a_recurrent_model_resume_at_a_snapshot() -> None:
     sim = simulation(recurrent=True, num_snapshots=3)
     _siblings(sim, 3, prompt(10))
@@ -939,6 +963,18 @@ def test_an_exported_prefix_is_found_elsewhere(windows: tuple[int, ...], recurre
 
 
 # Models that keep nothing between steps
+
+
+def test_a_running_sequence_does_not_write_over_what_was_imported() -> None:
+    """The only snapshot, which it has written before."""
+    first, second = simulation(recurrent=True, num_snapshots=4), simulation(recurrent=True, num_snapshots=1)
+    _cached(first, "b", prompt(9, 5))
+    second.add(request("a", prompt(3), 20))
+    for _ in range(7):
+        second.step()
+    assert second.adopt(first.export(request("b", prompt(9, 5)))) == 0
+    second.run()
+    assert _cached(second, "b", prompt(9, 5)) == 8
 
 
 def test_a_prompt_is_computed_in_one_step_where_nothing_is_kept() -> None:

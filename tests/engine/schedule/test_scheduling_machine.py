@@ -69,7 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sim = Simulation(
             limits, pages, windows, caching, tuple(m * block_size for m in multiples),
             recurrent=snapshots is not None, num_snapshots=snapshots or 0, item_tokens=8, max_adapters=2,
-            query_lens=query_lens, device_drafts=device_drafts,
+            query_lens=query_lens, device_drafts=device_drafts, next_seen=device_drafts,
         )  # fmt: skip
         # Where nothing is kept between steps, a prompt is computed in one, all of its scored rows included.
         self.longest = 32 if windows or snapshots is not None else min(tokens, seqs + more_rows)
@@ -186,6 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def reset_cache(self) -> None:
         pools = [self.sim.pool, *(snapshots.pool for snapshots in self.sim.scheduler.cache.states.pools)]
         idle = all(pool.free_blocks == len(pool.references) - 1 for pool in pools)
+        idle &= not (self.sim.layout.recurrent and self.sim.scheduler.running)
         assert self.sim.scheduler.cache.reset() == idle
 
     def teardown(self) -> None:
