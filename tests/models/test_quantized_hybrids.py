@@ -27,7 +27,7 @@ DELTA: dict[str, Any] = {
     "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16, "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
 }  # fmt: skip
-NEMOTRON: dict[str, Any] = {
+NEMOTRON: dict[str, Any] = parity.STEPS | {
     "head_dim": 16, "mamba_num_heads": 16, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 32, "chunk_size": 8,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
     "moe_shared_expert_intermediate_size": 64, "layers_block_type": ["linear_attention", "moe", "full_attention"],
