@@ -56,7 +56,7 @@ GRANITE_HYBRID = IDS | {
     "logits_scaling": 2.0, "layer_types": ["linear_attention", "full_attention"] * 2,
 }  # fmt: skip
 ATTENTION = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
-# The published models have no least step; transformers takes the least one of training for it (its pull request 48989), so
+# Published models have no least step. transformers takes the least one of training (see its pull request 48989), so
 # configs here say that.
 STEPS = {"time_step_min": 0.001, "time_step_limit": [0.001, float("inf")]}
 NEMOTRON = IDS | ATTENTION | STEPS | {
