@@ -72,8 +72,11 @@ class Mixer:
 
 
 def time_step_limits(hf: HF, name: str = "time_step_limit") -> tuple[float, float]:
-    """Least and largest step of a config. Raises ConfigError for anything but two numbers in order."""
-    given = raw(hf, name, (0.0, float("inf")))
+    """Least and largest step of a config; null is no limit. Raises ConfigError for anything but two numbers in
+    order."""
+    given = raw(hf, name)
+    if given is None:
+        return 0.0, 0.0
     numbers = isinstance(given, (list, tuple)) and len(given) == 2 and all(type(n) in (int, float) for n in given)
     if not numbers or not 0 <= given[0] < given[1]:
         raise ConfigError(f"config.json: {name} is {given!r}; give the least and the largest step, such as [0.0, 0.1]")

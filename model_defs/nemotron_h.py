@@ -84,7 +84,7 @@ def from_hf(hf: HF) -> Config:
     mixer = mamba2.Mixer(
         D=D, H=count, P=P, G=G, N=whole(hf, "ssm_state_size", 128), E=count * P // G,
         W=whole(hf, "conv_kernel", 4, ge=2), bias=bias, out_bias=bias,
-        conv_bias=switch(hf, "use_conv_bias", True), eps=eps, limits=(number(hf, "time_step_min", 0.001), 0.0),
+        conv_bias=switch(hf, "use_conv_bias", True), eps=eps, limits=mamba2.time_step_limits(hf),
     )  # fmt: skip
     if count % G:
         raise ConfigError(f"config.json: mamba_num_heads is {count}, no multiple of n_groups {G}; change one of them")

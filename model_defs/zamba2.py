@@ -102,7 +102,7 @@ def from_hf(hf: HF) -> Config:
         mixer=mamba2.Mixer(
             D=D, H=count, P=inner // count, G=G, N=whole(hf, "mamba_d_state", 64), E=inner // G,
             W=whole(hf, "mamba_d_conv", 4, ge=2), bias=bias, out_bias=bias, conv_bias=True, eps=_MIXER_EPS,
-            limits=(number(hf, "time_step_min", 0.001, ge=0), 0.0),
+            limits=mamba2.time_step_limits(hf),
         ),
     )  # fmt: skip
 

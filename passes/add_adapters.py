@@ -81,17 +81,20 @@ def _layer(unit: Unit, plan: WeightPlan, weight: Any, config: CompileConfig) -> 
     if not label.startswith("w.") or len(weight.users) != 1:
         return None
     name = label.removeprefix("w.")
-    found = [adapted_layer(plan, entry) for entry in unit.entries(name) if not plan[entry].exact]
-    if not found or found[0] is None:
+    first = next(iter(unit.entries(name)), None)
+    found = None if first is None else adapted_layer(plan, first)
+    if first is None or found is None:
         return None
-    wanted = bool(found[0].names & set(config.lora_target_modules))
-    plain = not config.lora_target_modules and found[0].kind == "linear" and bool(unit.layers)
+    if plan[first].exact and len(found.parts) == 1:  # a router by itself is no module in PEFT's models
+        return None
+    wanted = bool(found.names & set(config.lora_target_modules))
+    plain = not config.lora_target_modules and found.kind == "linear" and bool(unit.layers)
     if not (wanted or plain):
         return None
-    shapes = found[0].own_tables(config.max_lora_rank)
+    shapes = found.own_tables(config.max_lora_rank)
     state = name if unit.layers else f"{unit.name}.{name}"
     a, b = (StateSpec(f"{state}.lora_{n}", "adapter", shape) for n, shape in zip("ab", shapes, strict=True))
-    return _Layer(name, found[0], (a, b))
+    return _Layer(name, found, (a, b))
 
 
 def _tables(unit: Unit, layer: _Layer, config: CompileConfig) -> tuple[Node, ...]:

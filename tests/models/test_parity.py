@@ -56,7 +56,10 @@ GRANITE_HYBRID = IDS | {
     "logits_scaling": 2.0, "layer_types": ["linear_attention", "full_attention"] * 2,
 }  # fmt: skip
 ATTENTION = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
-NEMOTRON = IDS | ATTENTION | {
+# Published models have no least step. transformers takes the least one of training (see its pull request 48989), so
+# configs here say that.
+STEPS = {"time_step_min": 0.001, "time_step_limit": [0.001, float("inf")]}
+NEMOTRON = IDS | ATTENTION | STEPS | {
     "head_dim": 12, "intermediate_size": 40, "mamba_num_heads": 12, "mamba_head_dim": 8, "n_groups": 2,
     "ssm_state_size": 24, "chunk_size": 8,
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
@@ -71,7 +74,7 @@ FALCON = IDS | ATTENTION | {
     "intermediate_size": 60, "num_hidden_layers": 2, "mamba_n_heads": 12, "mamba_d_head": 8, "mamba_d_ssm": 96,
     "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_chunk_size": 8,
 }  # fmt: skip
-ZAMBA2 = IDS | ATTENTION | {
+ZAMBA2 = IDS | ATTENTION | STEPS | {
     "intermediate_size": 60, "num_hidden_layers": 6, "num_mem_blocks": 2, "adapter_rank": 5, "n_mamba_heads": 12,
     "mamba_ngroups": 2, "mamba_d_state": 24, "chunk_size": 8, "initializer_range": 0.15,
     "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid"],
@@ -217,7 +220,8 @@ ARCHS = (
            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]},
     ),
     Arch("nemotron_h", "NemotronH", NEMOTRON),
-    Arch("nemotron_h_biases", "NemotronH", NEMOTRON | {"use_bias": True, "mlp_bias": True, "time_step_min": 0.2}),
+    Arch("nemotron_h_biases", "NemotronH",
+         NEMOTRON | {"use_bias": True, "mlp_bias": True, "time_step_min": 0.2, "time_step_limit": [0.2, float("inf")]}),
     Arch("nemotron_h_moe", "NemotronH", NEMOTRON | NEMOTRON_EXPERTS),
     Arch("nemotron_h_latent", "NemotronH",
          NEMOTRON | NEMOTRON_EXPERTS | {"moe_latent_size": 20, "mlp_bias": True, "norm_topk_prob": False, "n_group": 4,
@@ -364,3 +368,24 @@ def test_parity(backend: str, arch: Arch, tmp_path: Path) -> None:
         expected = model(torch.tensor([some]), use_cache=False).logits[0, -1]
         for chunk in range(1, 18):
             torch.testing.assert_close(runner.chunked(some, chunk), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])
+@torch.no_grad()
+def test_steps_may_be_short(name: str, tmp_path: Path) -> None:
+    """As published configs say: without a least step, whatever time_step_min is."""
+    arch = next(a for a in ARCHS if a.name == name)
+    model = _build(arch, {n: v for n, v in arch.config.items() if n not in STEPS})
+    mixers = [module for module in model.modules() if hasattr(module, "dt_bias")]
+    for mixer in mixers:
+        mixer.dt_bias -= 6.0
+        mixer.time_step_limit = (0.0, float("inf"))
+    model.save_pretrained(tmp_path)
+    prompt = torch.randint(V, (30,), generator=torch.Generator().manual_seed(1)).tolist()
+    (logits,), (drawn,) = driver.Driver(tmp_path, "eager").generate([prompt], 4)
+    expected = _forced(model, prompt, drawn)
+    torch.testing.assert_close(logits, expected[0], atol=1e-4, rtol=0)
+    for mixer in mixers:
+        mixer.time_step_limit = (0.001, float("inf"))
+    assert (_forced(model, prompt, drawn) - expected).abs().max() > 1e-3

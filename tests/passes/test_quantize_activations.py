@@ -37,8 +37,9 @@ def _layer(v: dict[str, Any]) -> tuple[Tensor, ...]:
     return (v["x"] + linear(OPS["swiglu"](linear(x, "up")), "down"),)
 
 
-def _run(bucket: Bucket) -> tuple[Unit, list[str]]:
-    unit = trace_unit("piece", SPECS, _layer, Shapes("cpu", bucket))._replace(bucket=bucket)
+def _run(bucket: Bucket, norm: str = "bfloat16") -> tuple[Unit, list[str]]:
+    specs = SPECS | {"norm": dense(norm, D)}
+    unit = trace_unit("piece", specs, _layer, Shapes("cpu", bucket))._replace(bucket=bucket)
     for step in (quantize_activations, fuse_linear):
         step(unit, WeightPlan(()), GPU)
         verify(unit.graph, "after")
@@ -64,6 +65,11 @@ def test_rows_are_rounded_with_the_norm_and_the_gate(bucket: Bucket) -> None:
     (exact,) = _layer(values)
     error = float((found - exact).float().norm() / (exact - values["x"]).float().norm())
     assert 0.005 < error < 0.06  # two roundings to four bits, at random
+
+
+def test_with_a_norm_in_float32() -> None:
+    _, targets = _run(SOME, "float32")
+    assert [t for t in targets if "::" in t] == ["graphllm::quantize_rows", "graphllm::scaled_linear"] * 2
 
 
 def test_few_rows_keep_theirs() -> None:

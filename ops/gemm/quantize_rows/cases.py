@@ -28,7 +28,7 @@ def _case(T: int, inner: int, fused: str = "", size: Literal["small", "real"] = 
         gated = fused == "gated"
         return {
             "x_TI": make.normal(T, inner * (2 if gated else 1)),
-            "norm_I": make.normal(inner) if fused == "norm" else None,
+            "norm_I": make.normal(inner, dtype=torch.float32 if "wide" in fused else None) if "norm" in fused else None,
             "eps": 1e-5,
             "gated": gated,
         }
@@ -41,6 +41,7 @@ CASES = (
     _case(0, 128),
     _case(3, 200),
     _case(5, 256, "norm"),
+    _case(5, 256, "wide_norm"),
     _case(2, 264, "gated"),
     *(_case(T, *shape, size="real") for T in (512, 8192) for shape in ((4096, "norm"), (14336, "gated"), (4096, ""))),
 )

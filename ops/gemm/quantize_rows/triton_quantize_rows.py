@@ -80,7 +80,7 @@ def _supports(site: CallSite) -> bool:
     return (
         x_TI.dtype in (torch.bfloat16, torch.float16)
         and x_TI.stride(-1) == 1
-        and (norm_I is None or (norm_I.dtype == x_TI.dtype and norm_I.is_contiguous()))
+        and (norm_I is None or (norm_I.dtype in (x_TI.dtype, torch.float32) and norm_I.is_contiguous()))
     )
 
 

@@ -18,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
     x [..., D]; weight [D], in x's dtype or a wider one. offset 0 is Llama's form: the normalized row is rounded to x's
     dtype *before* the weight is applied. With offset 1, Gemma's form, or a wider weight, it multiplies in float32 and
-    rounded once. Source: Zhang & Sennrich 2019.
+    rounds once. Source: Zhang & Sennrich 2019.
     """
     wide = x.double() if x.dtype == torch.float64 else x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

@@ -14,6 +14,7 @@ from graphllm.weights.adapters.adapted import adapted_layer
 from graphllm.weights.plan.plan import make_plan
 from graphllm.weights.plan.shard import shard_plan
 from tests.engine.adapters.test_moe_lora import Family, _open, _run, in_float8
+from tests.models.test_parity import STEPS
 from tests.tiers import thorough
 
 DELTA: dict[str, Any] = {
@@ -50,7 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
     "zamba2": (
         "Zamba2",
         {"layers_block_type": ["hybrid", "linear_attention", "hybrid"], "num_hidden_layers": 3, "adapter_rank": 5,
-         "n_mamba_heads": 8, "mamba_d_state": 24, "chunk_size": 8},
+         "n_mamba_heads": 8, "mamba_d_state": 24, "chunk_size": 8, **STEPS},
         ["in_proj", "q_proj", "o_proj", "gate_up_proj", "linear"],
         [],
     ),
@@ -58,7 +59,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
         "NemotronH",
         {"layers_block_type": LAYERS, "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
          "ssm_state_size": 24, "chunk_size": 8, "n_routed_experts": 4, "moe_intermediate_size": 24,
-         "moe_shared_expert_intermediate_size": 40},
+         "moe_shared_expert_intermediate_size": 40, **STEPS},
         ["in_proj", "q_proj", "up_proj"],
         ["experts.up_proj", "experts.down_proj"],
     ),

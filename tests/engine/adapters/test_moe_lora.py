@@ -192,6 +192,20 @@ def test_over_int8(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("wanted", [(), ("shared_expert_gate",)])
+def test_gate_of_the_shared_expert(wanted: tuple[str, ...], tmp_path: Path) -> None:
+    """It has one product with the router, which no adapter changes. Where only it is asked for, the shared expert is
+    one of the others."""
+    made = "Qwen2Moe", OTHERS["qwen2_moe"][1] | {"shared_expert_intermediate_size": 48}
+    modules = ["shared_expert_gate"] if wanted else ["q_proj", "shared_expert_gate", "down_proj"]
+    adapters = {"gate": {"r": 4, "lora_alpha": 8, "target_modules": modules}}
+    family = Family("qwen2_moe", tmp_path, adapters, made=made)
+    mixed = [None, "gate"] * 2
+    with _open(family, lora_target_modules=wanted) as llm:
+        family.check(_run(family, llm, mixed), mixed)
+
+
+@pytest.mark.thorough
 def test_over_a_quantized_checkpoint(tmp_path: Path) -> None:
     """Matrices in float8 times a scale, as a checkpoint stores them, beside PEFT over the numbers that these are."""
     family = Family("qwen3_moe", tmp_path, ADAPTERS)

@@ -35,7 +35,8 @@ EXPERTS = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", EXPERTS),
     "qwen3_5": ("Qwen3_5", {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}),
-    "qwen3_5_moe": ("Qwen3_5Moe", EXPERTS),
+    # As published: the shared expert is as wide as the others, and becomes one of them.
+    "qwen3_5_moe": ("Qwen3_5Moe", EXPERTS | {"shared_expert_intermediate_size": 20}),
 }
 
 
