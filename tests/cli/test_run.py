@@ -183,7 +183,8 @@ def test_options_an_artifact_was_not_compiled_for(
     assert "was compiled with" in words
     assert "{" not in words
     compiled = json.loads(json.loads((eager_artifact / "manifest.json").read_text())["manifest"])["factors"]["compile"]
-    same = ("--max-num-seqs", compiled["max_num_seqs"], "--max-tokens", 2, "--backend", "eager", "--target", "cpu")
+    same = ("--max-num-seqs", compiled["max_num_seqs"], "--max-tokens", 2, "--backend", "eager", "--target", "cpu",
+            "--kv-cache-dtype", compiled["dtype"], "--mamba-ssm-cache-dtype", "float32")  # fmt: skip
     assert cli(*command, *same).code == 0
 
 

@@ -244,12 +244,13 @@ def shipped(source: Source, config: CompileConfig) -> Artifact | None:
 def _check_said(found: Artifact, args: EngineArgs) -> None:
     """Raise ConfigError where a user asks for what an artifact was not compiled for."""
     compiled: dict[str, Any] = {**key_fields(found.config), "target": found.device}
+    automatic = {"kv_cache_dtype": found.config.dtype, "mamba_ssm_cache_dtype": "float32"}  # what auto means
     for name, d in definitions(CompileConfig).items():
         said = getattr(args, name)
         if d.not_key is not None or said == d.unsaid:
             continue
         has = functools.reduce(operator.getitem, (*d.path, name), compiled)
-        if has != plain(said):
+        if has != plain(said) and not (has == "auto" and said == automatic.get(name)):
             raise ConfigError(
                 f"{name} is {_shown(name, plain(said))}: the artifact {found.folder} was compiled with "
                 f"{_shown(name, has)}; leave the option out, or compile again with it"

@@ -107,6 +107,8 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
             chosen["quantization"] = None
     if chosen["kv_cache_dtype"] == chosen.get("dtype", automatic["dtype"]):
         chosen["kv_cache_dtype"] = "auto"
+    if chosen["mamba_ssm_cache_dtype"] == "float32":
+        chosen["mamba_ssm_cache_dtype"] = "auto"
     made = automatic | chosen | {"target": target, "num_speculative_tokens": drafts}
     config: CompileConfig = assemble(CompileConfig, made)
     check(config)
