@@ -36,7 +36,11 @@ def _rotary(given: dict[str, Any]) -> dict[str, Any] | None:
     if given["cos_TF"] is not None or q_rope is None or k_rope is None:
         return None
     tables = {name: q_rope[name] for name in ("cos_TF", "sin_TF")}
-    if any(k_rope[name] is not table for name, table in tables.items()):
+    if (
+        any(k_rope[name] is not table for name, table in tables.items())
+        or q_rope["interleaved"]
+        or k_rope["interleaved"]
+    ):
         return None
     q, k = q_rope["x_THE"], k_rope["x_THE"]
     norms = {"q_norm_E": None, "k_norm_E": None, "eps": 0.0}

@@ -14,6 +14,7 @@ from graphllm.config import ConfigError
 Dim = int | str
 BLOCK_TOKENS = "P"  # in the shape of a block state: the tokens of one block
 _SCALE_BYTES = 4
+LATENT_GROUP = 128  # numbers of a latent that share a scale
 
 Axis = Literal["block", "slot", "item", "adapter", "token"]
 Retention = Literal["full", "window", "last", "none"]
@@ -55,6 +56,8 @@ class StateSpec:
         for that of `--mamba-ssm-cache-dtype`.
     retention: what it keeps of a sequence, see below.
     window: tokens of the retention "window".
+    plain: last numbers of a row that a cache of 8 bits has in bfloat16; the others have a scale for each
+        `LATENT_GROUP` of them. 0: all numbers are alike.
 
     Axes: "block" (block ids; ``shape`` holds "P", the tokens of a block), "slot" (one entry for each running sequence
     and a scrap one), "item" (rows of encoded inputs and a scrap one), "adapter" (tables written while serving; entry 0
@@ -71,19 +74,23 @@ class StateSpec:
     dtype: str = "model"
     retention: Retention = "full"
     window: int = 0
+    plain: int = 0
 
     def typed(self, dtypes: Mapping[str, str]) -> StateSpec:
         """With the names of torch dtypes for those of `CompileConfig.state_dtypes`. In a cache in int8, each row of the
-        last dimension has a float32 scale, in four more bytes."""
+        last dimension has a float32 scale, in four more bytes; for ``plain`` see above."""
         dtype = dtypes.get(self.dtype, self.dtype)
-        if self.dtype != "cache" or dtype != "int8":
+        if self.dtype != "cache" or dtype not in (("int8", "float8_e4m3fn") if self.plain else ("int8",)):
             return replace(self, dtype=dtype)
         *rows, width = self.shape
-        if not isinstance(width, int) or width % _SCALE_BYTES:
+        numbers = width - self.plain if isinstance(width, int) else width
+        if not isinstance(numbers, int) or numbers % _SCALE_BYTES:
             raise ConfigError(
-                f"kv_cache_dtype is int8: the model's heads have {width} numbers, no multiple of 4; use fp8"
+                f"kv_cache_dtype is {dtype}: the model's heads have {numbers} numbers, no multiple of 4; "
+                f"use {'auto' if self.plain else 'fp8'}"
             )
-        return replace(self, dtype="int8", shape=(*rows, width + _SCALE_BYTES))
+        scales = -(-numbers // LATENT_GROUP) if self.plain else 1
+        return replace(self, dtype=dtype, shape=(*rows, numbers + _SCALE_BYTES * scales + 2 * self.plain))
 
 
 @dataclass(frozen=True)

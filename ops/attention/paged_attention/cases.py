@@ -4,7 +4,7 @@ batches of those with whole, partial and normalized rotations."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,16 +12,13 @@ import torch
 from graphllm.config import Bucket
 from graphllm.ir.testing import Case, Maker
 from graphllm.ops.attention.paged_attention.op import store
+from graphllm.ops.attention.ragged_cases import owned_rows, ragged_batch, tree_bits
 
 _TOLERANCE = {"float32": 3e-6, "bfloat16": 8e-3, "float16": 1e-3}
 _REASON = (
     "float32 accumulation in tiles, with exp2 of the fast kind; in half precision the softmax weights and the result "
     "are rounded to the dtype once each (bf16 keeps 8 bits, fp16 11; Triton's interpreter cuts where a GPU rounds)"
 )
-
-
-def _owned_rows(out_THE: torch.Tensor, args: Mapping[str, Any]) -> torch.Tensor:
-    return out_THE[: int(args["query_start_loc"][-1])]
 
 
 def _drawn(make: Maker, shape: tuple[int, ...], dtype: str, kv_scales: torch.Tensor | None) -> torch.Tensor:
@@ -36,15 +33,6 @@ def _drawn(make: Maker, shape: tuple[int, ...], dtype: str, kv_scales: torch.Ten
         scale = None if kv_scales is None else kv_scales[kind]
         store(kv_cache, kind, block, slot, plain[block, kind, :, slot], scale)
     return kv_cache
-
-
-def _bits(sequences: Sequence[tuple[int, int]], tree: Sequence[int]) -> list[int]:
-    nodes = [1]
-    for node, parent in enumerate(tree[1:], 1):
-        nodes.append(nodes[parent] | 1 << node)
-    if not any(tree):  # a block
-        nodes = [(1 << len(tree)) - 1] * len(tree)
-    return [bits for n, _ in sequences for bits in (nodes if n == len(tree) else [-1] * n)]
 
 
 def _case(
@@ -83,30 +71,17 @@ def _case(
             q, k, v = (x.unflatten(1, (-1, E)) for x in qkv.split([H * E, K * E, K * E], dim=1))
         else:
             q, k, v = make.normal(T, H, E), make.normal(T, K, E), make.normal(T, K, E)
-        blocks = [-(-length // block_size) for _, length in sequences]
-        total, columns = sum(blocks) + 2, max(1, *blocks) + 1
-        order = torch.randperm(total, generator=make.generator, device=make.generator.device).to(torch.int32).cpu()
-        # Unused entries point at a block that nobody owns.
-        table = torch.full((S, columns), int(order[-1]), dtype=torch.int32)
-        used = 0
-        for s, n in enumerate(blocks):
-            table[s, :n] = order[used : used + n]
-            used += n
-        starts = [0]
-        for n, _ in sequences:
-            starts.append(starts[-1] + n)
+        total, where = ragged_batch(make, sequences, block_size)
         kv_scales = None if scales is None else make.tensor(scales, torch.float32)
         kv_cache = _drawn(make, (total, 2, K, block_size, E), cache, kv_scales)
         return {
-            "q_THE": q, "k_TKE": k, "v_TKE": v, "kv_cache": kv_cache,
-            "block_table": table.to(make.device), "query_start_loc": make.tensor(starts, torch.int32),
-            "seq_lens": make.tensor([length for _, length in sequences], torch.int32),
+            "q_THE": q, "k_TKE": k, "v_TKE": v, "kv_cache": kv_cache, **where,
             "scale": E**-0.5, "window": window, "softcap": softcap,
             "sinks_H": make.normal(H, scale=2.0) if sinks else None, "kv_scales": kv_scales,
-            "ancestors_T": make.tensor(_bits(sequences, tree) + [-1] * pad, torch.int64) if tree else None,
+            "ancestors_T": tree_bits(make, sequences, tree, pad),
         }  # fmt: skip
 
-    return Case(name, inputs, _TOLERANCE, _REASON, Bucket(kind, rows, max(rows, most), queries), size, _owned_rows)  # type: ignore[arg-type]
+    return Case(name, inputs, _TOLERANCE, _REASON, Bucket(kind, rows, max(rows, most), queries), size, owned_rows)  # type: ignore[arg-type]
 
 
 _FP8: dict[str, Any] = {"cache": "float8_e4m3fn"}

@@ -75,7 +75,7 @@ def _load(kv_cache: Tensor, kind: int, blocks: Tensor, E: int, scale: Tensor | N
     return found if scale is None else found * scale.to(dtype)
 
 
-def _seen_of_step(bits_n: Tensor | None, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def seen_of_step(bits_n: Tensor | None, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Which of its step's n rows each row of a sequence sees [n, n], and how many positions after the first one it
     stands [n]."""
     row = torch.arange(n, device=device)
@@ -145,7 +145,7 @@ def paged_attention(
         logits = torch.einsum("the,lhe->htl", q_THE[a:b].to(accumulate), keys) * scale
         if softcap > 0:
             logits = softcap * torch.tanh(logits / softcap)
-        seen, depths = _seen_of_step(None if ancestors_T is None else ancestors_T[a:b], b - a, q_THE.device)
+        seen, depths = seen_of_step(None if ancestors_T is None else ancestors_T[a:b], b - a, q_THE.device)
         before = torch.arange(length - (b - a), device=q_THE.device)
         visible = torch.cat([seen.new_ones(b - a, len(before)), seen], dim=1)
         if window > 0:
