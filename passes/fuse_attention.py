@@ -35,6 +35,8 @@ def _rotary(given: dict[str, Any]) -> dict[str, Any] | None:
     q_rope, k_rope = bound_once(given["q_THE"], rope), bound_once(given["k_TKE"], rope)
     if given["cos_TF"] is not None or q_rope is None or k_rope is None:
         return None
+    if q_rope["interleaved"] or k_rope["interleaved"]:
+        return None
     tables = {name: q_rope[name] for name in ("cos_TF", "sin_TF")}
     if (
         any(k_rope[name] is not table for name, table in tables.items())
