@@ -138,14 +138,19 @@ def embed_weights(c: Config) -> dict[str, Weight]:
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     mlp = LAYER + "mlp."
-    weights = attention_weights(c) | {
-        "gate_up": merged("gate up", mlp, (c.F, c.F), c.D),
-        "down": Weight((c.D, c.F), (mlp + "down_proj.weight",), shard="input"),
-    }
+    weights = attention_weights(c) | mlp_weights(mlp, c.F, c.D)
     if c.mlp_bias:
         weights["gate_up_bias"] = merged("gate up", mlp, (c.F, c.F))
         weights["down_bias"] = Weight((c.D,), (mlp + "down_proj.bias",))
     return weights
+
+
+def mlp_weights(of: str, F: int, D: int) -> dict[str, Weight]:
+    """The matrices of a dense feed-forward part of width F. of: what their names begin with."""
+    return {
+        "gate_up": merged("gate up", of, (F, F), D),
+        "down": Weight((D, F), (of + "down_proj.weight",), shard="input"),
+    }
 
 
 def attention_weights(c: Config) -> dict[str, Weight]:
