@@ -1,6 +1,11 @@
 """latent_attention: specification in op.py, kernels in files of their own."""
 
+import importlib.util
+
 from graphllm.ops.attention.latent_attention.op import latent_attention, latent_state
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
+
+if importlib.util.find_spec("triton"):
+    from graphllm.ops.attention.latent_attention import triton_prefill  # noqa: F401
 
 __all__ = ["LatentRows", "PagedLatents", "UpProjections", "latent_attention", "latent_state"]
