@@ -11,20 +11,26 @@ from typing import Any
 
 from torch import Tensor
 
-from graphllm.config.fields import switch
+from graphllm.config.fields import raw, switch
 from graphllm.ir import ForwardContext, StateSpec, Weight, register_model
 from graphllm.model_defs import deepseek_moe, llama, mla, moe
 from graphllm.model_defs.common import HF, extended, only
 from graphllm.ops.norms.rms_norm import rms_norm
 
-_V2, _V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
+_V2 = "DeepseekV2ForCausalLM"
 # What files leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     _V2: {"n_shared_experts": 2, "n_routed_experts": 64},
-    _V3: {
+    "DeepseekV3ForCausalLM": {
         "max_position_embeddings": 4096, "first_k_dense_replace": 3, "n_shared_experts": 1, "n_routed_experts": 256,
         "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
     },
+    "Glm4MoeLiteForCausalLM": {
+        "max_position_embeddings": 202_752, "rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192,
+        "v_head_dim": 256, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_routed_experts": 64,
+        "num_experts_per_tok": 4, "routed_scaling_factor": 1.8,
+    },
+    "YoutuForCausalLM": {"max_position_embeddings": 131_072, "tie_word_embeddings": True},
 }  # fmt: skip
 
 
@@ -43,17 +49,14 @@ def from_hf(hf: HF) -> Config:
     attention = mla.from_hf(hf, interleaved=v2 or switch(hf, "rope_interleave", True))
     dense = llama.from_hf({**hf, "head_dim": attention.R}, "Llama")
     only(hf, "mlp_bias", False)
-    fields = deepseek_moe.routing(hf, corrected=not v2)
+    if raw(hf, "n_routed_experts") is None:
+        return extended(Config, dense, mla=attention)
     types = deepseek_moe.layer_types(dense.layer_types, hf)
-    return extended(Config, dense, mla=attention, layer_types=types, **fields)
+    return extended(Config, dense, mla=attention, **deepseek_moe.routing(hf, not v2) | {"layer_types": types})
 
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
-    norms = {
-        "attn_norm": Weight((c.D,), (llama.LAYER + "input_layernorm.weight",)),
-        "ffn_norm": Weight((c.D,), (llama.LAYER + "post_attention_layernorm.weight",)),
-    }
-    return norms | mla.weights(c.mla) | deepseek_moe.weights(c, layer_type)
+    return mla.weights(c.mla) | deepseek_moe.weights(c, layer_type)
 
 
 def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:

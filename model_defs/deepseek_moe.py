@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import number, switch, whole
+from graphllm.config.fields import number, strings, switch, whole
 from graphllm.ir import Weight
 from graphllm.model_defs import llama, moe
-from graphllm.model_defs.common import HF, experts_per_token, only
+from graphllm.model_defs.common import HF, experts_per_token, layer_types_of, only
 from graphllm.ops.activations.swiglu import swiglu
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.moe.fused_moe import fused_moe
@@ -44,12 +44,14 @@ class Config(moe.Config):
 def routing(hf: HF, corrected: bool = True) -> dict[str, Any]:
     """The fields of `Config` that are of experts. corrected: see there. Raises ConfigError for settings that are not
     supported."""
-    only(hf, "scoring_func", "sigmoid" if corrected else "softmax")
-    method = only(hf, "topk_method", *(("noaux_tc",) if corrected else ("greedy", "group_limited_greedy")))
-    N, groups, kept = whole(hf, "n_routed_experts"), 1, 1
-    if method != "greedy":
-        groups = whole(hf, "n_group", 1, 1)
-        kept = whole(hf, "topk_group", 1, 1, le=groups)
+    scorings, methods = ("softmax",), ("greedy", "group_limited_greedy")
+    if corrected:
+        scorings, methods = ("sigmoid", "noaux_tc"), ("noaux_tc",)  # dots.llm1 gives the one where the other belongs
+    only(hf, "scoring_func", *scorings)
+    N, groups = whole(hf, "n_routed_experts"), whole(hf, "n_group", 1, 1)
+    kept = whole(hf, "topk_group", 1, 1, le=groups)
+    if only(hf, "topk_method", *methods) == "greedy":
+        groups = kept = 1
     if N % groups or (corrected and 1 < groups > N // 2):
         raise ConfigError(
             f"config.json: n_group is {groups}; {N} experts (n_routed_experts) do not make so many groups of "
@@ -70,10 +72,13 @@ def routing(hf: HF, corrected: bool = True) -> dict[str, Any]:
 
 
 def layer_types(kinds: tuple[str, ...], hf: HF) -> tuple[str, ...]:
-    """The types of layers whose attention is of these kinds: after the first ones they have experts."""
+    """The types of layers whose attention is of these kinds: the first ones are dense, or those that the file lists."""
     only(hf, "moe_layer_freq", 1)
-    dense = whole(hf, "first_k_dense_replace", 0, 0, ge=0)
-    return tuple(kind + "_sparse" * (i >= dense) for i, kind in enumerate(kinds))
+    first, L = whole(hf, "first_k_dense_replace", 0, 0, ge=0), len(kinds)
+    usual = tuple("" if i < first else "_sparse" for i in range(L))
+    listed = strings(hf, "mlp_layer_types")
+    ends = layer_types_of(listed, L, {"dense": "", "sparse": "_sparse"}, "mlp_layer_types") if listed else usual
+    return tuple(map("".join, zip(kinds, ends, strict=True)))
 
 
 def weights(c: Config, layer_type: str) -> dict[str, Weight]:

@@ -84,12 +84,14 @@ def from_hf(hf: HF, interleaved: bool) -> Attention:
 
 
 def weights(a: Attention) -> dict[str, Weight]:
-    """Those of a layer's attention, without the norm before it."""
+    """Those of a layer's attention, and its two norms."""
     of, rows, rest = LAYER + "self_attn.", a.query_rows, a.L + a.R
     stored = Read((of + "kv_b_proj.weight",), (a.H * (a.N + a.V), a.L))
     by_head = Reshape(stored, (a.H, a.N + a.V, a.L))
     kv = of + "kv_a_proj_with_mqa"
     found = {
+        "attn_norm": Weight((a.D,), (LAYER + "input_layernorm.weight",)),
+        "ffn_norm": Weight((a.D,), (LAYER + "post_attention_layernorm.weight",)),
         "kv_norm": Weight((a.L,), (of + "kv_a_layernorm.weight",)),
         "k_up": Weight((a.H, a.N, a.L), expr=Slice(by_head, 1, 0, a.N), shard="output"),
         "v_up": Weight((a.H, a.V, a.L), expr=Slice(by_head, 1, a.N, a.N + a.V), shard="output"),
