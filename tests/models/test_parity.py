@@ -80,7 +80,7 @@ ZAMBA2 = IDS | ATTENTION | STEPS | {
     "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid"],
 }  # fmt: skip
 ROUTED = {
-    "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 36, "n_routed_experts": 8,
+    "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 40, "n_routed_experts": 8,
     "n_shared_experts": 2, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
 }  # fmt: skip
 LATENTS = LLAMA | {
