@@ -25,6 +25,8 @@ from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLa
 from graphllm.ops.attention.latent_attention.triton_common import cache_constants, store_latents
 from graphllm.ops.attention.paged_attention.triton_common import multiply, power_of_2
 
+_STORED = 8
+
 
 @triton.jit
 def share_of(total, PROGRAMS: tl.constexpr, MIN_TILES: tl.constexpr):
@@ -44,29 +46,29 @@ def _tiles_of(query_start_ptr, seq_len_ptr, s, S, Q: tl.constexpr, BLOCK_N: tl.c
 @triton.jit
 def _make_plan(
     plan_ptr, query_start_ptr, seq_len_ptr, S,
-    Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PROGRAMS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
+    Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PROGRAMS: tl.constexpr, MIN_TILES: tl.constexpr,
+    EMULATED: tl.constexpr,
 ):  # fmt: skip
     """Write the plan: of each program its first sequence [PROGRAMS], then the tiles before each sequence [S + 1]."""
     total = 0
     for base in range(0, S, BLOCK_S):
         s = base + tl.arange(0, BLOCK_S)
-        tiles = _tiles_of(query_start_ptr, seq_len_ptr, s, S, Q, BLOCK_N)
-        ends = total + tl.cumsum(tiles)
-        tl.store(plan_ptr + PROGRAMS + s, ends - tiles, mask=s < S)
-        total += tl.sum(tiles)
+        total += tl.sum(_tiles_of(query_start_ptr, seq_len_ptr, s, S, Q, BLOCK_N))
+    if not EMULATED:
+        tl.extra.cuda.gdc_wait()
     tl.store(plan_ptr + PROGRAMS + S, total)
     share = share_of(total, PROGRAMS, MIN_TILES)
-    end = 0
+    before = 0
     for base in range(0, S, BLOCK_S):
         s = base + tl.arange(0, BLOCK_S)
         tiles = _tiles_of(query_start_ptr, seq_len_ptr, s, S, Q, BLOCK_N)
-        ends = end + tl.cumsum(tiles)
+        ends = before + tl.cumsum(tiles)
+        tl.store(plan_ptr + PROGRAMS + s, ends - tiles, mask=s < S)
         first = (ends - tiles + share - 1) // share
         beyond = (ends + share - 1) // share
         for i in range(tl.max(beyond - first)):
             tl.store(plan_ptr + first + i, s, mask=first + i < beyond)
-        end += tl.sum(tiles)
+        before += tl.sum(tiles)
 
 
 @triton.jit
@@ -92,15 +94,17 @@ def _absorb_kernel(
     Q: tl.constexpr,  # most query tokens of a sequence
     BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,  # rows of a program
-    BLOCK_L: tl.constexpr, EMULATED: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    STORED: tl.constexpr,  # tokens that a program stores
+    EMULATED: tl.constexpr,
 ):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     COLUMNS: tl.constexpr = (L + BLOCK_L - 1) // BLOCK_L
     column = tl.program_id(0)
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    s, token, exists = _rows_of(query_start_ptr, row, S, Q)
     if column < H * COLUMNS:
+        row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+        _s, token, exists = _rows_of(query_start_ptr, row, S, Q)
         head = column // COLUMNS
         c = column % COLUMNS * BLOCK_L + tl.arange(0, BLOCK_L)
         n = tl.arange(0, N_PAD)
@@ -115,7 +119,9 @@ def _absorb_kernel(
         absorbed = multiply(q, weights, tl.zeros([BLOCK_M, BLOCK_L], tl.float32), EMULATED)
         to = absorbed_ptr + ((row.to(tl.int64) * H + head) * L)[:, None] + c[None, :]
         tl.store(to, absorbed.to(absorbed_ptr.dtype.element_ty), mask=exists[:, None] & (c < L)[None, :])
-    else:
+    elif column < H * COLUMNS + BLOCK_M // STORED:
+        row = tl.program_id(1) * BLOCK_M + (column - H * COLUMNS) * STORED + tl.arange(0, STORED)
+        s, token, exists = _rows_of(query_start_ptr, row, S, Q)
         position = tl.load(seq_len_ptr + s, mask=exists, other=0) + token
         position -= tl.load(query_start_ptr + s + 1, mask=exists, other=0)
         block = tl.load(table_ptr + s.to(tl.int64) * TABLE_ROW + position // P, mask=exists, other=0).to(tl.int64)
@@ -125,8 +131,10 @@ def _absorb_kernel(
             slot = block * CACHE_BLOCK + (position % P) * CACHE_POS
             store_latents(latent_ptr, k_rope_ptr, cache_ptr, token.to(tl.int64), slot, exists, LATENT_ROW, K_ROPE_ROW,
                           L, L_PAD, R, R_PAD, EMULATED)  # fmt: skip
-        if tl.program_id(1) == 0:
-            _make_plan(plan_ptr, query_start_ptr, seq_len_ptr, S, Q, BLOCK_N, BLOCK_S, PROGRAMS, MIN_TILES)
+    elif tl.program_id(1) == 0:
+        _make_plan(plan_ptr, query_start_ptr, seq_len_ptr, S, Q, BLOCK_N, BLOCK_S, PROGRAMS, MIN_TILES, EMULATED)
+    elif not EMULATED:
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
@@ -211,11 +219,12 @@ def attend_absorbed(
     cache = cache_constants(paged, L, R)
     shares = {"Q": queries, "MIN_TILES": min_tiles, "PROGRAMS": programs}
     launch_triton(
-        _absorb_kernel, (H * -(-L // absorb_l) + 1, (S * queries + absorb_m - 1) // absorb_m),
+        _absorb_kernel, (H * -(-L // absorb_l) + absorb_m // _STORED + 1, (S * queries + absorb_m - 1) // absorb_m),
         q_nope, k_up, latent, k_rope, paged.latent_cache, absorbed, plan, table, query_start, seq_lens, S,
         Q_ROW=q_nope.stride(0), Q_HEAD=q_nope.stride(1), UP_HEAD=k_up.stride(0), UP_ROW=k_up.stride(1),
         LATENT_ROW=latent.stride(0), K_ROPE_ROW=k_rope.stride(0), WRITE=write, H=H, N=N, N_PAD=power_of_2(N),
-        BLOCK_N=block_n, BLOCK_S=512, BLOCK_M=absorb_m, BLOCK_L=absorb_l, num_warps=4, **cache, **shares,
+        BLOCK_N=block_n, BLOCK_S=512, BLOCK_M=absorb_m, BLOCK_L=absorb_l, STORED=_STORED, num_warps=4,
+        **cache, **shares,
     )  # fmt: skip
     attend(absorbed, q_rope, paged, plan, parts, lse, scale, block_n=block_n, **shares, **config)
     launch_triton(
