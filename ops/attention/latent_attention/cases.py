@@ -87,6 +87,7 @@ _FP8: dict[str, Any] = {"cache": "float8_e4m3fn"}
 _INT8: dict[str, Any] = {"cache": "int8"}
 _TREE = (-1, 0, 0, 1, 1, 2)
 _ODD = (3, 24, 6, 36, 20)
+_512 = (20, 32, 64, 512, 32)
 _LITE, _64, _V3 = ((H, 128, 64, 512, 128) for H in (16, 64, 128))
 _V3_RANK = (8, 128, 64, 512, 128)
 
@@ -107,6 +108,8 @@ CASES = (
     _case("decode_wide_int8", [(1, 50), (1, 129)], (2, 32, 16, 260, 32), **_INT8),
     _case("verify_ragged", [(4, 4), (1, 16), (3, 17), (0, 0), (4, 100), (2, 333)], queries=4, fused=True, pad=5),
     _case("verify_long_fp8", [(3, 1500), (4, 40)], queries=4, **_FP8),
+    _case("decode_512", [(1, 1), (0, 0), (1, 64), (1, 65), (1, 333)], _512, fused=True),
+    _case("verify_512", [(3, 3), (0, 0), (4, 66), (1, 333)], _512, block_size=64, queries=4, pad=2),
     _case("verify_tree", [(6, 6), (6, 37), (0, 0), (6, 333)], queries=6, tree=_TREE, pad=3),
     _case("prompt", [(70, 70)], fused=True),
     _case("prompts_ragged", [(5, 5), (33, 33), (1, 1), (64, 64)]),

@@ -25,7 +25,7 @@ from graphllm.ops.attention.latent_attention.op import latent_attention
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
 from graphllm.ops.attention.latent_attention.triton_common import problem
 from graphllm.ops.attention.latent_attention.triton_expand import MOST_TILE, Chunk
-from graphllm.ops.attention.latent_attention.triton_prefill import attend, chunk_constants, is_mixed
+from graphllm.ops.attention.latent_attention.triton_prefill import attend, is_mixed, step_constants
 from graphllm.ops.attention.paged_attention.gluon_flash import (
     attend_tiles,
     find_item,
@@ -284,7 +284,7 @@ def _flash_configs(site: CallSite) -> list[Config]:
     """Launch constants of the kernel: as many programs as the GPU has processors; one fits on each."""
     H = site.args["q_nope_THN"].shape[1]
     together = max(n for n in range(1, 9) if H % n == 0)
-    common = {**chunk_constants(site), "programs": site.target.multiprocessors, "expand_stages": 3}
+    common = step_constants(site)
     own = {"processors": site.target.multiprocessors, "together": together, "block_n": 128, "flash_stages": 2}
     return [{**common, **own, "turns": turns} for turns in (True, False)]
 

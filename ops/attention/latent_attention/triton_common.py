@@ -34,17 +34,17 @@ def rotated_part(cache_ptr, L: tl.constexpr):
 def load_latents(
     cache_ptr, cache_block, tile, seen, dtype: tl.constexpr,
     CACHE_BLOCK: tl.constexpr, CACHE_POS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr,
-    R_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    R_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """Latents [BLOCK_N, L_PAD] and rotated parts of keys [BLOCK_N, R_PAD] of a tile's tokens, zeros where ``seen`` is
     not. cache_block: of each token, see `tile_blocks`."""
-    l, r = tl.arange(0, L_PAD), tl.arange(0, R_PAD)
+    c, r = tl.arange(0, L_PAD), tl.arange(0, R_PAD)
     NARROW: tl.constexpr = cache_ptr.dtype.element_ty == tl.float8e4nv
     RATIO: tl.constexpr = 2 if NARROW else 1
     slots = tile_slots(cache_block, tile, CACHE_BLOCK, CACHE_POS, P, BLOCK_N)
     halves = tile_slots(cache_block, tile, CACHE_BLOCK // RATIO, CACHE_POS // RATIO, P, BLOCK_N)
-    inside = seen[:, None] if L_PAD == L else seen[:, None] & (l < L)[None, :]
-    latents = tl.load(cache_ptr + slots[:, None] + l[None, :], mask=inside, other=0.0)
+    inside = seen[:, None] if L_PAD == L else seen[:, None] & (c < L)[None, :]
+    latents = tl.load(cache_ptr + slots[:, None] + c[None, :], mask=inside, other=0.0)
     rotated = rotated_part(cache_ptr, L) + halves[:, None] + r[None, :]
     k_rope = tl.load(rotated, mask=seen[:, None] & (r < R)[None, :], other=0.0).to(dtype)
     if NARROW:
@@ -55,7 +55,8 @@ def load_latents(
         known = seen[:, None] & (g * WIDTH < L)[None, :]
         scales = tl.load(scales_ptr + quarters[:, None] + g[None, :], mask=known, other=0.0)
         numbers = tl.reshape(latents, [BLOCK_N, L_PAD // WIDTH, WIDTH]).to(tl.float32) * scales[:, :, None]
-        return tl.reshape(numbers, [BLOCK_N, L_PAD]).to(dtype), k_rope
+        latents = tl.reshape(numbers, [BLOCK_N, L_PAD])
+        return latents if EMULATED else latents.to(dtype), k_rope  # the interpreter would cut, not round
     else:
         return latents, k_rope
 
@@ -79,9 +80,9 @@ def store_latents(
     if cache_ptr.dtype.element_ty == tl.float8e4nv:
         WIDTH: tl.constexpr = min(GROUP, L_PAD)
         g = tl.arange(0, L_PAD // WIDTH)
-        l = (g * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
-        within = owned[:, None, None] & (l < L)[None, :, :]
-        latents = tl.load(latent_ptr + (token * LATENT_ROW)[:, None, None] + l[None, :, :], mask=within, other=0.0)
+        c = (g * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+        within = owned[:, None, None] & (c < L)[None, :, :]
+        latents = tl.load(latent_ptr + (token * LATENT_ROW)[:, None, None] + c[None, :, :], mask=within, other=0.0)
         latents = latents.to(tl.float32)
         steps = tl.div_rn(tl.max(tl.abs(latents), axis=2), MOST_E4M3)
         scales_ptr = (cache_ptr + L).to(tl.pointer_type(tl.float32), bitcast=True)
@@ -89,16 +90,16 @@ def store_latents(
         tl.store(scales_ptr + (slot // 4)[:, None] + g[None, :], steps, mask=known)
         divisors = tl.where(steps > 0, steps, 1.0)[:, :, None] + tl.zeros(latents.shape, tl.float32)
         entries = as_entries(latents, divisors, cache_ptr.dtype.element_ty, True, EMULATED)
-        tl.store(cache_ptr + slot[:, None, None] + l[None, :, :], entries, mask=within)
+        tl.store(cache_ptr + slot[:, None, None] + c[None, :, :], entries, mask=within)
         slot = slot // 2
         if EMULATED and k_rope.dtype == tl.float32:  # the interpreter cuts where a GPU rounds
             bits = k_rope.to(tl.int32, bitcast=True)
             k_rope = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
     else:
-        l = tl.arange(0, L_PAD)
-        within = owned[:, None] & (l < L)[None, :]
-        latents = tl.load(latent_ptr + (token * LATENT_ROW)[:, None] + l[None, :], mask=within)
-        tl.store(cache_ptr + slot[:, None] + l[None, :], latents.to(cache_ptr.dtype.element_ty), mask=within)
+        c = tl.arange(0, L_PAD)
+        within = owned[:, None] & (c < L)[None, :]
+        latents = tl.load(latent_ptr + (token * LATENT_ROW)[:, None] + c[None, :], mask=within)
+        tl.store(cache_ptr + slot[:, None] + c[None, :], latents.to(cache_ptr.dtype.element_ty), mask=within)
     tl.store(rotated_ptr + slot[:, None] + r[None, :], k_rope.to(rotated_ptr.dtype.element_ty), mask=inside)
 
 

@@ -41,8 +41,9 @@ def _attend_tiles(
     for tile in range(lo, hi):
         at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         latents, k_rope = load_latents(
-            cache_ptr, cache_block, tile, at < end, q.dtype, CACHE_BLOCK, CACHE_POS, L, L_PAD, R, R_PAD, P, BLOCK_N
-        )
+            cache_ptr, cache_block, tile, at < end, q.dtype, CACHE_BLOCK, CACHE_POS, L, L_PAD, R, R_PAD, P, BLOCK_N,
+            EMULATED,
+        )  # fmt: skip
         cache_block = tile_blocks(table_row, tile + 1, end, P, BLOCK_N)
         scores = multiply(q, tl.trans(latents), tl.zeros([q.shape[0], BLOCK_N], tl.float32), EMULATED)
         scores = multiply(q_rope, tl.trans(k_rope), scores, EMULATED) * scale

@@ -13,11 +13,10 @@ _CONTEXT = (
 _TOKENS = 1 << 17  # twice the tokens in all contexts of a large batch
 
 
-@paged_attention.tuning_inputs
-def tuning_step(q_THE: Tensor, kv_cache: Tensor, block_table: Tensor) -> dict[str, Tensor]:
-    """The cache and what says where sequences are in it, on the device of the given tensors and of their shapes, but
-    for the number of blocks: each sequence has one token, and what is left of T are prompts of the last ones."""
-    (S, columns), T, P, device = block_table.shape, q_THE.shape[0], kv_cache.shape[3], q_THE.device
+def tuning_batch(block_table: Tensor, T: int, P: int) -> tuple[int, dict[str, Tensor]]:
+    """How many blocks of P tokens a cache has, and where sequences are in it, on the device of the table and of its
+    shape: each sequence has one token, and what is left of T are prompts of the last ones."""
+    (S, columns), device = block_table.shape, block_table.device
     most = min(columns * P, _CONTEXT, max(P, _TOKENS // S))
     queries = [1] * min(S, T) + [0] * max(0, S - T)
     lengths = [max(n, most * (s + 1) // S) for s, n in enumerate(queries)]
@@ -33,10 +32,16 @@ def tuning_step(q_THE: Tensor, kv_cache: Tensor, block_table: Tensor) -> dict[st
     for s, used in enumerate(order.split(blocks)):
         table[s, : len(used)] = used
     starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    drawn = torch.randn((len(order), *kv_cache.shape[1:]), dtype=q_THE.dtype, device=device)
-    return {
-        "kv_cache": drawn.to(kv_cache.dtype),
+    return len(order), {
         "block_table": table.to(device),
         "query_start_loc": starts.to(device),
         "seq_lens": torch.tensor(lengths, dtype=torch.int32, device=device),
     }
+
+
+@paged_attention.tuning_inputs
+def tuning_step(q_THE: Tensor, kv_cache: Tensor, block_table: Tensor) -> dict[str, Tensor]:
+    """The cache, with other blocks than the given one, and what says where sequences are in it."""
+    blocks, where = tuning_batch(block_table, q_THE.shape[0], kv_cache.shape[3])
+    drawn = torch.randn((blocks, *kv_cache.shape[1:]), dtype=q_THE.dtype, device=q_THE.device)
+    return {"kv_cache": drawn.to(kv_cache.dtype), **where}

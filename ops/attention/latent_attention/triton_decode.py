@@ -1,0 +1,148 @@
+"""Triton kernel of latent attention for decode and for verification: absorbed, all query heads share one KV head.
+
+The cache is read as keys of L + R numbers, of which the first L are the values, too. Rows of a tile are the query
+heads of all the tokens of a sequence. See `triton_absorb` for how sequences are divided among programs.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphllm.ir import CallSite, launch_triton
+from graphllm.ops.attention.latent_attention.op import latent_attention
+from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
+from graphllm.ops.attention.latent_attention.triton_absorb import attend_absorbed, share_of
+from graphllm.ops.attention.latent_attention.triton_common import cache_constants, load_latents, problem
+from graphllm.ops.attention.paged_attention.triton_common import multiply, plus_tile, power_of_2, tile_blocks
+
+Config = Mapping[str, Any]
+
+
+@triton.jit(do_not_specialize_on_alignment=["S"])
+def _latent_kernel(
+    q_ptr,  # [S * Q, H, L], see `triton_absorb`
+    q_rope_ptr, cache_ptr, part_ptr, lse_ptr, plan_ptr, table_ptr, query_start_ptr, seq_len_ptr, S,
+    ROPE_ROW: tl.constexpr, ROPE_HEAD: tl.constexpr, CACHE_BLOCK: tl.constexpr, CACHE_POS: tl.constexpr,
+    TABLE_ROW: tl.constexpr,
+    SCALE: tl.constexpr,  # of q.k, times log2(e)
+    H: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, P: tl.constexpr,
+    Q: tl.constexpr, MIN_TILES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EMULATED: tl.constexpr,
+):  # fmt: skip
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(1)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    query, head = m // H, m % H
+    c, r = tl.arange(0, L_PAD), tl.arange(0, R_PAD)
+    in_l, in_r = (c < L)[None, :], (r < R)[None, :]
+    total_tiles = tl.load(plan_ptr + PROGRAMS + S)
+    share = share_of(total_tiles, PROGRAMS, MIN_TILES)
+    tile = program * share
+    last = tl.minimum(tile + share, total_tiles)
+    s = tl.load(plan_ptr + program, mask=tile < last, other=0)
+    while tile < last:
+        begin = tl.load(plan_ptr + PROGRAMS + s)
+        end = tl.minimum(tl.load(plan_ptr + PROGRAMS + s + 1), last)
+        if tile < end:
+            first_row = tl.load(query_start_ptr + s)
+            queries = tl.load(query_start_ptr + s + 1) - first_row
+            length = tl.load(seq_len_ptr + s)
+            table_row = table_ptr + s.to(tl.int64) * TABLE_ROW
+            cache_block = tile_blocks(table_row, tile - begin, length, P, BLOCK_N)
+            valid = (query < queries)[:, None]
+            own = (s.to(tl.int64) * Q + query) * H + head
+            q = tl.load(q_ptr + (own * L)[:, None] + c[None, :], mask=valid & in_l, other=0.0)
+            rope_row = q_rope_ptr + ((first_row + query).to(tl.int64) * ROPE_ROW + head * ROPE_HEAD)[:, None]
+            q_rope = tl.load(rope_row + r[None, :], mask=valid & in_r, other=0.0)
+            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, L_PAD], tl.float32)
+            for i in range(tile - begin, end - begin):
+                at = i * BLOCK_N + tl.arange(0, BLOCK_N)
+                latents, k_rope = load_latents(cache_ptr, cache_block, i, at < length, q.dtype, CACHE_BLOCK, CACHE_POS,
+                                               L, L_PAD, R, R_PAD, P, BLOCK_N, EMULATED)  # fmt: skip
+                cache_block = tile_blocks(table_row, i + 1, length, P, BLOCK_N)
+                scores = multiply(q_rope, tl.trans(k_rope), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), EMULATED)
+                scores = multiply(q, tl.trans(latents), scores, EMULATED) * SCALE
+                scores = tl.where(at[None, :] < (length - queries + 1 + query)[:, None], scores, float("-inf"))
+                top, total, acc = plus_tile(scores, latents, top, total, acc, Q > 1, EMULATED)
+            part = ((program + s).to(tl.int64) * Q + query) * H + head
+            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+            tl.store(part_ptr + (part * L)[:, None] + c[None, :], acc.to(part_ptr.dtype.element_ty), mask=valid & in_l)
+            tl.store(lse_ptr + part, top + tl.log2(total), mask=query < queries)
+        tile = tl.maximum(tile, end)
+        s += 1
+
+
+def launch_attention(
+    absorbed: Tensor, q_rope: Tensor, paged: PagedLatents, plan: Tensor, parts: Tensor, lse: Tensor, scale: float, *,
+    block_m: int, block_n: int, warps: int, stages: int, PROGRAMS: int, **shares: int,
+) -> None:  # fmt: skip
+    """Attention in latent space, by parts. shares: how a sequence's tiles are divided, see `triton_absorb`."""
+    (_, Q, H, L), R = parts.shape, q_rope.shape[2]
+    latent_cache, *where = paged
+    launch_triton(
+        _latent_kernel, (-(-Q * H // block_m), PROGRAMS),
+        absorbed, q_rope, latent_cache, parts, lse, plan, *where, paged.seq_lens.shape[0],
+        ROPE_ROW=q_rope.stride(0), ROPE_HEAD=q_rope.stride(1), SCALE=scale * math.log2(math.e), H=H, PROGRAMS=PROGRAMS,
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **cache_constants(paged, L, R), **shares,
+    )  # fmt: skip
+
+
+def launch_decode(
+    rows: LatentRows, up: UpProjections, paged: PagedLatents, out_THV: Tensor, scale: float, *, write: bool,
+    **config: Any,
+) -> None:  # fmt: skip
+    """Attend for the sequences that have one to ``queries`` query tokens (see `plan_decode`); the others are not
+    touched. write: see `attend_absorbed`."""
+    attend_absorbed(launch_attention, rows, up, paged, out_THV, scale, write=write, **config)
+
+
+def plan_decode(site: CallSite, most: int, queries: int) -> Config:
+    """Launch constants for up to ``most`` sequences of up to ``queries`` query tokens. Few rows of queries are joined
+    many parts at once, because a loop over parts waits for memory in each turn."""
+    H = site.args["q_nope_THN"].shape[1]
+    q, L, V = site.args["q_nope_THN"], site.args["latent_TL"].shape[1], site.args["v_up_HVL"].shape[1]
+    rows, block_m, wide = most * queries, min(64, power_of_2(queries * H)), q.dtype.itemsize == 4
+    values = (1, 16, 512, 16) if rows <= 4 else (16, 64, 128, 2)
+    return {
+        "queries": queries, "programs": site.target.multiprocessors * (2 if block_m == 16 else 1), "min_tiles": 1,
+        "block_m": block_m, "block_n": 16 if wide else 32, "warps": 4 if block_m < 64 else 8, "stages": 2,
+        "absorb_m": 16 if rows <= 16 else 32 if rows <= 32 or wide else 64, "absorb_l": min(64, power_of_2(L)),
+        "values_m": values[0], "values_v": min(values[1], power_of_2(V)), "values_l": min(values[2], power_of_2(L)),
+        "parts_at_once": values[3],
+    }  # fmt: skip
+
+
+def is_absorbed(site: CallSite) -> bool:
+    """Whether the site is decode or verification without trees, of a kind that the kernels of this folder serve."""
+    return site.bucket.kind == "decode" and site.args["ancestors_T"] is None and not problem(site)
+
+
+def decode_configs(site: CallSite) -> list[Config]:
+    """The plan for the bucket's largest batch."""
+    return [plan_decode(site, site.bucket.hi, site.bucket.query_len)]
+
+
+def _remedy(site: CallSite) -> str:
+    if site.bucket.kind == "decode" and site.args["ancestors_T"] is not None:
+        return "trees of drafts: no kernel of latent attention for a GPU takes them; use drafts in a row"
+    return problem(site)
+
+
+@latent_attention.impl("triton_decode", device="cuda", supports=is_absorbed, configs=decode_configs, remedy=_remedy)
+def triton_decode(rows: LatentRows, up: UpProjections, paged: PagedLatents, scale: float, **config: Any) -> Tensor:
+    """Decode and verification, absorbed."""
+    out_THV = rows.q_nope_THN.new_empty(*rows.q_nope_THN.shape[:2], up.v_up_HVL.shape[1])
+    launch_decode(rows, up, paged, out_THV, scale, write=True, **config)
+    return out_THV
