@@ -1,5 +1,5 @@
-"""Steps with prompts on Hopper: attention to a chunk of keys and values by a warp-specialized kernel, all else as in
-`triton_prefill`, which has the same kernel for all other GPUs and cases.
+"""Steps with prompts on Hopper, see `prompts`: attention to a chunk of keys and values by a warp-specialized kernel.
+`triton_flash` has the same one for all other GPUs and cases.
 
 Warps, barriers and what they do for a tile are those of `gluon_flash`. Keys have two parts: one of each head, and the
 rotated one that all heads share. A program takes work items one after another, each a block of query tokens of one
@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from graphllm.ir import CallSite, GluonKernel, runs_gluon
 from graphllm.ops.attention.latent_attention.op import latent_attention
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
+from graphllm.ops.attention.latent_attention.prompts import attend, is_mixed, step_constants
 from graphllm.ops.attention.latent_attention.triton_common import problem
 from graphllm.ops.attention.latent_attention.triton_expand import MOST_TILE, Chunk
-from graphllm.ops.attention.latent_attention.triton_prefill import attend, is_mixed, step_constants
 from graphllm.ops.attention.paged_attention.gluon_flash import (
     attend_tiles,
     find_item,
@@ -38,7 +38,6 @@ from graphllm.ops.attention.paged_attention.gluon_flash import (
 )
 from graphllm.ops.attention.paged_attention.gluon_flash_ranges import join
 from graphllm.ops.attention.paged_attention.triton_common import score_constants
-from graphllm.ops.attention.paged_attention.triton_decode import Config
 
 _BLOCK_Q = gl.constexpr(128)  # query tokens of a work item
 
@@ -280,7 +279,7 @@ def _is_flash(site: CallSite) -> bool:
     return runs_gluon(site.target) and halves and (N, R, V) == (128, 64, 128) and aligned and is_mixed(site)
 
 
-def _flash_configs(site: CallSite) -> list[Config]:
+def _flash_configs(site: CallSite) -> list[dict[str, Any]]:
     """Launch constants of the kernel: as many programs as the GPU has processors; one fits on each."""
     H = site.args["q_nope_THN"].shape[1]
     together = max(n for n in range(1, 9) if H % n == 0)
