@@ -1,16 +1,7 @@
-"""Steps with prompts in Triton: what is done in which order, for the kernels of `gluon_prefill` too.
-
-The latents go to the cache. Then keys and values of the sequences with many query tokens are made of it, chunk by
-chunk, and the rows of these sequences attend to each chunk. The other sequences stay in latent space.
-
-The chunks of a step hold its own tokens and one longest context, so the memory is known and the launches are few. A
-step seldom has more: only the first prompt of a step goes on, and only the last one is cut. What is beyond that is
-right as well, in latent space, with 3.4 times the products in DeepSeek's models.
-"""
+"""Steps with prompts on any GPU, see `prompts`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,73 +10,24 @@ from torch import Tensor
 from graphllm.ir import CallSite
 from graphllm.ops.attention.latent_attention.op import latent_attention
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
+from graphllm.ops.attention.latent_attention.prompts import attend, is_mixed, step_constants
 from graphllm.ops.attention.latent_attention.triton_common import problem
-from graphllm.ops.attention.latent_attention.triton_expand import expand, new_chunk
 from graphllm.ops.attention.latent_attention.triton_flash import flash
-from graphllm.ops.attention.latent_attention.triton_latent_flash import latent_flash
-from graphllm.ops.attention.latent_attention.triton_write import write_latents
-from graphllm.ops.attention.paged_attention.triton_decode import Config
-
-_MOST_NUMBERS = 1 << 27  # keys and values of a chunk
-_ALIGNED = 128  # a chunk's rows are a multiple of that
 
 
-def chunk_constants(site: CallSite) -> dict[str, int]:
-    """How many rows a chunk has, and how many chunks a step. A step without prompts has none."""
-    (H, N, _), V = site.args["k_up_HNL"].shape, site.args["v_up_HVL"].shape[1]
-    if site.bucket.kind == "decode":
-        return {"chunk": 0, "chunks": 0}
-    rows = site.rows("q_nope_THN") + site.args["block_table"].shape[1] * site.args["latent_cache"].shape[1]
-    most = max(1, _MOST_NUMBERS // (H * (N + V) * _ALIGNED))
-    chunk = min(most, -(-rows // _ALIGNED)) * _ALIGNED
-    return {"chunk": chunk, "chunks": -(-rows // chunk)}
-
-
-def attend(
-    rows: LatentRows, up: UpProjections, paged: PagedLatents, scale: float, ancestors_T: Tensor | None,
-    flash: Callable[..., None], chunk: int, chunks: int, programs: int, expand_stages: int, **constants: Any,
-) -> Tensor:  # fmt: skip
-    """The whole step.
-
-    flash: attends to a chunk, as `triton_flash.flash` does, with ``constants``.
-    programs, expand_stages: of the kernel that makes keys and values.
-    """
-    T, H, V = *rows.q_nope_THN.shape[:2], up.v_up_HVL.shape[1]
-    out_THV = rows.q_nope_THN.new_empty((T, H, V))
-    begins = write_latents(rows, up, paged, ancestors_T, chunk * chunks)
-    if chunks:
-        lse_TH = out_THV.new_empty((T, H) if chunks > 1 else (1, 1), dtype=torch.float32)
-        of = new_chunk(rows, up, begins, chunk)
-        for start in range(0, chunk * chunks, chunk):
-            expand(of, rows, up, paged, start, chunk=chunk, programs=programs, stages=expand_stages)
-            flash(rows, of, paged, out_THV, lse_TH, scale, start, chunk=chunk, **constants)
-    latent_flash(rows, up, paged, out_THV, begins, scale, ancestors_T, 0)
-    return out_THV
-
-
-def is_mixed(site: CallSite) -> bool:
-    """Whether the kernels serve the site."""
-    return not problem(site)
-
-
-def prefill_configs(site: CallSite) -> list[Config]:
+def _configs(site: CallSite) -> list[dict[str, Any]]:
     """Launch constants, the likely best first."""
     single = site.args["q_nope_THN"].dtype == torch.float32
     tiles = [(16, 16, 4, 2)] if single else [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2)]
     return [
-        {
-            **chunk_constants(site), "programs": site.target.multiprocessors, "expand_stages": 2 if single else 3,
-            "block_m": block_m, "block_n": block_n, "warps": warps, "stages": stages,
-        }
+        {**step_constants(site), "block_m": block_m, "block_n": block_n, "warps": warps, "stages": stages}
         for block_m, block_n, warps, stages in tiles
-    ]  # fmt: skip
+    ]
 
 
-@latent_attention.impl(
-    "triton_prefill", device="cuda", supports=is_mixed, configs=prefill_configs, remedy=problem
-)  # fmt: skip
+@latent_attention.impl("triton_prefill", device="cuda", supports=is_mixed, configs=_configs, remedy=problem)
 def triton_prefill(
-    rows: LatentRows, up: UpProjections, paged: PagedLatents, scale: float, ancestors_T: Tensor | None, **config: int
+    rows: LatentRows, up: UpProjections, paged: PagedLatents, scale: float, ancestors_T: Tensor | None, **config: Any
 ) -> Tensor:
     """Any ragged batch."""
     return attend(rows, up, paged, scale, ancestors_T, flash, **config)
