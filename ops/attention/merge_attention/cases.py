@@ -1,4 +1,4 @@
-"""Inputs for merge_attention: parts that a row does not see, rows that see nothing, large and small scores."""
+"""Inputs for merge_attention: parts that a row does not see, and large and small scores."""
 
 from __future__ import annotations
 
