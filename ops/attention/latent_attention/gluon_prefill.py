@@ -280,12 +280,12 @@ def _is_flash(site: CallSite) -> bool:
 
 
 def _flash_configs(site: CallSite) -> list[dict[str, Any]]:
-    """Launch constants of the kernel: as many programs as the GPU has processors; one fits on each."""
-    H = site.args["q_nope_THN"].shape[1]
-    together = max(n for n in range(1, 9) if H % n == 0)
-    common = step_constants(site)
-    own = {"processors": site.target.multiprocessors, "together": together, "block_n": 128, "flash_stages": 2}
-    return [{**common, **own, "turns": turns} for turns in (True, False)]
+    """Launch constants of the kernel: as many programs as the GPU has processors; one fits on each. Few heads together
+    suit long prompts, many suit short ones."""
+    H, processors = site.args["q_nope_THN"].shape[1], site.target.multiprocessors
+    own = {"processors": processors, "block_n": 128, "flash_stages": 2, "turns": True}
+    heads = sorted({max(n for n in range(1, most + 1) if H % n == 0) for most in (8, 16)})
+    return [{**step_constants(site), **own, "together": together} for together in heads]
 
 
 @latent_attention.impl("gluon_prefill", device="cuda", supports=_is_flash, configs=_flash_configs, remedy=problem)

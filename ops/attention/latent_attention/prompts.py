@@ -59,7 +59,7 @@ def attend(
     """
     T, H, V = *rows.q_nope_THN.shape[:2], up.v_up_HVL.shape[1]
     out_THV = rows.q_nope_THN.new_empty((T, H, V))
-    begins = write_latents(rows, up, paged, ancestors_T, chunk * chunks)
+    begins = write_latents(rows, paged, ancestors_T, chunk * chunks)
     if chunks:
         lse_TH = out_THV.new_empty((T, H) if chunks > 1 else (1, 1), dtype=torch.float32)
         of = new_chunk(rows, up, begins, chunk)
