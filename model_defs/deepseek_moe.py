@@ -44,10 +44,9 @@ class Config(moe.Config):
 def routing(hf: HF, corrected: bool = True) -> dict[str, Any]:
     """The fields of `Config` that are of experts. corrected: see there. Raises ConfigError for settings that are not
     supported."""
-    scorings, methods = ("softmax",), ("greedy", "group_limited_greedy")
-    if corrected:
-        scorings, methods = ("sigmoid", "noaux_tc"), ("noaux_tc",)  # dots.llm1 gives the one where the other belongs
-    only(hf, "scoring_func", *scorings)
+    methods = ("noaux_tc",) if corrected else ("greedy", "group_limited_greedy")
+    # dots.llm1 has the method where the scoring belongs.
+    only(hf, "scoring_func", *(("sigmoid", "noaux_tc") if corrected else ("softmax",)))
     N, groups = whole(hf, "n_routed_experts"), whole(hf, "n_group", 1, 1)
     kept = whole(hf, "topk_group", 1, 1, le=groups)
     if only(hf, "topk_method", *methods) == "greedy":

@@ -6,7 +6,6 @@ Source: DeepSeek-AI 2024, DeepSeek-V2, section 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -23,10 +22,10 @@ from graphllm.ops.gemm.linear import linear
 from graphllm.ops.norms.rms_norm import rms_norm
 from graphllm.weights.plan.expr import Pad, Read, Reshape, Slice
 
-SIZES: Mapping[str, int] = {
+# What DeepSeek's files leave out.
+_SIZES: dict[str, int] = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
-"""What DeepSeek's files leave out."""
 SHARDABLE = ("mla.H",)  # where the family's Config has an `Attention` as its field mla
 _EPS = 1e-6  # of the norms of both latents, whatever the config says of others
 
@@ -67,12 +66,12 @@ class Attention:
 def from_hf(hf: HF, interleaved: bool) -> Attention:
     """The attention of a ``config.json``. interleaved: see `Attention`. Raises ConfigError for settings that are not
     supported."""
-    hf = {**SIZES, **hf}
-    L, N, R, V = (whole(hf, name, le=LARGEST_HEAD) for name in tuple(SIZES)[1:])
+    hf = {**_SIZES, **hf}
+    L, N, R, V = (whole(hf, name, le=LARGEST_HEAD) for name in tuple(_SIZES)[1:])
     return Attention(
         D=whole(hf, "hidden_size"),
         H=whole(hf, "num_attention_heads"),
-        Q=whole(hf, "q_lora_rank", null=0, ge=1),
+        Q=whole(hf, "q_lora_rank", null=0),
         L=L,
         N=N,
         R=R,
