@@ -1,5 +1,5 @@
 // store_kv: keys and values go to the cache as paged_attention puts them there.
-#include "batch.h"
+#include "cpu/attention/batch.h"
 
 namespace graphllm {
 namespace {

@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "cpu/amx.h"
-#include "entries.h"
+#include "cpu/attention/entries.h"
 
 namespace graphllm {
 namespace {

@@ -5,8 +5,8 @@
 #include <limits>
 
 #include "cpu/threads.h"
-#include "few_rows.h"
-#include "tiles.h"
+#include "cpu/attention/few_rows.h"
+#include "cpu/attention/tiles.h"
 
 namespace graphllm {
 namespace {
