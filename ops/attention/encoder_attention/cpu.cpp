@@ -21,7 +21,7 @@ void attend_all(const T* q, const T* k, const T* v, const std::int32_t* starts, 
     v = to;
   }
   const i64 apart = (reinterpret_cast<std::intptr_t>(v) - reinterpret_cast<std::intptr_t>(k)) / i64(sizeof(T));
-  const Layout rows{E, 1, 0, apart, k_head, k_token};
+  const Layout rows{E, E, 1, 0, apart, k_head, k_token};
   Args<T, T> a{rows, q, k, v, const_cast<T*>(k), nullptr, starts, lengths, out, tokens, S, H, K, q_token, q_head, k_token,
                k_head, v_token, v_head, 0, scale, window > 0 ? window + 1 : 0, 0, nullptr, 1, 1, nullptr};
   a.ahead = window > 0 ? window : i64(1) << 30;
