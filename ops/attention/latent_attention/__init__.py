@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from graphllm.ops.attention.latent_attention import tuning  # noqa: F401
+from graphllm.ops.attention.latent_attention import cpu, tuning  # noqa: F401
 from graphllm.ops.attention.latent_attention.op import latent_attention, latent_state
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
 
