@@ -56,7 +56,7 @@ def _supports(site: CallSite) -> bool:
 def _configs(site: CallSite) -> list[dict[str, int]]:
     """Rows of a group that a program has, and warps: eight numbers a thread, or more."""
     block, most = _block(site.args["x_TD"], site.args["groups"]), triton.next_power_of_2(max(1, site.rows("x_TD")))
-    sizes = ((1024, 4), (2048, 8))
+    sizes: tuple[tuple[int, int], ...] = ((1024, 4), (2048, 8))
     if site.deterministic:
         most, sizes = sizes[0][0], sizes[:1]
     return [
