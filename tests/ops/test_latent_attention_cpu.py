@@ -1,4 +1,4 @@
-"""latent_attention on a CPU, at every instruction level: odd sizes, and rows computed alone."""
+"""latent_attention on a CPU, at every instruction level: sizes that end inside of everything; rows computed alone."""
 
 from __future__ import annotations
 
