@@ -56,9 +56,9 @@ def _supports(site: CallSite) -> bool:
 def _configs(site: CallSite) -> list[dict[str, int]]:
     """Rows of a group that a program has, and warps: eight numbers a thread, or more."""
     block, most = _block(site.args["x_TD"], site.args["groups"]), triton.next_power_of_2(max(1, site.rows("x_TD")))
-    sizes: tuple[tuple[int, int], ...] = ((1024, 4), (2048, 8))
+    sizes = [(1024, 4), (2048, 8)]
     if site.deterministic:
-        most, sizes = sizes[0][0], sizes[:1]
+        most, sizes = 1024, sizes[:1]
     return [
         {"rows": min(most, max(1, numbers // block)), "num_warps": max(warps, block // 512)} for numbers, warps in sizes
     ]
