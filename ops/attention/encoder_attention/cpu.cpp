@@ -1,5 +1,6 @@
 // encoder_attention: paged_attention's items without a cache, over keys and values as they lie in the step's rows.
 #include "cpu/attention/batch.h"
+#include "cpu/calls.h"
 
 namespace graphllm {
 namespace {

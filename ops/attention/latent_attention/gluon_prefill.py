@@ -1,5 +1,5 @@
 """Steps with prompts on Hopper, see `prompts`: attention to a chunk of keys and values by a warp-specialized kernel.
-`triton_flash` has the same one for all other GPUs and cases.
+`triton_prefill` has the same one for all other GPUs and cases.
 
 Warps, barriers and what they do for a tile are those of `gluon_flash`. Keys have two parts: one of each head, and the
 rotated one that all heads share. A program takes work items one after another, each a block of query tokens of one
@@ -259,7 +259,7 @@ def _flash(
     rows: LatentRows, of: Chunk, paged: PagedLatents, out_THV: Tensor, lse_TH: Tensor, scale: float, start: int, *,
     chunk: int, processors: int, together: int, block_n: int, flash_stages: int, turns: bool,
 ) -> None:  # fmt: skip
-    """As `triton_flash.flash`."""
+    """As the one of `triton_prefill`."""
     q_nope, q_rope = rows[:2]
     (T, H, N), R, V, S = q_nope.shape, q_rope.shape[2], out_THV.shape[2], paged.seq_lens.shape[0]
     hopper_latent_flash(

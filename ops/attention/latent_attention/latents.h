@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cpu/attention/batch.h"
+#include "cpu/calls.h"
 #include "entries.h"
 #include "products.h"
 

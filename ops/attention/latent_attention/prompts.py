@@ -53,7 +53,7 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """The whole step.
 
-    flash: attends to a chunk, as `triton_flash.flash` does, with ``constants``.
+    flash: attends to a chunk, as the kernel of `triton_prefill` does, with ``constants``.
     programs, expand_stages: of the kernel that makes keys and values.
     decode: launch constants for sequences of a single token.
     """

@@ -1,5 +1,6 @@
 // store_kv: keys and values go to the cache as paged_attention puts them there.
 #include "cpu/attention/batch.h"
+#include "cpu/calls.h"
 
 namespace graphllm {
 namespace {
