@@ -24,8 +24,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from graphllm.ir import CallSite, GluonKernel, runs_gluon
 from graphllm.ops.attention.latent_attention.op import latent_attention
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
-from graphllm.ops.attention.latent_attention.triton_absorb import attend_absorbed
-from graphllm.ops.attention.latent_attention.triton_decode import Config, is_absorbed, plan_decode
+from graphllm.ops.attention.latent_attention.triton_absorb import (
+    Config,
+    absorbed_problem,
+    attend_absorbed,
+    is_absorbed,
+    plan_decode,
+)
 
 _load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # until Triton 3.6
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # until Triton 3.6
@@ -343,7 +348,7 @@ def wide_configs(site: CallSite) -> list[Config]:
     return [{**kept, "programs": max(1, site.target.multiprocessors // row_tiles), "block_n": 64, "stages": 2}]
 
 
-@latent_attention.impl("gluon_decode", device="cuda", supports=is_wide, configs=wide_configs)
+@latent_attention.impl("gluon_decode", device="cuda", supports=is_wide, configs=wide_configs, remedy=absorbed_problem)
 def gluon_decode(rows: LatentRows, up: UpProjections, paged: PagedLatents, scale: float, **config: Any) -> Tensor:
     """Decode and verification, absorbed."""
     out_THV = rows.q_nope_THN.new_empty(*rows.q_nope_THN.shape[:2], up.v_up_HVL.shape[1])

@@ -13,18 +13,20 @@ Both kernels read weights before the kernel before them has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import launch_triton
+from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
-from graphllm.ops.attention.latent_attention.triton_common import cache_constants, store_latents
+from graphllm.ops.attention.latent_attention.triton_common import cache_constants, problem, store_latents
 from graphllm.ops.attention.paged_attention.triton_common import multiply, power_of_2
 
+Config = Mapping[str, Any]
 _STORED = 8
 
 
@@ -233,3 +235,33 @@ def attend_absorbed(
         BLOCK_M=values_m, BLOCK_V=values_v, BLOCK_L=values_l, PARTS=parts_at_once, EMULATED=cache["EMULATED"],
         num_warps=4, **shares,
     )  # fmt: skip
+
+
+def plan_decode(site: CallSite, most: int, queries: int) -> Config:
+    """Launch constants of `attend_absorbed` and `triton_decode` for up to ``most`` sequences of up to ``queries`` query
+    tokens. Few rows of queries are joined many parts at once, because a loop over parts waits for memory in each turn.
+    On an H200 three stages were faster, but for tiles of 32 rows."""
+    H = site.args["q_nope_THN"].shape[1]
+    q, L, V = site.args["q_nope_THN"], site.args["latent_TL"].shape[1], site.args["v_up_HVL"].shape[1]
+    rows, block_m, wide = most * queries, min(64, power_of_2(queries * H)), q.dtype.itemsize == 4
+    values = (1, 16, 512, 16) if rows <= 4 else (16, 64, 128, 2)
+    return {
+        "queries": queries, "programs": site.target.multiprocessors * (2 if block_m == 16 else 1), "min_tiles": 1,
+        "block_m": block_m, "block_n": 16 if wide else 32, "warps": 4 if block_m < 64 else 8,
+        "stages": 2 if wide or block_m == 32 else 3,
+        "absorb_m": 16 if rows <= 16 else 32 if rows <= 32 or wide else 64, "absorb_l": min(64, power_of_2(L)),
+        "values_m": values[0], "values_v": min(values[1], power_of_2(V)), "values_l": min(values[2], power_of_2(L)),
+        "parts_at_once": values[3],
+    }  # fmt: skip
+
+
+def is_absorbed(site: CallSite) -> bool:
+    """Whether the site is decode or verification without trees, of a kind that the kernels of this folder serve."""
+    return site.bucket.kind == "decode" and not absorbed_problem(site)
+
+
+def absorbed_problem(site: CallSite) -> str:
+    """Why the kernels of decode do not serve a site, and what a user can do; empty where they do."""
+    if site.bucket.kind == "decode" and site.args["ancestors_T"] is not None:
+        return "trees of drafts: no kernel of latent attention for a GPU takes them; use drafts in a row"
+    return problem(site)

@@ -9,7 +9,6 @@ heads of all the tokens of a sequence. See `triton_absorb` for how sequences are
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import triton
@@ -19,11 +18,16 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.attention.latent_attention.op import latent_attention
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
-from graphllm.ops.attention.latent_attention.triton_absorb import attend_absorbed, share_of
-from graphllm.ops.attention.latent_attention.triton_common import cache_constants, load_latents, problem
-from graphllm.ops.attention.paged_attention.triton_common import multiply, plus_tile, power_of_2, tile_blocks
-
-Config = Mapping[str, Any]
+from graphllm.ops.attention.latent_attention.triton_absorb import (
+    Config,
+    absorbed_problem,
+    attend_absorbed,
+    is_absorbed,
+    plan_decode,
+    share_of,
+)
+from graphllm.ops.attention.latent_attention.triton_common import cache_constants, load_latents
+from graphllm.ops.attention.paged_attention.triton_common import multiply, plus_tile, tile_blocks
 
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
@@ -108,39 +112,14 @@ def launch_decode(
     attend_absorbed(launch_attention, rows, up, paged, out_THV, scale, write=write, **config)
 
 
-def plan_decode(site: CallSite, most: int, queries: int) -> Config:
-    """Launch constants for up to ``most`` sequences of up to ``queries`` query tokens. Few rows of queries are joined
-    many parts at once, because a loop over parts waits for memory in each turn."""
-    H = site.args["q_nope_THN"].shape[1]
-    q, L, V = site.args["q_nope_THN"], site.args["latent_TL"].shape[1], site.args["v_up_HVL"].shape[1]
-    rows, block_m, wide = most * queries, min(64, power_of_2(queries * H)), q.dtype.itemsize == 4
-    values = (1, 16, 512, 16) if rows <= 4 else (16, 64, 128, 2)
-    return {
-        "queries": queries, "programs": site.target.multiprocessors * (2 if block_m == 16 else 1), "min_tiles": 1,
-        "block_m": block_m, "block_n": 16 if wide else 32, "warps": 4 if block_m < 64 else 8, "stages": 2,
-        "absorb_m": 16 if rows <= 16 else 32 if rows <= 32 or wide else 64, "absorb_l": min(64, power_of_2(L)),
-        "values_m": values[0], "values_v": min(values[1], power_of_2(V)), "values_l": min(values[2], power_of_2(L)),
-        "parts_at_once": values[3],
-    }  # fmt: skip
-
-
-def is_absorbed(site: CallSite) -> bool:
-    """Whether the site is decode or verification without trees, of a kind that the kernels of this folder serve."""
-    return site.bucket.kind == "decode" and site.args["ancestors_T"] is None and not problem(site)
-
-
 def decode_configs(site: CallSite) -> list[Config]:
     """The plan for the bucket's largest batch."""
     return [plan_decode(site, site.bucket.hi, site.bucket.query_len)]
 
 
-def _remedy(site: CallSite) -> str:
-    if site.bucket.kind == "decode" and site.args["ancestors_T"] is not None:
-        return "trees of drafts: no kernel of latent attention for a GPU takes them; use drafts in a row"
-    return problem(site)
-
-
-@latent_attention.impl("triton_decode", device="cuda", supports=is_absorbed, configs=decode_configs, remedy=_remedy)
+@latent_attention.impl(
+    "triton_decode", device="cuda", supports=is_absorbed, configs=decode_configs, remedy=absorbed_problem
+)
 def triton_decode(rows: LatentRows, up: UpProjections, paged: PagedLatents, scale: float, **config: Any) -> Tensor:
     """Decode and verification, absorbed."""
     out_THV = rows.q_nope_THN.new_empty(*rows.q_nope_THN.shape[:2], up.v_up_HVL.shape[1])
