@@ -24,8 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from graphllm.ir import CallSite, GluonKernel, runs_gluon
 from graphllm.ops.attention.latent_attention.op import latent_attention
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
-from graphllm.ops.attention.latent_attention.triton_absorb import attend_absorbed
-from graphllm.ops.attention.latent_attention.triton_decode import Config, is_absorbed, plan_decode
+from graphllm.ops.attention.latent_attention.triton_absorb import (
+    Config,
+    absorbed_problem,
+    attend_absorbed,
+    is_absorbed,
+    plan_absorbed,
+)
+from graphllm.ops.attention.latent_attention.triton_common import problem
 from graphllm.ops.attention.paged_attention.triton_common import power_of_2
 from graphllm.program.specs import LATENT_GROUP
 
@@ -481,24 +487,32 @@ def launch_attention(
 
 
 def is_wide(site: CallSite) -> bool:
-    """Whether the kernel serves the site: latents of 512 and rotated parts of 64 numbers, in 16 bits or fp8."""
+    """Whether the kernel takes the sizes: latents of 512 and rotated parts of 64 numbers, in 16 bits or fp8."""
     cache, q_rope = site.args["latent_cache"], site.args["q_rope_THR"]
     sizes = (site.args["latent_TL"].shape[1], q_rope.shape[2]) == (_L, _R)
     halves = cache.dtype == q_rope.dtype and q_rope.dtype in (torch.bfloat16, torch.float16)
     narrow = cache.dtype == torch.float8_e4m3fn and q_rope.dtype == torch.bfloat16
     whole = cache.is_contiguous() or (halves and cache.stride(0) % cache.stride(1) == 0 and cache.stride(1) % 8 == 0)
-    return runs_gluon(site.target) and sizes and (halves or narrow) and whole and is_absorbed(site)
+    return runs_gluon(site.target) and sizes and (halves or narrow) and whole and not problem(site)
+
+
+def plan_wide(site: CallSite, most: int, queries: int) -> Config:
+    """Launch constants for up to ``most`` sequences of up to ``queries`` query tokens: one program a processor."""
+    row_tiles = -(-queries * site.args["q_rope_THR"].shape[1] // 64)
+    programs = max(1, site.target.multiprocessors // row_tiles)
+    return {**plan_absorbed(site, most, queries), "programs": programs, "block_n": 64, "stages": 2}
 
 
 def wide_configs(site: CallSite) -> list[Config]:
-    """One program a processor."""
-    plan = plan_decode(site, site.bucket.hi, site.bucket.query_len)
-    row_tiles = -(-site.bucket.query_len * site.args["q_rope_THR"].shape[1] // 64)
-    kept = {k: v for k, v in plan.items() if k not in ("block_m", "warps")}
-    return [{**kept, "programs": max(1, site.target.multiprocessors // row_tiles), "block_n": 64, "stages": 2}]
+    """The plan for the bucket's largest batch."""
+    return [plan_wide(site, site.bucket.hi, site.bucket.query_len)]
 
 
-@latent_attention.impl("gluon_decode", device="cuda", supports=is_wide, configs=wide_configs)
+def _serves(site: CallSite) -> bool:
+    return is_wide(site) and is_absorbed(site)
+
+
+@latent_attention.impl("gluon_decode", device="cuda", supports=_serves, configs=wide_configs, remedy=absorbed_problem)
 def gluon_decode(rows: LatentRows, up: UpProjections, paged: PagedLatents, scale: float, **config: Any) -> Tensor:
     """Decode and verification, absorbed."""
     out_THV = rows.q_nope_THN.new_empty(*rows.q_nope_THN.shape[:2], up.v_up_HVL.shape[1])

@@ -13,18 +13,20 @@ Both kernels read weights before the kernel before them has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import launch_triton
+from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
-from graphllm.ops.attention.latent_attention.triton_common import cache_constants, store_latents
+from graphllm.ops.attention.latent_attention.triton_common import cache_constants, problem, store_latents
 from graphllm.ops.attention.paged_attention.triton_common import multiply, power_of_2
 
+Config = Mapping[str, Any]
 _STORED = 8
 
 
@@ -235,3 +237,28 @@ def attend_absorbed(
         L_PAD=cache["L_PAD"], BLOCK_M=values_m, BLOCK_V=values_v, PARTS=parts_at_once, EMULATED=cache["EMULATED"],
         num_warps=8, **shares,
     )  # fmt: skip
+
+
+def plan_absorbed(site: CallSite, most: int, queries: int) -> Config:
+    """Launch constants of `attend_absorbed` but for the attention kernel's, for up to ``most`` sequences of up to
+    ``queries`` query tokens. Of few rows many parts are read at once, because each turn of a loop waits for memory."""
+    L, V = site.args["latent_TL"].shape[1], site.args["v_up_HVL"].shape[1]
+    rows, wide = most * queries, site.args["q_nope_THN"].dtype.itemsize == 4
+    values_m, values_v, at_once = (1, 16, 16) if rows <= 4 else (16, 32, 2 if wide else 4)
+    return {
+        "queries": queries, "min_tiles": 1, "absorb_m": 16 if rows <= 16 else 32 if rows <= 32 or wide else 64,
+        "absorb_l": min(64, power_of_2(L)), "values_m": values_m, "values_v": min(values_v, power_of_2(V)),
+        "parts_at_once": at_once,
+    }  # fmt: skip
+
+
+def is_absorbed(site: CallSite) -> bool:
+    """Whether the site is decode or verification without trees, of a kind that the kernels of this folder serve."""
+    return not absorbed_problem(site) and site.bucket.kind == "decode"
+
+
+def absorbed_problem(site: CallSite) -> str:
+    """Why it is not, and what a user can do; empty where it is, or where the step has prompts."""
+    if site.bucket.kind == "decode" and site.args["ancestors_T"] is not None:
+        return "trees of drafts: no kernel of latent attention for a GPU takes them; use drafts in a row"
+    return problem(site)

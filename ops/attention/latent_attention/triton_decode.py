@@ -9,7 +9,6 @@ heads of all the tokens of a sequence. See `triton_absorb` for how sequences are
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import triton
@@ -19,11 +18,16 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.attention.latent_attention.op import latent_attention
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
-from graphllm.ops.attention.latent_attention.triton_absorb import attend_absorbed, share_of
-from graphllm.ops.attention.latent_attention.triton_common import cache_constants, load_latents, problem
+from graphllm.ops.attention.latent_attention.triton_absorb import (
+    Config,
+    absorbed_problem,
+    attend_absorbed,
+    is_absorbed,
+    plan_absorbed,
+    share_of,
+)
+from graphllm.ops.attention.latent_attention.triton_common import cache_constants, load_latents
 from graphllm.ops.attention.paged_attention.triton_common import multiply, plus_tile, power_of_2, tile_blocks
-
-Config = Mapping[str, Any]
 
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
@@ -96,34 +100,14 @@ def launch_attention(
     )  # fmt: skip
 
 
-def launch_decode(
-    rows: LatentRows, up: UpProjections, paged: PagedLatents, out_THV: Tensor, scale: float, *, write: bool,
-    **config: Any,
-) -> None:  # fmt: skip
-    """Attend for the sequences that have one to ``queries`` query tokens (see `plan_decode`); the others are not
-    touched. write: see `attend_absorbed`."""
-    attend_absorbed(launch_attention, rows, up, paged, out_THV, scale, write=write, **config)
-
-
 def plan_decode(site: CallSite, most: int, queries: int) -> Config:
-    """Launch constants for up to ``most`` sequences of up to ``queries`` query tokens. Few rows of queries are joined
-    many parts at once, because a loop over parts waits for memory in each turn."""
-    H = site.args["q_nope_THN"].shape[1]
-    q, L, V = site.args["q_nope_THN"], site.args["latent_TL"].shape[1], site.args["v_up_HVL"].shape[1]
-    rows, wide = most * queries, q.dtype.itemsize == 4
-    block_m = min(16 if wide else 64, power_of_2(queries * H))
-    values = (1, 16, 16) if rows <= 4 else (16, 32, 2 if wide else 4)
+    """Launch constants for up to ``most`` sequences of up to ``queries`` query tokens."""
+    wide = site.args["q_nope_THN"].dtype.itemsize == 4
+    block_m = min(16 if wide else 64, power_of_2(queries * site.args["q_nope_THN"].shape[1]))
     return {
-        "queries": queries, "programs": site.target.multiprocessors * (2 if block_m == 16 else 1), "min_tiles": 1,
+        **plan_absorbed(site, most, queries), "programs": site.target.multiprocessors * (2 if block_m == 16 else 1),
         "block_m": block_m, "block_n": 16 if wide else 32, "warps": 4 if block_m < 64 else 8, "stages": 3,
-        "absorb_m": 16 if rows <= 16 else 32 if rows <= 32 or wide else 64, "absorb_l": min(64, power_of_2(L)),
-        "values_m": values[0], "values_v": min(values[1], power_of_2(V)), "parts_at_once": values[2],
     }  # fmt: skip
-
-
-def is_absorbed(site: CallSite) -> bool:
-    """Whether the site is decode or verification without trees, of a kind that the kernels of this folder serve."""
-    return site.bucket.kind == "decode" and site.args["ancestors_T"] is None and not problem(site)
 
 
 def decode_configs(site: CallSite) -> list[Config]:
@@ -131,15 +115,11 @@ def decode_configs(site: CallSite) -> list[Config]:
     return [plan_decode(site, site.bucket.hi, site.bucket.query_len)]
 
 
-def _remedy(site: CallSite) -> str:
-    if site.bucket.kind == "decode" and site.args["ancestors_T"] is not None:
-        return "trees of drafts: no kernel of latent attention for a GPU takes them; use drafts in a row"
-    return problem(site)
-
-
-@latent_attention.impl("triton_decode", device="cuda", supports=is_absorbed, configs=decode_configs, remedy=_remedy)
+@latent_attention.impl(
+    "triton_decode", device="cuda", supports=is_absorbed, configs=decode_configs, remedy=absorbed_problem
+)
 def triton_decode(rows: LatentRows, up: UpProjections, paged: PagedLatents, scale: float, **config: Any) -> Tensor:
     """Decode and verification, absorbed."""
     out_THV = rows.q_nope_THN.new_empty(*rows.q_nope_THN.shape[:2], up.v_up_HVL.shape[1])
-    launch_decode(rows, up, paged, out_THV, scale, write=True, **config)
+    attend_absorbed(launch_attention, rows, up, paged, out_THV, scale, write=True, **config)
     return out_THV
