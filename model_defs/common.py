@@ -83,18 +83,20 @@ def experts_per_token(hf: HF, N: int, default: int | None = None) -> int:
     return A
 
 
-def layer_types_of(layer_types: Sequence[str], L: int, known: Mapping[str, str] = _LAYER_TYPES) -> tuple[str, ...]:
-    """Layer types of L layers from the file's ``layer_types``. Raises ConfigError for unknown types, and for more or
-    fewer layers. known: a layer type for each of the file's; usually "full" and "sliding"."""
+def layer_types_of(
+    layer_types: Sequence[str], L: int, known: Mapping[str, str] = _LAYER_TYPES, field: str = "layer_types"
+) -> tuple[str, ...]:
+    """Layer types of L layers from a field of the file. Raises ConfigError for unknown types, and for more or fewer
+    layers. known: a layer type for each of the file's; usually "full" and "sliding"."""
     for name in layer_types:
         if name not in known:
             raise ConfigError(
-                f"config.json: layer_types has {name!r}, which is not supported; use a checkpoint with "
+                f"config.json: {field} has {name!r}, which is not supported; use a checkpoint with "
                 + " and ".join(known)
             )
     if len(layer_types) != L:
         raise ConfigError(
-            f"config.json: layer_types has {len(layer_types)} entries; give one for each of num_hidden_layers = {L}"
+            f"config.json: {field} has {len(layer_types)} entries; give one for each of num_hidden_layers = {L}"
         )
     return tuple(known[name] for name in layer_types)
 

@@ -79,9 +79,10 @@ class Config(Sizes):
     causal: bool = True  # False, in some embedders: tokens see later tokens too, and there is no cache
 
 
-def from_hf(hf: HF, like: str = "") -> Config:
+def from_hf(hf: HF, like: str = "", partly: bool = False) -> Config:
     """The config of any of the family's ``config.json``. like: the architecture that sets defaults and supported
-    fields, for a relative of it; default: the file's own. Raises ConfigError for settings that are not supported."""
+    fields, for a relative of it; default: the file's own. partly: whether heads may be rotated in part. Raises
+    ConfigError for settings that are not supported."""
     architecture = f"{like}ForCausalLM" if like else hf["architectures"][0]
     hf = _DEFAULTS.get(architecture, _DEFAULTS["LlamaForCausalLM"]) | dict(hf)  # a package may call it otherwise
     check_plain(hf)
@@ -91,7 +92,7 @@ def from_hf(hf: HF, like: str = "") -> Config:
     llama = not (mistral or qwen2 or qwen3)
     (H, K), L = heads(hf), whole(hf, "num_hidden_layers", le=MOST_LAYERS)
     E = whole(hf, "head_dim", le=LARGEST_HEAD) if qwen3 else head_dim(hf)
-    rope_settings = Rope.from_hf(hf, E)
+    rope_settings = Rope.from_hf(hf, E, partly=partly)
     bias = (llama or qwen3) and switch(hf, "attention_bias", False)
     window = 0 if llama else whole(hf, "sliding_window", null=0, le=MOST)
     if not mistral and not switch(hf, "use_sliding_window", False):
@@ -138,14 +139,19 @@ def embed_weights(c: Config) -> dict[str, Weight]:
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     mlp = LAYER + "mlp."
-    weights = attention_weights(c) | {
-        "gate_up": merged("gate up", mlp, (c.F, c.F), c.D),
-        "down": Weight((c.D, c.F), (mlp + "down_proj.weight",), shard="input"),
-    }
+    weights = attention_weights(c) | mlp_weights(mlp, c.F, c.D)
     if c.mlp_bias:
         weights["gate_up_bias"] = merged("gate up", mlp, (c.F, c.F))
         weights["down_bias"] = Weight((c.D,), (mlp + "down_proj.bias",))
     return weights
+
+
+def mlp_weights(of: str, F: int, D: int) -> dict[str, Weight]:
+    """The matrices of a dense feed-forward part of width F. of: what their names begin with."""
+    return {
+        "gate_up": merged("gate up", of, (F, F), D),
+        "down": Weight((D, F), (of + "down_proj.weight",), shard="input"),
+    }
 
 
 def attention_weights(c: Config) -> dict[str, Weight]:

@@ -92,9 +92,8 @@ def expert_weights(c: Config) -> dict[str, Weight]:
         "down": single_experts(moe + "experts.", (down,), c.N, c.D, c.F_expert, "input"),
     }
     if c.F_shared:
-        shared = moe + "shared_expert."
-        weights["shared_gate_up"] = llama.merged("gate up", shared, (c.F_shared, c.F_shared), c.D)
-        weights["shared_down"] = Weight((c.D, c.F_shared), (shared + "down_proj.weight",), shard="input")
+        shared = llama.mlp_weights(moe + "shared_expert.", c.F_shared, c.D)
+        weights |= {f"shared_{name}": weight for name, weight in shared.items()}
         gates = (moe + "gate.weight", moe + "shared_expert_gate.weight")  # one product for both
         weights["router"] = Weight((c.N + 1, c.D), gates, (c.N, 1), exact=True)
     return weights

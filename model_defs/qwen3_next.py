@@ -137,12 +137,7 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     mixer = _delta_weights(c) if _linear(layer_type) else _attention_weights(c)
     if moe.sparse(layer_type):
         return mixer | norms | moe.expert_weights(c)
-    mlp = llama.LAYER + "mlp."
-    dense = {
-        "gate_up": llama.merged("gate up", mlp, (c.F, c.F), c.D),
-        "down": Weight((c.D, c.F), (mlp + "down_proj.weight",), shard="input"),
-    }
-    return mixer | norms | dense
+    return mixer | norms | llama.mlp_weights(llama.LAYER + "mlp.", c.F, c.D)
 
 
 def _norm(c: Config, name: str) -> Weight:

@@ -49,6 +49,7 @@ def base_inputs(config: CompileConfig, groups: Sequence[Any]) -> dict[str, Input
         InputSpec("query_start_loc", ("S + 1",), padding="last"),
         InputSpec("seq_lens", ("S",)),
         InputSpec("slots", ("S",), neutral=config.max_num_seqs),
+        InputSpec("state_versions", ("S",)),  # zeros, but where a verification step's first unit makes others
     ]
     for number, group in enumerate(groups):
         width = -(-config.max_model_len // group.block_size)

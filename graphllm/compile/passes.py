@@ -15,6 +15,7 @@ from graphllm.compile.rewrites.split_layers import check_rules, split_layers
 from graphllm.compile.row_order import require_row_orders
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.passes.add_adapters import add_adapters
+from graphllm.passes.align_linear import align_linear
 from graphllm.passes.attend_tree import attend_tree
 from graphllm.passes.canonicalize import canonicalize
 from graphllm.passes.fuse_attention import fuse_attention
@@ -75,6 +76,7 @@ PIPELINE = Pipeline(
         quantize_linear,
         quantize_moe,
         join_shared_expert,
+        align_linear,
         scale_cache,
         attend_tree,
         fuse_attention,

@@ -247,8 +247,6 @@ def _made(unit: Unit) -> dict[str, TensorSpec]:
 
 def _context(v: Mapping[str, Any]) -> ForwardContext:
     inputs = {n.removeprefix("step."): t for n, t in v.items() if n.startswith("step.")}
-    if "state_versions" not in inputs:  # nothing is rolled back: recurrent states have one version
-        inputs["state_versions"] = torch.zeros_like(inputs["slots"])
     attn = AttentionMetadata(inputs.get("block_table"), inputs["query_start_loc"], inputs["seq_lens"])  # type: ignore[arg-type]
     states = {n.removeprefix("state."): t for n, t in v.items() if n.startswith("state.")}
     shared = tuple(t for n, t in v.items() if n.startswith("shared."))

@@ -144,9 +144,10 @@ def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
             "04-quantize_linear",
             "05-quantize_moe",
             "06-join_shared_expert",
-            "07-scale_cache",
-            "08-attend_tree",
-            "09-fuse_attention",
+            "07-align_linear",
+            "08-scale_cache",
+            "09-attend_tree",
+            "10-fuse_attention",
         )
         for unit in units
     ]
@@ -243,6 +244,7 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
             "quantize_linear",
             "quantize_moe",
             "join_shared_expert",
+            "align_linear",
             "scale_cache",
             "attend_tree",
             "fuse_attention",

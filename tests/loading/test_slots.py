@@ -28,15 +28,15 @@ def _taken(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, **given: 
 def test_fewer_sequences_where_their_states_are_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As many as have room in a quarter of what the weights leave, unless the user says how many. The second start
-    knows it without the compiler."""
+    """As many as have room in half of what the weights leave, unless the user says how many. The second start knows it
+    without the compiler."""
     parity.saved_oracle(next(a for a in parity.ARCHS if a.name == "mamba2"), tmp_path / "model")
     usual = _taken(tmp_path / "model", tmp_path / "first", monkeypatch)
     assert usual.config.max_num_seqs == 64
     assert "max_num_seqs" not in caplog.text
     each, weights = usual.memory.snapshot, usual.memory.weights
 
-    monkeypatch.setattr(resolve, "total_memory", lambda: weights + 4 * 20 * each)
+    monkeypatch.setattr(resolve, "total_memory", lambda: weights + 2 * 20 * each)
     with caplog.at_level(logging.WARNING):
         fewer = _taken(tmp_path / "model", tmp_path / "second", monkeypatch)
     assert fewer.config.max_num_seqs == 16
@@ -60,9 +60,20 @@ def test_machines_that_share_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     large = 8 << 30
     assert taken(large) == 64
     used = Artifact.open(next((tmp_path / "cache" / "artifacts").glob("model-*"))).memory
-    small = used.weights + 4 * 20 * used.snapshot
+    small = used.weights + 2 * 20 * used.snapshot
     assert [taken(small), taken(large), taken(small)] == [16, 64, 16]
     assert taken(2 * small, data_parallel_size=2) == 16
     monkeypatch.setattr("graphllm.loading.artifact.compiling.build", lambda *given: pytest.fail("compiled again"))
     next((tmp_path / "cache" / "artifacts").glob(".model-*.sequences")).unlink()
     assert taken(small, artifact="require") == 16
+
+
+def test_a_cache_of_blocks_has_most_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside blocks, states have a quarter of what the weights leave."""
+    parity.saved_oracle(next(a for a in parity.ARCHS if a.name == "lfm2"), tmp_path / "model")
+    usual = _taken(tmp_path / "model", tmp_path / "cache", monkeypatch)
+    assert usual.config.max_num_seqs == 64
+    assert usual.memory.block
+    memory = usual.memory.weights + 4 * 20 * usual.memory.snapshot
+    monkeypatch.setattr(resolve, "total_memory", lambda: memory)
+    assert _taken(tmp_path / "model", tmp_path / "cache", monkeypatch).config.max_num_seqs == 16

@@ -96,6 +96,29 @@ PUBLISHED: dict[str, tuple[type, dict[str, Any]]] = {
         "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000,
         "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512, "tie_word_embeddings": False,
         "use_sliding_window": False, "vocab_size": 151936}),
+    "deepseek-v2-lite": (transformers.DeepseekV2Config, {
+        "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "aux_loss_alpha": 0.001,
+        "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 10944,
+        "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 1408, "moe_layer_freq": 1,
+        "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False,
+        "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+                         "original_max_position_embeddings": 4096, "type": "yarn"},
+        "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True,
+        "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128,
+        "vocab_size": 102400}),
+    "deepseek-v3": (transformers.DeepseekV3Config, {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "ep_size": 1, "first_k_dense_replace": 3,
+        "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+        "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+        "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                         "original_max_position_embeddings": 4096, "type": "yarn"},
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+        "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280}),
     "gpt2": (transformers.GPT2Config, {
         "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "layer_norm_epsilon": 1e-05,
         "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}),
@@ -250,15 +273,21 @@ QWEN2 = LLAMA | {
     "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 8,
 }  # fmt: skip
 GEMMA = LLAMA | {"architectures": ["Gemma3ForCausalLM"]}
+DEEPSEEK = LLAMA | {
+    "architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
+    "topk_group": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
 
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {}, "Mistral": {}, "Qwen2": {}, "Qwen3": {}, "Phi3": {}, "Granite": {}, "Mixtral": _LOCAL,
     "Gemma2": {"query_pre_attn_scalar": 8}, "Gemma3Text": {}, "GraniteMoe": _LOCAL, "Phimoe": _LOCAL,
     "GptOss": _LOCAL, "Qwen2Moe": _EXPERTS | {"shared_expert_intermediate_size": 32}, "Qwen3Moe": _EXPERTS,
     "Olmoe": _EXPERTS, "Qwen3Next": _EXPERTS, "Qwen3_5Text": {}, "Qwen3_5MoeText": _EXPERTS, "OlmoHybrid": {},
+    "Glm4Moe": _ROUTED, "Dots1": _ROUTED,
 }  # fmt: skip
 
 
@@ -366,6 +395,19 @@ def test_a_part_of_heads_that_are_rotated_whole(where: str, caplog: pytest.LogCa
         ),
         (GPT_OSS | {"swiglu_alpha": 1.5}, ("swiglu_alpha", "1.5", "1.702")),
         (GPT_OSS | {"num_experts_per_tok": 5}, ("num_experts_per_tok", "5", "4 experts")),
+        (DEEPSEEK | {"moe_layer_freq": 2}, ("moe_layer_freq", "2", "with 1")),
+        (DEEPSEEK | {"scoring_func": "softmax"}, ("scoring_func", "'softmax'", "'sigmoid'")),
+        (DEEPSEEK | {"topk_method": "greedy"}, ("topk_method", "'greedy'", "'noaux_tc'")),
+        (DEEPSEEK | {"n_group": 3}, ("n_group is 3", "8 experts", "two and more")),
+        (DEEPSEEK | {"topk_group": 5}, ("topk_group", "5", "from 1 to 4")),
+        (DEEPSEEK | {"num_experts_per_tok": 5}, ("num_experts_per_tok", "5", "4 experts")),
+        (DEEPSEEK | {"mlp_layer_types": ["dense"]}, ("mlp_layer_types", "1 entries", "num_hidden_layers = 2")),
+        (DEEPSEEK | {"qk_rope_head_dim": 7}, ("7", "no pairs")),
+        (DEEPSEEK | {"kv_lora_rank": 0}, ("kv_lora_rank", "0")),
+        (
+            DEEPSEEK | {"architectures": ["DeepseekV2ForCausalLM"], "norm_topk_prob": True},
+            ("norm_topk_prob", "True", "False"),
+        ),
         ({"architectures": ["GPT2LMHeadModel"], "n_embd": 65, "n_head": 4}, ("n_embd", "65", "n_head")),
         ({"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": 32}, ("word_embed_proj_dim", "32", "64")),
         ({"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False}, ("do_layer_norm_before", "True")),

@@ -79,6 +79,15 @@ ZAMBA2 = IDS | ATTENTION | STEPS | {
     "mamba_ngroups": 2, "mamba_d_state": 24, "chunk_size": 8, "initializer_range": 0.15,
     "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid"],
 }  # fmt: skip
+ROUTED = {
+    "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 40, "n_routed_experts": 8,
+    "n_shared_experts": 2, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
+}  # fmt: skip
+LATENTS = LLAMA | {
+    "num_key_value_heads": 4, "q_lora_rank": 28, "kv_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}  # fmt: skip
+MLA = LATENTS | ROUTED
 SHORT, LONG = [1.0 + 0.02 * i for i in range(8)], [1.5 + 0.4 * i for i in range(8)]
 GROWN = 10000.0 * (8 * 512 / 100 - 7) ** (16 / 14)  # the base of dynamic NTK for 512 tokens and a factor of 8
 MIXED = ["sliding_attention", "full_attention"]
@@ -193,6 +202,28 @@ ARCHS = (
          LLAMA | DELTA | {"linear_value_head_dim": 8, "rope_parameters": {"rope_theta": None, "rope_type": "default"}}),
     Arch("olmo_hybrid_rotary", "OlmoHybrid",
          LLAMA | DELTA | {"linear_value_head_dim": 8, "linear_allow_neg_eigval": False, "attention_bias": True}),
+    Arch("deepseek_v2", "DeepseekV2", MLA | {"topk_method": "group_limited_greedy"}),
+    Arch("deepseek_v2_lite", "DeepseekV2",
+         MLA | {"q_lora_rank": None, "n_shared_experts": 1, "n_group": None, "topk_group": None}
+         | _rope("yarn", factor=4.0, original_max_position_embeddings=128, mscale=0.9, mscale_all_dim=0.7)),
+    Arch("deepseek_v2_bias", "DeepseekV2", MLA | {"q_lora_rank": None, "attention_bias": True}),
+    Arch("deepseek_v3", "DeepseekV3",
+         MLA | _rope("yarn", factor=4.0, original_max_position_embeddings=128, mscale=1.0, mscale_all_dim=1.0)),
+    Arch("deepseek_v3_halves", "DeepseekV3",
+         MLA | {"rope_interleave": False, "attention_bias": True, "norm_topk_prob": False, "n_group": 1,
+                "topk_group": 1, "tie_word_embeddings": True}),
+    Arch("glm4_moe_lite", "Glm4MoeLite",
+         MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    Arch("youtu", "Youtu", LATENTS | {"tie_word_embeddings": True}),
+    Arch("minicpm3", "MiniCPM3", LATENTS | {"scale_emb": 2.5, "scale_depth": 1.3, "dim_model_base": 40}),
+    Arch("minicpm3_unscaled", "MiniCPM3",
+         LATENTS | {"v_head_dim": None, "scale_depth": None, "dim_model_base": None, "tie_word_embeddings": False}),
+    Arch("glm4_moe", "Glm4Moe", LLAMA | ROUTED | {"use_qk_norm": True, "attention_bias": True}),
+    Arch("glm4_moe_yarn", "Glm4Moe",
+         LLAMA | ROUTED | _rope("yarn", factor=4.0, original_max_position_embeddings=128, partial_rotary_factor=0.5)),
+    Arch("dots1", "Dots1",
+         LLAMA | ROUTED | {"sliding_window": 40, "max_window_layers": 1, "norm_topk_prob": True,
+                           "attention_bias": True}),
     Arch("gpt2", "GPT2", GPT2),
     Arch("gpt2_untied", "GPT2", GPT2 | {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
     Arch("opt", "OPT", OPT),
@@ -244,12 +275,12 @@ ARCHS = (
                    "embedding_multiplier": 2.0, "lm_head_multiplier": 1.5}),
     Arch("falcon_h1_normed", "FalconH1", FALCON | {"mamba_rms_norm": True, "mamba_n_groups": 1}),
 )  # fmt: skip
-# Sinks and windows in the middle of a prompt; states that go on.
+# Sinks, windows and latents in the middle of a prompt; states that go on.
 RECURRENT = {
     "mamba", "falcon_mamba", "jamba", "olmo_hybrid", "mamba2", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
     "qwen3_next", "qwen3_5",
 }  # fmt: skip
-CHUNKED = {"gpt_oss", "mamba", "jamba", "mamba2", "lfm2", "falcon_h1", "qwen3_next"}
+CHUNKED = {"gpt_oss", "deepseek_v3", "mamba", "jamba", "mamba2", "lfm2", "falcon_h1", "qwen3_next"}
 CLASSES = {
     "GPT2": "GPT2LMHeadModel",
     "Gemma3Text": "Gemma3ForCausalLM",
@@ -304,7 +335,7 @@ EACH = {
     "gemma2", "gemma3", "phi3_longrope", "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "olmoe", "granite",
     "granite_moe", "phimoe_longrope", "gpt_oss", "qwen3_next", "qwen3_5", "gpt2", "opt", "mamba", "falcon_mamba",
     "jamba", "olmo_hybrid", "mamba2", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
-    "zamba2",
+    "zamba2", "deepseek_v2_lite", "deepseek_v3", "minicpm3", "glm4_moe",
 }  # fmt: skip
 
 

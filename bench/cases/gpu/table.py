@@ -11,9 +11,10 @@ safetensors file in the page cache.
 
 The floor counts what no engine can avoid on this GPU: weights read once a step or their products, whichever takes
 longer, and every cached key and value read once for every token that attends to it, at the rates measured on it (RATES;
-targets are of an H200). Attention and products are counted one after the other, as they run. Of experts, as many are
-read as tokens that choose at random would choose. With several ranks each has its share of both, and the layers' sums
-take what they take on two H200s of one host, in a graph.
+targets are of an H200). Of latents, prompts make keys and values of heads, and single tokens attend to them as they
+are, by reading or by arithmetic. Attention and products are counted one after the other, as they run. Of experts, as
+many are read as tokens that choose at random would choose. With several ranks each has its share of both, and the
+layers' sums take what they take on two H200s of one host, in a graph.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ CASES = [
     ("gpu_table_recurrent", {"shapes": ("qwen3-next-12", "mamba2-7b"), "runs": 3, "startup": False,
                              "tensor_parallel_size": 1, "compile": "--max-model-len 8320 --max-num-seqs 128",
                              "rows": "", "trace": "", "no_experts": False}),
+    ("gpu_table_latent", {"shapes": ("deepseek-v2-lite", "deepseek-v3-6"), "runs": 3, "startup": False,
+                          "tensor_parallel_size": 1, "compile": "--max-model-len 8320 --max-num-seqs 128",
+                          "rows": "", "trace": "", "no_experts": False}),
     ("gpu_table_tp2", {"shapes": ("llama3.1-8b", "llama3-70b"), "runs": 2, "startup": False, "tensor_parallel_size": 2,
                        "compile": "--max-model-len 8320", "rows": "", "trace": "", "no_experts": False}),
     ("gpu_table_tp4", {"shapes": ("llama3.1-8b", "llama3-70b"), "runs": 2, "startup": False, "tensor_parallel_size": 4,
@@ -78,6 +82,9 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "gpt-oss-20b-mxfp4": {"decode 1": (1.75, 1.5), "decode 32": (4.8, 4.3)},
     "qwen3-next-12": {"decode 1": (0.95, 0.75), "decode 32": (5.3, 5.0), "decode 128": (10.1, 9.6),
                       "TTFT 8192": (45, 40)},
+    "deepseek-v2-lite": {"decode 1": (2.0, 1.6), "decode 32": (9.1, 8.3), "decode 128": (9.7, 9.0),
+                         "TTFT 8192": (81, 75)},
+    "deepseek-v3-6": {"decode 1": (1.75, 1.5), "decode 32": (13.0, 11.5), "decode 128": (19.4, 17.0)},
     "mamba2-7b": {"decode 1": (4.1, 3.8), "decode 64": (8.5, 8.0), "TTFT 8192": (210, 190)},
     "llama3.1-8b tp2": {"decode 1": (2.7, 2.5), "decode 32": (3.1, 3.0), "decode 64": (3.4, 3.2),
                         "decode 128": (4.3, 4.1), "decode 256": (6.1, 5.8), "TTFT 8192": (122, 118),
@@ -88,7 +95,7 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
 ALL_REDUCE, BETWEEN = ((0, 8 << 10, 64 << 10, 256 << 10, 1 << 20), (6.2e-6, 6.2e-6, 7.3e-6, 7.5e-6, 9.9e-6)), 390e9
 SAMPLED = ("gpt-oss-20b-mxfp4",)  # at temperature 1: greedy, random weights send all tokens to few experts
 # Bytes of a weight of a layer that is encoded, by quant_method, with its scales; of GPT-OSS only experts are.
-ENCODED = {"fbgemm_fp8": 1.0, "awq": 0.5 + 4 / 128, "mxfp4": 0.5 + 1 / 32}
+ENCODED = {"fbgemm_fp8": 1.0, "fp8": 1.0, "awq": 0.5 + 4 / 128, "mxfp4": 0.5 + 1 / 32}
 TRACED = {"qwen3-0.6b": "1,64,256"}  # batches with traced steps: where steps are short
 UP = ("mixed", "prefill 32x1024")  # rows where more is better
 
@@ -99,22 +106,24 @@ class Floor:
     def __init__(self, c: dict, ranks: int = 1, gpu: str = "H200") -> None:
         """gpu: a key of RATES."""
         self.ranks, self.sums, self.width = ranks, 2 * c["num_hidden_layers"], c["hidden_size"]
-        D, L, E, F = c["hidden_size"], c["num_hidden_layers"], c["head_dim"], c.get("intermediate_size", 0)
-        H, K = c.get("num_attention_heads", 0), c.get("num_key_value_heads", 0)
-        self.N, self.A = c.get("num_experts", c.get("num_local_experts", 1)), c.get("num_experts_per_tok", 1)
-        self.expert = L * 3 * D * c.get("moe_intermediate_size", F)
+        D, L, F = c["hidden_size"], c["num_hidden_layers"], c.get("intermediate_size", 0)
+        counts = (c[n] for n in ("num_experts", "num_local_experts", "n_routed_experts") if n in c)
+        self.N, self.A, first = next(counts, 1), c.get("num_experts_per_tok", 1), c.get("first_k_dense_replace", 0)
+        width = c.get("moe_intermediate_size", F)
+        shared = c.get("shared_expert_intermediate_size", c.get("n_shared_experts", 0) * width)
+        self.expert = (L - first) * 3 * D * width
         mixer, self.state, recurrent = recurrent_layers(c)
-        gate = H if recurrent and H else 0  # of what attention gives
-        L -= recurrent
-        self.dense = L * (D * (H + gate + 2 * K) * E + H * E * D) + recurrent * mixer
-        self.dense += 3 * c["num_hidden_layers"] * D * c.get("shared_expert_intermediate_size", 0)
+        attends = L - recurrent
+        attention, cached, pair, attended = (attends * n for n in attention_layer(c))
+        self.dense = attention + recurrent * mixer + 3 * D * (first * F + (L - first) * shared)
         self.head = c["vocab_size"] * D
         self.bandwidth, self.arithmetic = (ranks * rate for rate in RATES[gpu])
         self.layers = self.dense + self.A * self.expert  # weights that a token is multiplied with
         method = c.get("quantization_config", {}).get("quant_method")
         self.expert_bytes = self.expert * ENCODED.get(method, 2.0)
         self.dense_bytes = self.dense * (2.0 if method == "mxfp4" else ENCODED.get(method, 2.0))
-        self.kv, self.attention = 4 * L * K * E, 4 * L * H * E
+        self.attention = pair  # operations
+        self.attended = max(cached / self.bandwidth, attended / self.arithmetic)  # seconds of a token before
 
     def products(self, tokens: int, sampled: int) -> float:
         """Of one step."""
@@ -133,7 +142,7 @@ class Floor:
 
     def decode(self, batch: int, context: float) -> float:
         """Of one step at that mean context."""
-        return self.products(batch, batch) + batch * (context * self.kv + self.state) / self.bandwidth
+        return self.products(batch, batch) + batch * (context * self.attended + self.state / self.bandwidth)
 
     def prefill(self, lengths: list[int]) -> float:
         """Of prompts, causal, in one step."""
@@ -145,8 +154,22 @@ class Floor:
         prompts, outputs = lengths.astype(float)
         flops = 2 * (self.layers * (prompts + outputs).sum() + self.head * outputs.sum())
         flops += self.attention * (prompts * (prompts + 1) / 2).sum()
-        read = (outputs * prompts + outputs * (outputs + 1) / 2).sum() * self.kv
-        return float(flops / self.arithmetic + read / self.bandwidth)
+        read = (outputs * prompts + outputs * (outputs + 1) / 2).sum() * self.attended
+        return float(flops / self.arithmetic + read)
+
+
+def attention_layer(c: dict) -> tuple[int, int, int, int]:
+    """Of one layer with attention: weights, bytes that a token leaves in the cache, operations of two tokens of a
+    prompt, and those of a single token for one in the cache."""
+    D, H, K, E = (c.get(n, 0) for n in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
+    if "kv_lora_rank" in c:
+        Q, L = c["q_lora_rank"], c["kv_lora_rank"]
+        N, R, V = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+        queries = (D + H * (N + R)) * Q if Q else D * H * (N + R)
+        weights = queries + D * (L + R) + L * H * (N + V) + H * V * D
+        return weights, 2 * (L + R), 2 * H * (N + R + V), 2 * H * (2 * L + R)
+    gate = H if "full_attention_interval" in c else 0  # of what attention gives
+    return D * (H + gate + 2 * K) * E + H * E * D, 4 * K * E, 4 * H * E, 4 * H * E
 
 
 def recurrent_layers(c: dict) -> tuple[int, float, int]:

@@ -80,7 +80,7 @@ def _found_or_built(
         if room:  # it may be from a machine with more memory
             memory = found.memory
             each = memory.snapshot * found.config.longest_query
-            check_fitting(room, memory.weights, each, found.config.max_num_seqs)
+            check_fitting(room, memory.weights, each, memory.block, found.config.max_num_seqs)
         return found
     if policy == "require":
         if room:  # there may be one with fewer sequences

@@ -24,7 +24,8 @@ from graphllm.host.machine import detect_target, gpu_count, gpu_memory, total_me
 from graphllm.weights.checkpoint.checkpoint import DRAFT
 
 _LARGE_GPU = 70e9  # bytes of memory from which 1,024 sequences are worth their tables and activations
-_SHARE = 4  # one part in so many of what the weights leave is for states of slots, the rest for the cache
+# One part in so many of what the weights leave is for states of slots: beside a cache of blocks, and without one.
+_BESIDE_BLOCKS, _ALONE = 4, 2
 
 
 class TooManySequencesError(Exception):
@@ -43,13 +44,15 @@ def room_of_rank(args: EngineArgs, config: CompileConfig) -> int:
     return total_memory() // (config.tensor_parallel_size * assemble(ParallelConfig, vars(args)).cores)
 
 
-def check_fitting(room: int, weights: int, each: int, wanted: int) -> None:
-    """Raise TooManySequencesError where the recurrent states of so many sequences leave too little for the cache.
+def check_fitting(room: int, weights: int, each: int, block: int, wanted: int) -> None:
+    """Raise TooManySequencesError where the recurrent states of so many sequences leave too little for the cache, and
+    for snapshots.
 
     room: see `room_of_rank`.
-    weights, each: bytes of a rank's weights, and of one sequence's states.
+    weights, each, block: bytes of a rank's weights, of one sequence's states, and of a block of the cache.
     """
-    fitting = max(room - weights, room // 8) // _SHARE // each if each else wanted
+    share = _BESIDE_BLOCKS if block else _ALONE
+    fitting = max(room - weights, room // 8) // share // each if each else wanted
     if fitting < wanted:
         raise TooManySequencesError(1 << max(0, fitting.bit_length() - 1))
 

@@ -23,4 +23,5 @@ def check_sequences(source: Source, config: CompileConfig, room: int) -> None:
         return
     model = find_model(fields)
     weights = make_plan(model, model.config(fields), config.dtype).total_bytes // ranks  # quantized ones are smaller
-    check_fitting(room, weights, layout.versions * layout.slot_bytes, config.max_num_seqs)
+    each, block = layout.versions * layout.slot_bytes, layout.blocks.bytes_per_block
+    check_fitting(room, weights, each, block, config.max_num_seqs)

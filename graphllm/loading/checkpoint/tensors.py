@@ -17,6 +17,7 @@ from graphllm.weights.checkpoint.checkpoint import (
     draft_name,
     weight_files,
 )
+from graphllm.weights.checkpoint.further_layers import further_layers
 from graphllm.weights.checkpoint.multimodal import is_multimodal, text_tensors
 from graphllm.weights.checkpoint.stacked_experts import has_stacks, single_experts
 
@@ -65,6 +66,8 @@ def _text_tensors(files: ModelFiles, load_format: str) -> Tensors:
         found = replace(found, tensors=text_tensors(found.tensors))
     if found is not None and has_stacks(files.config or {}):
         found = replace(found, tensors=single_experts(found.tensors))
+    if found is not None:
+        found = replace(found, tensors=further_layers(found.tensors, files.config or {}))
     return Tensors(found, absent)
 
 

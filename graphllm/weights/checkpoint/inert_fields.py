@@ -20,18 +20,17 @@ CONFIG: Reasons = {
     "quantization_config pooling draft method tensors max_model_len sentence_transformers matryoshka_dimensions "
     "sbert_ce_default_activation_function id2label label2id problem_type num_labels classifier_* "
     "is_original_qwen3_reranker num_speculative_tokens block_size": "have readers of their own",
-    "*dropout* *_pdrop layerdrop initializer_* init_std router_aux_loss_coef output_router_logits *_jitter_noise "
-    "label_smoothing *_loss_* *_init_* time_step_scale time_step_min time_step_max time_step_floor "
+    "*dropout* *_pdrop layerdrop *initializer_* init_std seq_aux router_aux_loss_coef output_router_logits "
+    "*_jitter_noise label_smoothing *_loss_* *_init_* time_step_scale time_step_min time_step_max time_step_floor "
     "rescale_prenorm_residual": _TRAINING,
     "_name_or_path transformers_version use_cache return_dict output_attentions output_hidden_states torchscript "
     "chunk_size_feed_forward is_encoder_decoder is_decoder pretraining_tp cache_implementation task_specific_params "
     "*attn_implementation* deterministic_flash_attn reorder_and_upcast_attn gradient_checkpointing use_flash_attn* "
     "position_embedding_type unsloth_* add_cross_attention use_mambapy use_falcon_mambapy use_associative_scan "
-    "use_mamba_kernels fused_add_norm pad_vocab_size_multiple num_logits_to_keep calc_logits_for_entire_prompt": (
-        _TRANSFORMERS
-    ),
+    "use_mamba_kernels fused_add_norm pad_vocab_size_multiple num_logits_to_keep calc_logits_for_entire_prompt "
+    "ep_size": (_TRANSFORMERS),
     "n_ctx initial_context_length max_window_layers _sliding_window_pattern hidden_act head_dim tie_word_embeddings "
-    "sinusoidal_pos_embds moe_intermediate_size expand d_model d_inner n_layer": (
+    "sinusoidal_pos_embds moe_intermediate_size expand d_model d_inner n_layer qk_head_dim": (
         "say again what another field of the family says"
     ),
     "summary_* sparse_pred* decoder_bias vocab_size_* num_nextn_predict_layers": "of parts that are not computed",

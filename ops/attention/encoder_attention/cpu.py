@@ -16,8 +16,7 @@ _SCHEMA = (
     " SymInt E, SymInt q_token, SymInt q_head, SymInt k_token, SymInt k_head, SymInt v_token, SymInt v_head,"
     " float scale, SymInt window) -> ()"
 )
-_SOURCE = Path(__file__).parent.parent / "paged_attention" / "cpu_no_cache.cpp"  # with the headers that it includes
-_kernels = float_kernels("graphllm_encoder_attention", _SCHEMA, _SOURCE, usual=False)
+_kernels = float_kernels("graphllm_encoder_attention", _SCHEMA, Path(__file__).with_name("cpu.cpp"), usual=False)
 
 
 def _supports(site: CallSite) -> bool:

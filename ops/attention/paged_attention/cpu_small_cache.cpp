@@ -1,5 +1,5 @@
 // paged_attention with a cache of 8 bits a number.
-#include "batch.h"
+#include "paged.h"
 
 GRAPHLLM_PAGED_ATTENTION(graphllm_paged_attention_f32_e4m3, f32, e4m3)
 GRAPHLLM_PAGED_ATTENTION(graphllm_paged_attention_f32_int8, f32, int8)

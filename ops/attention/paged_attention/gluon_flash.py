@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-_load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # until Triton 3.6
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # until Triton 3.6
 
 
 @gluon.jit
@@ -96,7 +96,7 @@ def _load_blocks(entries, rows, offset, tile, arrived, E: gl.constexpr, BLOCK_N:
     for i in gl.static_range(PARTS):
         for column in gl.static_range(0, E, 64):
             part = tile.slice(i * TOKENS, TOKENS, dim=0).slice(column, 64, dim=1)
-            _load_tile(entries, [rows[i] + offset, column], arrived, part)
+            load_tile(entries, [rows[i] + offset, column], arrived, part)
 
 
 @gluon.jit
@@ -226,17 +226,27 @@ def softmax(
 
 
 @gluon.jit
+def _start_scores(queries, keys, stage, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+    """Ask for the scores of a tile: the sum of the products of parts, of which queries and keys have one or several."""
+    scores = gl.zeros([64, BLOCK_N], gl.float32, layout=layout)
+    for i in gl.static_range(len(queries)):
+        scores = hopper.warpgroup_mma(
+            queries[i], keys[i].index(stage).permute((1, 0)), scores, use_acc=i > 0, is_async=True
+        )
+    return scores
+
+
+@gluon.jit
 def first_scores(
     queries, keys, k_full, k_free, turn, n_tile,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Scores of an item's first tile, the n_tile-th."""
+    """Scores of an item's first tile, the n_tile-th. queries, keys: tuples of their parts."""
     stage = n_tile % STAGES
     mbarrier.wait(k_full.index(stage), (n_tile // STAGES) & 1)
     if TURNS:
         mbarrier.wait(turn.index(GROUP), n_tile & 1)
-    zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=layout)
-    coming = hopper.warpgroup_mma(queries, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    coming = _start_scores(queries, keys, stage, BLOCK_N, layout)
     if TURNS:
         mbarrier.arrive(turn.index(1 - GROUP), count=1)
     scores = hopper.warpgroup_mma_wait(0, deps=[coming])
@@ -254,8 +264,7 @@ def following_scores(
     following = (n_tile + 1) % STAGES
     if TURNS:
         mbarrier.wait(turn.index(GROUP), (n_tile + 1) & 1)
-    zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=layout)
-    coming = hopper.warpgroup_mma(queries, keys.index(following).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    coming = _start_scores(queries, keys, following, BLOCK_N, layout)
     mbarrier.wait(v_full.index(stage), (n_tile // STAGES) & 1)
     product = hopper.warpgroup_mma(weights, values.index(stage), acc, is_async=True)
     if TURNS:

@@ -65,6 +65,8 @@ def _attend(
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [512 // E, E // 16], [4, 1], [1, 0])
     queries_of_group = all_queries.index(GROUP)
+    q_parts = (queries_of_group,)
+    k_parts = (keys,)
     n_tile = 0
     _, row0, queries, length, skip = find_item(nth_item(0), items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q)
     for n in range((items + gl.num_programs(0) - 1) // gl.num_programs(0)):
@@ -98,9 +100,7 @@ def _attend(
             joined_top = top
             joined_total = total
             stage = n_tile % STAGES
-            scores = first_scores(
-                queries_of_group, keys, k_full, k_free, turn, n_tile, BLOCK_N, STAGES, TURNS, GROUP, layout
-            )
+            scores = first_scores(q_parts, k_parts, k_full, k_free, turn, n_tile, BLOCK_N, STAGES, TURNS, GROUP, layout)
             if RANGE > 0:
                 new, top, total, _ = softmax(
                     scores, top, total, position, first, True, WINDOW, SCALE, BLOCK_N, True, layout
@@ -116,17 +116,17 @@ def _attend(
                 if WINDOW > 0:
                     n_tile, weights, acc, top, total, joined, joined_top, joined_total = attend_range_tiles(
                         second, whole, last, n_tile, weights, acc, top, total, joined, joined_top, joined_total,
-                        position, queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, True, WINDOW,
+                        position, q_parts, k_parts, values, k_full, k_free, v_full, v_free, turn, True, WINDOW,
                         SCALE, BLOCK_N, RANGE, STAGES, TURNS, GROUP, out_layout, layout,
                     )  # fmt: skip
                 n_tile, weights, acc, top, total, joined, joined_top, joined_total = attend_range_tiles(
                     whole, full, last, n_tile, weights, acc, top, total, joined, joined_top, joined_total, position,
-                    queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, False, WINDOW, SCALE, BLOCK_N,
+                    q_parts, k_parts, values, k_full, k_free, v_full, v_free, turn, False, WINDOW, SCALE, BLOCK_N,
                     RANGE, STAGES, TURNS, GROUP, out_layout, layout,
                 )  # fmt: skip
                 n_tile, weights, acc, top, total, joined, joined_top, joined_total = attend_range_tiles(
                     gl.maximum(full, whole), last, last, n_tile, weights, acc, top, total, joined, joined_top,
-                    joined_total, position, queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, True,
+                    joined_total, position, q_parts, k_parts, values, k_full, k_free, v_full, v_free, turn, True,
                     WINDOW, SCALE, BLOCK_N, RANGE, STAGES, TURNS, GROUP, out_layout, layout,
                 )  # fmt: skip
             else:
@@ -140,18 +140,18 @@ def _attend(
                 mbarrier.wait(k_full.index((n_tile + 1) % STAGES), ((n_tile + 1) // STAGES) & 1, pred=last - 1 > first)
                 n_tile, weights, acc, top, total = attend_tiles(
                     gl.minimum(gl.maximum(full, first), last - 1), last - 1, first, n_tile, weights, acc, top, total,
-                    position, queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, True, WINDOW,
+                    position, q_parts, k_parts, values, k_full, k_free, v_full, v_free, turn, True, WINDOW,
                     SCALE, BLOCK_N, STAGES, TURNS, GROUP, out_layout, layout,
                 )  # fmt: skip
                 n_tile, weights, acc, top, total = attend_tiles(
                     inner, gl.minimum(full, last - 1), first, n_tile, weights, acc, top, total,
-                    position, queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, False, WINDOW,
+                    position, q_parts, k_parts, values, k_full, k_free, v_full, v_free, turn, False, WINDOW,
                     SCALE, BLOCK_N, STAGES, TURNS, GROUP, out_layout, layout,
                 )  # fmt: skip
                 if WINDOW > 0:
                     n_tile, weights, acc, top, total = attend_tiles(
                         first, gl.minimum(inner, last - 1), first, n_tile, weights, acc, top, total,
-                        position, queries_of_group, keys, values, k_full, k_free, v_full, v_free, turn, True, WINDOW,
+                        position, q_parts, k_parts, values, k_full, k_free, v_full, v_free, turn, True, WINDOW,
                         SCALE, BLOCK_N, STAGES, TURNS, GROUP, out_layout, layout,
                     )  # fmt: skip
             stage = n_tile % STAGES

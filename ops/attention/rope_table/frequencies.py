@@ -189,13 +189,22 @@ def _yarn(
 def _yarn_scale(factor: float, p: Mapping[str, Any]) -> float:
     """The attention factor: given, or 0.1 ln(factor) + 1, or the ratio of two such terms when mscale is given."""
 
-    def term(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if raw(p, "attention_factor") is not None:
         return number(p, "attention_factor", gt=0, le=_LARGEST)
     own, all_dim = (number(p, name, 0.0, 0.0, ge=0, le=_LARGEST) for name in ("mscale", "mscale_all_dim"))
-    return term(own) / term(all_dim) if own and all_dim else term(1.0)
+    return _mscale(factor, own) / _mscale(factor, all_dim) if own and all_dim else _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def softmax_factor(hf: Mapping[str, Any]) -> float:
+    """The further factor of q.k in DeepSeek's families, 1 for positions that are not stretched: the square of YaRN's
+    mscale_all_dim, of which `Rope.scale` has the rest. Raises ConfigError for a missing number."""
+    p = parameters(hf, None, 10000.0)
+    all_dim = number(p, "mscale_all_dim", 0.0, 0.0, ge=0, le=_LARGEST)
+    return _mscale(_factor(p), all_dim) ** 2 if all_dim and p["rope_type"] != "default" else 1.0
 
 
 def _longrope_scale(p: Mapping[str, Any], longest: int, original: int) -> float:

@@ -17,7 +17,7 @@ _SCHEMA = (
     " SymInt K, SymInt E, SymInt P, SymInt k_token, SymInt k_head, SymInt v_token, SymInt v_head, SymInt cache_block,"
     " SymInt cache_kind, SymInt cache_head, SymInt cache_slot, SymInt table_stride, Tensor? kv_scales) -> ()"
 )
-_SOURCE = Path(__file__).parent.parent / "paged_attention" / "cpu_store.cpp"  # with the headers that it includes
+_SOURCE = Path(__file__).with_name("cpu.cpp")
 _SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 _kernels = {
     (dtype, cache): CKernel(f"graphllm_store_kv_{_SHORT[dtype]}_{_SHORT[cache]}", _SCHEMA, _SOURCE, usual=False)

@@ -1,9 +1,9 @@
-"""Triton kernels for fused_moe with many tokens: pairs of a token and an expert are brought into the order of experts
-on the device, then each tile of up to BLOCK_T pairs of one expert is multiplied with that expert's weights.
+"""Triton kernels for fused_moe with many tokens: pairs of a token and an expert are brought into the order of experts,
+then each tile of up to BLOCK_T pairs of one expert is multiplied with that expert's weights.
 
-Launches have the same shapes whatever was chosen: as many programs as run at once take one tile after the other. In
-which order the pairs of one expert lie depends on the run; what is computed for each of them does not. The weights are
-the left operand, so that few pairs waste little of the tensor cores.
+As many programs as run at once take one tile after the other. In which order the pairs of one expert lie changes
+nothing of what is computed for each of them. The weights are the left operand, so that few pairs waste little of the
+tensor cores.
 """
 
 # mypy: allow-untyped-defs
@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import CallSite, launch_triton, zeroed
-from graphllm.ir.pdl import gdc_wait_early
+from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.gemm.fused_linear.triton_encoded import encoded_product, tiles_of
 from graphllm.ops.moe.fused_moe.op import fused_moe
 from graphllm.ops.moe.fused_moe.operands import ExpertLora, Experts, Residual, Route
@@ -30,75 +29,7 @@ from graphllm.ops.moe.fused_moe.triton_common import (
     squared,
     supports,
 )
-
-
-@triton.jit(do_not_specialize_on_alignment=["P"])
-def count_kernel(
-    experts_ptr,  # [P] int32, negative for none
-    counts_ptr,  # [2, N_PAD] of zeros; the pairs of each expert are added to the first row
-    P,
-    N_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
-    gdc_wait_early(EMULATED)
-    counts = _counts(experts_ptr, tl.program_id(0) * BLOCK, P, N_PAD, BLOCK)
-    tl.atomic_add(counts_ptr + tl.arange(0, N_PAD), counts, mask=counts > 0, sem="relaxed")
-
-
-@triton.jit
-def _counts(experts_ptr, begin, P, N_PAD: tl.constexpr, BLOCK: tl.constexpr):
-    """[N_PAD]: how many of BLOCK pairs each expert has."""
-    pair = begin + tl.arange(0, BLOCK)
-    expert = tl.load(experts_ptr + pair, mask=pair < P, other=-1)
-    none = tl.sum((expert < 0).to(tl.int32), axis=0)  # counted with expert 0
-    return tl.histogram(tl.maximum(expert, 0), N_PAD) - tl.where(tl.arange(0, N_PAD) == 0, none, 0)
-
-
-@triton.jit(do_not_specialize_on_alignment=["P"])
-def place_kernel(
-    experts_ptr,  # [P]
-    counts_ptr,  # [2, N_PAD]: the pairs of each expert, and zeros, to which the places are added that programs take
-    scratch_ptr,  # [BLOCKS, N_PAD]
-    order_ptr,  # [P] int32: pairs in the order of experts
-    tiles_ptr,  # [TILES + 1, 3] int32: expert, first place in that order, pairs; and how many tiles there are
-    P, N: tl.constexpr, N_PAD: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
-    TILES: tl.constexpr, EMULATED: tl.constexpr,
-):  # fmt: skip
-    """The first BLOCKS programs place pairs, each of the others writes BLOCK tiles."""
-    gdc_wait_early(EMULATED)
-    block = tl.program_id(0)
-    n = tl.arange(0, N_PAD)
-    total = tl.load(counts_ptr + n)
-    begin = tl.cumsum(total, axis=0) - total
-    if block < BLOCKS:
-        counts = _counts(experts_ptr, block * BLOCK, P, N_PAD, BLOCK)
-        before = tl.atomic_add(counts_ptr + N_PAD + n, counts, mask=counts > 0, sem="relaxed")
-        own = scratch_ptr + block * N_PAD
-        tl.store(own + n, begin + before, mask=counts > 0)
-        tl.debug_barrier()
-        pair = block * BLOCK + tl.arange(0, BLOCK)
-        expert = tl.load(experts_ptr + pair, mask=pair < P, other=-1)
-        place = tl.load(own + expert, mask=expert >= 0, other=0, cache_modifier=".cg")
-        for first in range(0, BLOCK, 32):
-            earlier = block * BLOCK + first + tl.arange(0, 32)
-            same = tl.load(experts_ptr + earlier, mask=earlier < P, other=-1)[None, :] == expert[:, None]
-            place += tl.sum((same & (earlier[None, :] < pair[:, None])).to(tl.int32), axis=1)
-        tl.store(order_ptr + place, pair, mask=expert >= 0)
-    else:
-        tiles = tl.where(n < N, (total + BLOCK_T - 1) // BLOCK_T, 0)
-        last = tl.cumsum(tiles, axis=0)
-        if block == BLOCKS:
-            tl.store(tiles_ptr + TILES * 3, tl.sum(tiles, axis=0))
-        for first in range(0, BLOCK, 32):
-            i = (block - BLOCKS) * BLOCK + first + tl.arange(0, 32)
-            at = tl.sum((last[None, :] <= i[:, None]).to(tl.int32), axis=1)  # N_PAD after the last
-            of = (n[None, :] == at[:, None]).to(tl.int32)
-            skipped = (i - tl.sum(of * (last - tiles)[None, :], axis=1)) * BLOCK_T
-            pairs = tl.minimum(tl.sum(of * total[None, :], axis=1) - skipped, BLOCK_T)
-            tl.store(tiles_ptr + i * 3, at, mask=i < TILES)
-            tl.store(tiles_ptr + i * 3 + 1, tl.sum(of * begin[None, :], axis=1) + skipped, mask=i < TILES)
-            tl.store(tiles_ptr + i * 3 + 2, tl.where(at < N, pairs, 0), mask=i < TILES)
+from graphllm.ops.moe.fused_moe.triton_order import in_order, most_tiles
 
 
 @triton.jit(do_not_specialize_on_alignment=["P"])
@@ -110,7 +41,7 @@ def experts_kernel(
     bias_ptr,  # [N, ROWS]
     scale_ptr,  # [P] float32
     order_ptr, tiles_ptr,
-    counts_ptr,  # what place_kernel counted with
+    counts_ptr,  # what is to be zero again, COUNTS of them
     ids_ptr,  # of adapters [T]
     low_ptr,  # [P, RANK] by pair, for each of the gate and up; x @ A.T
     lora_b_ptr,  # [L, N, RANK, ROWS]
@@ -137,7 +68,7 @@ def experts_kernel(
     STEP: tl.constexpr = HALF if GATED else BLOCK_N
     WIDTH: tl.constexpr = ROWS // 2 if GATED else ROWS
     LOW_ROW: tl.constexpr = 2 * RANK if GATED else RANK
-    if FIRST and tl.program_id(0) == 0:
+    if COUNTS and tl.program_id(0) == 0:
         tl.store(counts_ptr + tl.arange(0, COUNTS), tl.zeros([COUNTS], tl.int32))
     if FORM == "":
         weights = tl.make_tensor_descriptor(weight_ptr, [N * ROWS, K], [K, 1], [HALF, BLOCK_K])
@@ -219,7 +150,6 @@ def experts_kernel(
 
 Config = Mapping[str, int]
 _FEWEST = 32  # tokens up to which nobody need sort
-_COUNT_BLOCK, _PLACE_BLOCK = 1024, 128  # pairs of a program
 # Weight rows, inner entries, stages, warps and the most programs on a multiprocessor, for each of the two products.
 _TILES = (
     ((128, 64, 4, 4, 2), (128, 64, 4, 4, 2)), ((64, 128, 3, 4, 3), (128, 64, 3, 4, 4)),
@@ -244,7 +174,7 @@ def configs(site: CallSite) -> list[Config]:
     usual = max(16, min(128, 1 << (max(1, pairs // N) - 1).bit_length()))  # pairs of an expert, at even routing
     found: list[Config] = []
     for block_t in sorted({usual, min(128, 2 * usual)}):
-        tiles = max(1, min(pairs, N + pairs // block_t))
+        tiles = most_tiles(pairs, N, block_t)
         for products in _ENCODED_TILES if site.args["form"] else _TILES:
             parts = 256 // products[0][1] if site.args["form"] else 1
             config = {"block_t": block_t, "tiles": tiles, "pairs": pairs, "parts": parts}
@@ -269,7 +199,7 @@ def triton_sorted(
     T, A = experts_TA.shape
     N, D, F = experts.sizes
     P, emulated = T * A, triton.knobs.runtime.interpret
-    order, tiles, counts = _sorted(experts_TA, P, N, config)
+    order, tiles, counts = in_order(experts_TA, P, N, config)
     h_PF, y_PD = x_TD.new_empty((P, F)), x_TD.new_empty((P, D))
     products = (
         (x_TD, experts.gate_up_N2FD, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": experts.parts * F, "K": D, "FIRST": True}),
@@ -285,33 +215,12 @@ def triton_sorted(
             "BLOCK_K": encoding["SPAN"] // config["parts"] or config[f"k{i}"], **sizes, **encoding,
             **lora_constants(lora), "N": N, "A": A, "BIAS": bias is not None, "ACTIVATION": experts.activation,
             "LIMIT": experts.limit, "BLOCK_T": config["block_t"], "BLOCK_N": config[f"n{i}"], "TILES": config["tiles"],
-            "COUNTS": counts.shape[0], "PROGRAMS": config[f"programs{i}"], "EMULATED": emulated,
-            "num_warps": config[f"warps{i}"], "num_stages": config[f"stages{i}"],
+            "COUNTS": 0 if i or counts is None else counts.shape[0], "PROGRAMS": config[f"programs{i}"],
+            "EMULATED": emulated, "num_warps": config[f"warps{i}"], "num_stages": config[f"stages{i}"],
         }  # fmt: skip
         launch_triton(
             experts_kernel, (config[f"programs{i}"],), x, weight,
             *(weight if t is None else t for t in (experts.scales[i], experts.zeros[i])), x if bias is None else bias,
-            weights_TA, order, tiles, counts, *tables, out, P, **constants,
+            weights_TA, order, tiles, tiles if counts is None else counts, *tables, out, P, **constants,
         )  # fmt: skip
     return added(y_PD, experts_TA, residual)
-
-
-def _sorted(experts_TA: Tensor, P: int, N: int, config: Config) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs in the order of experts [P], their tiles and how many there are [tiles + 1, 3], and scratch that the first
-    product must leave as zeros."""
-    emulated, padded = triton.knobs.runtime.interpret, max(32, 1 << (N - 1).bit_length())
-    blocks = -(-config["pairs"] // _PLACE_BLOCK)
-    counts = zeroed(experts_TA, 2 * padded)
-    scratch, order, tiles = (
-        experts_TA.new_empty(shape) for shape in ((blocks, padded), (P,), (config["tiles"] + 1, 3))
-    )
-    launch_triton(
-        count_kernel, (-(-config["pairs"] // _COUNT_BLOCK),), experts_TA, counts, P, N_PAD=padded, BLOCK=_COUNT_BLOCK,
-        EMULATED=emulated, num_warps=4,
-    )  # fmt: skip
-    launch_triton(
-        place_kernel, (blocks + -(-config["tiles"] // _PLACE_BLOCK),), experts_TA, counts, scratch, order,
-        tiles, P, N=N, N_PAD=padded, BLOCKS=blocks, BLOCK=_PLACE_BLOCK, BLOCK_T=config["block_t"],
-        TILES=config["tiles"], EMULATED=emulated, num_warps=4,
-    )  # fmt: skip
-    return order, tiles, counts

@@ -26,7 +26,7 @@ def _case(
             given["logits_TN"] = make.integers(0, 2, T, N).to(make.dtype)
         if bias:
             given["bias_N"] = make.normal(N, scale=0.3).float()
-        if name == "shared":  # both are columns of one product
+        if name == "shared_gated":  # both are columns of one product
             given["logits_TN"], given["share_T1"] = make.normal(T, N + 1, scale=2.0).split((N, 1), 1)
         return given
 
@@ -46,7 +46,9 @@ CASES = (
     _case(6, 16, 2, "sparsemixer_wide", scoring="sparsemixer", jitter=0.5),
     _case(9, 512, 10),
     _case(9, 16, 4, "equal"),
-    _case(9, 60, 4, "shared"),
+    _case(9, 60, 4, "shared_gated"),
+    _case(9, 64, 6, "shared", shared=3, renormalize=False),
+    _case(9, 8, 2, "shared_one", shared=1, scoring="sigmoid", scale=2.5),
     _case(0, 8, 2),
     *(_case(T, N, k, size="real") for T in (1, 32, 1024) for N, k in ((8, 2), (32, 4), (128, 8))),
     *(_case(T, 256, 8, "sigmoid_groups", size="real", **_V3) for T in (1, 32, 1024)),

@@ -21,7 +21,8 @@ class Routing(NamedTuple):
     kept_groups: groups that experts are chosen from.
     bias_N: added to the scores for the choice only, [N] float32.
     jitter: of "sparsemixer".
-    share_T1: logits of how much an expert counts that all tokens go to, [T, 1], the last one.
+    shared: experts after the others that all tokens go to, with weight 1.
+    share_T1: logits of how much one more of that kind counts, the last one, [T, 1].
     """
 
     k: int
@@ -32,11 +33,17 @@ class Routing(NamedTuple):
     kept_groups: int = 1
     bias_N: Tensor | None = None
     jitter: float = 0.0
+    shared: int = 0
     share_T1: Tensor | None = None
 
+    @property
+    def width(self) -> int:
+        """Experts of a token, the shared ones too."""
+        return self.k + self.shared + (self.share_T1 is not None)
 
-def _cost(logits_TN: Tensor, bias_N: Tensor | None, k: int) -> Cost:
-    out = 8 * logits_TN.shape[0] * (k + 1)
+
+def _cost(logits_TN: Tensor, bias_N: Tensor | None, routing: Routing) -> Cost:
+    out = 8 * logits_TN.shape[0] * routing.width
     return Cost(nbytes(logits_TN, bias_N) + out, 8 * logits_TN.numel())
 
 
@@ -55,17 +62,20 @@ def moe_route(logits_TN: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     with logits at most 2 * jitter times max(|logit|, best logit) below the best. It knows no bias, groups or
     renormalize.
 
-    With share_T1 each token has one more, the last: expert N, whose weight is the sigmoid of its logit.
+    ``shared`` experts, from number N, follow for each token; then, with share_T1, one whose weight is the sigmoid of
+    its logit.
 
     Sources: Jiang et al. 2024 (softmax), DeepSeek-AI 2024, V2 (groups) and V3 (sigmoid, correction), Liu et al. 2023
     (sparsemixer).
     """
-    k, scoring, renormalize, scale, groups, kept_groups, bias_N, jitter, share_T1 = routing
+    k, scoring, renormalize, scale, groups, kept_groups, bias_N, jitter, shared, share_T1 = routing
     logits = logits_TN.to(torch.promote_types(logits_TN.dtype, torch.float32))
-    if share_T1 is not None:
-        weights, chosen = moe_route.reference(logits_TN, routing._replace(share_T1=None))
-        shared = torch.full_like(chosen[:, :1], logits_TN.shape[1])
-        return torch.cat([weights, torch.sigmoid(share_T1.to(weights.dtype))], 1), torch.cat([chosen, shared], 1)
+    if routing.width > k:
+        weights, chosen = moe_route.reference(logits_TN, routing._replace(shared=0, share_T1=None))
+        T, N = logits_TN.shape
+        more = torch.arange(N, N + routing.width - k, dtype=chosen.dtype, device=chosen.device).expand(T, -1)
+        shares = [] if share_T1 is None else [torch.sigmoid(share_T1.to(weights.dtype))]
+        return torch.cat([weights, weights.new_ones(T, shared), *shares], 1), torch.cat([chosen, more], 1)
     if scoring == "sparsemixer":
         return _sparsemixer(logits, k, jitter, scale)
     scores = torch.softmax(logits, -1) if scoring == "softmax" else torch.sigmoid(logits)
@@ -85,9 +95,9 @@ def moe_route(logits_TN: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 @moe_route.fake(traceable=True)
-def _(logits_TN: Tensor, k: int, share_T1: Tensor | None) -> tuple[Tensor, Tensor]:
-    k += share_T1 is not None
-    weights = logits_TN.new_empty(logits_TN.shape[0], k, dtype=torch.promote_types(logits_TN.dtype, torch.float32))
+def _(logits_TN: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    T = logits_TN.shape[0]
+    weights = logits_TN.new_empty(T, routing.width, dtype=torch.promote_types(logits_TN.dtype, torch.float32))
     return weights, torch.empty_like(weights, dtype=torch.int32)
 
 

@@ -40,7 +40,8 @@ def route_kernel(
     experts_ptr,  # [T, k] int32
     LOGITS_ROW: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
     SIGMOID: tl.constexpr, BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT: tl.constexpr, SHARE: tl.constexpr, SHARE_ROW: tl.constexpr, EMULATED: tl.constexpr,
+    KEPT: tl.constexpr, SHARED: tl.constexpr, SHARED_PAD: tl.constexpr, SHARE: tl.constexpr, SHARE_ROW: tl.constexpr,
+    EMULATED: tl.constexpr,
 ):  # fmt: skip
     gdc_wait_early(EMULATED)
     t = tl.program_id(0).to(tl.int64)
@@ -78,13 +79,18 @@ def route_kernel(
         ranked = tl.where(n == at, float("-inf"), ranked)
     if RENORMALIZE:
         weights = weights / tl.sum(weights, axis=0)
-    row = t * (K + SHARE)
+    row = t * (K + SHARED + SHARE)
     tl.store(weights_ptr + row + k, weights * SCALE, mask=k < K)
     tl.store(experts_ptr + row + k, experts, mask=k < K)
+    row += K
+    if SHARED:
+        more = tl.arange(0, SHARED_PAD)
+        tl.store(weights_ptr + row + more, tl.full([SHARED_PAD], 1.0, tl.float32), mask=more < SHARED)
+        tl.store(experts_ptr + row + more, N + more, mask=more < SHARED)
     if SHARE:
         share = tl.load(share_ptr + t * SHARE_ROW).to(tl.float32)
-        tl.store(weights_ptr + row + K, 1.0 / (1.0 + tl.exp(-share)))
-        tl.store(experts_ptr + row + K, N)
+        tl.store(weights_ptr + row + SHARED, 1.0 / (1.0 + tl.exp(-share)))
+        tl.store(experts_ptr + row + SHARED, N + SHARED)
 
 
 def _supports(site: CallSite) -> bool:
@@ -103,17 +109,17 @@ def _supports(site: CallSite) -> bool:
 
 @moe_route.impl("triton", device="cuda", supports=_supports)
 def triton_route(logits_TN: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    k, scoring, renormalize, scale, groups, kept_groups, bias_N, _, share_T1 = routing
+    k, scoring, renormalize, scale, groups, kept_groups, bias_N, _, shared, share_T1 = routing
     T, N = logits_TN.shape
-    width = k + (share_T1 is not None)
-    weights = torch.empty((T, width), dtype=torch.float32, device=logits_TN.device)
-    experts = torch.empty((T, width), dtype=torch.int32, device=logits_TN.device)
+    weights = torch.empty((T, routing.width), dtype=torch.float32, device=logits_TN.device)
+    experts = torch.empty((T, routing.width), dtype=torch.int32, device=logits_TN.device)
     launch_triton(
         route_kernel, (T,), logits_TN, logits_TN if bias_N is None else bias_N,
         logits_TN if share_T1 is None else share_T1, weights, experts,
         LOGITS_ROW=logits_TN.stride(0), N=N, N_PAD=1 << (N - 1).bit_length(), K=k, K_PAD=1 << (k - 1).bit_length(),
         SIGMOID=scoring == "sigmoid", BIAS=bias_N is not None, RENORMALIZE=renormalize, SCALE=scale, GROUPS=groups,
-        KEPT=kept_groups, SHARE=share_T1 is not None, SHARE_ROW=0 if share_T1 is None else share_T1.stride(0),
+        KEPT=kept_groups, SHARED=shared, SHARED_PAD=1 << max(0, shared - 1).bit_length(), SHARE=share_T1 is not None,
+        SHARE_ROW=0 if share_T1 is None else share_T1.stride(0),
         EMULATED=triton.knobs.runtime.interpret, num_warps=1,
     )  # fmt: skip
     return weights, experts

@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from graphllm.ops.recurrent.causal_conv import cpu, tuning  # noqa: F401
+from graphllm.ops.recurrent.causal_conv import cpu  # noqa: F401
 from graphllm.ops.recurrent.causal_conv.op import causal_conv
 
 if importlib.util.find_spec("triton"):

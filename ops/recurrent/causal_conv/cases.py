@@ -44,6 +44,7 @@ CASES = (
     _case(Step([1, 5, 2]), D=64, W=3, bias=False, activation=""),
     _case(Step([9, 1]), D=33, W=2),
     _case(Step([1, 12], versions=2), D=16, W=7, bias=False),
+    _case(Step([1, 0] * 65 + [33, 40]), D=16),
     _case(Step([]), bucket=Bucket("mixed", 0, 8)),
     _case(Step([1] * 64), D=8192, bias=False, size="real"),
     _case(Step([2048]), D=8192, bias=False, size="real"),

@@ -1,5 +1,5 @@
-"""causal_conv on a GPU: a program has a block of tokens and channels. Where a window begins before the step, it reads
-the state."""
+"""causal_conv on a GPU: a program has a block of channels and a tile of a sequence's tokens, whose last inputs stay in
+registers."""
 
 # mypy: allow-untyped-defs
 
@@ -11,127 +11,149 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ir.op import each_alone
-from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.recurrent.causal_conv.op import causal_conv
 from graphllm.ops.recurrent.slots import Slots
 
-_TOKENS, _CHANNELS = 16, 128
+_CHANNELS = 256  # of a program
+_ALL = 1 << 30  # tokens of a sequence
+_AT_ONCE = tl.constexpr(8)  # tokens of a tile that are read before they are computed
+_SEQUENCES = tl.constexpr(128)  # whose first rows are read together
 
 
 @triton.jit
-def _step_kernel(
-    x_ptr, weight_ptr, bias_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr,
-    X_ROW: tl.constexpr, WEIGHT_ROW: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr,
-    D: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, MOST: tl.constexpr,
-    BLOCK_D: tl.constexpr, EMULATED: tl.constexpr,
-):  # fmt: skip
-    """Few tokens of a sequence: a program has a block of channels, and their last inputs in registers. MOST: tokens
-    that a sequence has at most; where it is 1, nothing loops."""
-    gdc_wait_early(EMULATED)
-    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    s = tl.program_id(1)
+def _find_tile(start_ptr, tile, S, TILE: tl.constexpr):
+    """The sequence that has a tile of TILE tokens, and the row where the tile begins, which may lie behind the
+    sequence. Tiles of sequence s have numbers from query_start_loc[s] // TILE + s on."""
+    before = tl.zeros([_SEQUENCES], tl.int32)
+    for base in range(0, S, _SEQUENCES):
+        k = base + tl.arange(0, _SEQUENCES)
+        before += (tl.load(start_ptr + k, mask=k < S, other=2147483647) // TILE + k <= tile).to(tl.int32)
+    s = tl.sum(before, axis=0) - 1
     first = tl.load(start_ptr + s)
-    count = tl.load(start_ptr + 1 + s) - first
-    channel = d < D
-    if count > 0:
-        entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + d
-        before = entry + tl.load(version_ptr + s) * VERSION
-        rows = ()
-        taps = ()
-        for j in tl.static_range(W - 1):
-            rows += (tl.load(before + j * D, mask=channel, other=0),)  # type: ignore[assignment]
-        for j in tl.static_range(W):
-            tap = tl.load(weight_ptr + d * WEIGHT_ROW + j, mask=channel, other=0).to(tl.float32)
-            taps += (tap,)  # type: ignore[assignment]
-        bias = tl.zeros([BLOCK_D], tl.float32)
-        if BIAS:
-            bias += tl.load(bias_ptr + d, mask=channel, other=0).to(tl.float32)
-        for i in range(1 if MOST == 1 else count):
-            t = (first + i).to(tl.int64)
-            x = tl.load(x_ptr + t * X_ROW + d, mask=channel, other=0)
-            total = bias
+    return s, first + (tile - first // TILE - s) * TILE
+
+
+@triton.jit
+def _taps(weight_ptr, d, D: tl.constexpr, WEIGHT_ROW: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr):
+    """The W weights of each channel, read together."""
+    j = tl.arange(0, W_PAD)
+    inside = (d < D)[:, None] & (j < W)[None, :]
+    weight = tl.load(weight_ptr + (d * WEIGHT_ROW)[:, None] + j[None, :], mask=inside, other=0).to(tl.float32)
+    taps = ()
+    for i in tl.static_range(W):
+        taps += (tl.sum(tl.where((j == i)[None, :], weight, 0.0), 1),)  # type: ignore[assignment]
+    return taps
+
+
+@triton.jit
+def _sum(rows, x, taps, bias, W: tl.constexpr, SILU: tl.constexpr):
+    """What a token's inputs give: x, and rows of those before it."""
+    total = bias
+    for j in tl.static_range(W - 1):
+        total += rows[j] * taps[j]
+    total += x * taps[W - 1]
+    if SILU:
+        total = total / (1.0 + tl.exp(-total))
+    return total
+
+
+@triton.jit
+def _tokens(
+    first, count, entry, rows, taps, bias, x_ptr, out_ptr, d, channel, X_ROW: tl.constexpr, VERSION: tl.constexpr,
+    VERSIONS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """All tokens of a sequence, and its states after them. ONE: there is one token, and nothing loops."""
+    for i in range(1 if ONE else count):
+        t = (first + i).to(tl.int64)
+        x = tl.load(x_ptr + t * X_ROW + d, mask=channel, other=0).to(tl.float32)
+        total = _sum(rows, x, taps, bias, W, SILU)
+        tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=channel)
+        rows = rows[1:]
+        rows += (x,)
+        if (count <= VERSIONS) | (i == count - 1):
+            kept = entry + tl.minimum(i, VERSIONS - 1) * VERSION
             for j in tl.static_range(W - 1):
-                total += rows[j].to(tl.float32) * taps[j]
-            total += x.to(tl.float32) * taps[W - 1]
-            if SILU:
-                total = total / (1.0 + tl.exp(-total))
-            tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=channel)
+                tl.store(kept + j * D, rows[j].to(kept.dtype.element_ty), mask=channel)
+
+
+@triton.jit
+def _tile(
+    first, begin, end, entry, old, taps, bias, x_ptr, out_ptr, d, channel, X_ROW: tl.constexpr,
+    VERSION: tl.constexpr, VERSIONS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Tokens of a sequence of at least W - 1. Who has the first ones reads the state, and writes it."""
+    x_row = x_ptr + begin.to(tl.int64) * X_ROW + d
+    out_row = out_ptr + begin.to(tl.int64) * D + d
+    rows = ()
+    for j in tl.static_range(1 - W, 0):
+        new = tl.load(x_row + j * X_ROW, mask=d < tl.where(begin > first, D, 0), other=0).to(tl.float32)
+        rows += (tl.where(begin > first, new, old[W - 1 + j]),)  # type: ignore[assignment]
+    if begin == first:
+        for j in tl.static_range(1 - W, 0):
+            last = tl.load(x_ptr + (end + j).to(tl.int64) * X_ROW + d, mask=channel, other=0)
+            tl.store(entry + (VERSIONS - 1) * VERSION + (W - 1 + j) * D, last, mask=channel)
+    count = tl.minimum(end - begin, TILE)
+    for i in range(0, count, _AT_ONCE):
+        xs = ()
+        for k in tl.static_range(_AT_ONCE):
+            inside = d < tl.where(i + k < count, D, 0)
+            x = tl.load(x_row + (i + k) * X_ROW, mask=inside, other=0).to(tl.float32)
+            xs += (x,)  # type: ignore[assignment]
+        for k in tl.static_range(_AT_ONCE):
+            total = _sum(rows, xs[k], taps, bias, W, SILU)
+            inside = d < tl.where(i + k < count, D, 0)
+            tl.store(out_row + (i + k) * D, total.to(out_ptr.dtype.element_ty), mask=inside)
             rows = rows[1:]
-            rows += (x,)  # type: ignore[assignment]
-            if (count <= VERSIONS) | (i == count - 1):
-                kept = entry + tl.minimum(i, VERSIONS - 1) * VERSION
-                for j in tl.static_range(W - 1):
-                    tl.store(kept + j * D, rows[j], mask=channel)
+            rows += (xs[k],)  # type: ignore[assignment]
 
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
 def _conv_kernel(
     x_ptr, weight_ptr, bias_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, S,
-    X_ROW: tl.constexpr, WEIGHT_ROW: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr,
-    D: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    X_ROW: tl.constexpr, WEIGHT_ROW: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, FEW: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_D: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
+    """FEW: tokens of the longest sequence that goes token by token; other ones have tiles. TILE: 0 where there are no
+    other ones."""
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    s = tl.zeros([BLOCK_T], tl.int32)
-    for base in range(0, S, BLOCK_S):
-        k = base + tl.arange(0, BLOCK_S)
-        ends = tl.load(start_ptr + 1 + k, mask=k < S, other=2147483647)
-        s += tl.sum((ends[None, :] <= t[:, None]).to(tl.int32), axis=1)
-    owned = s < S  # rows beyond the last sequence are padding
-    first = tl.load(start_ptr + s, mask=owned, other=0)
-    entry = state_ptr + tl.load(slot_ptr + s, mask=owned, other=0).to(tl.int64) * SLOT
-    before = entry + tl.load(version_ptr + s, mask=owned, other=0) * VERSION
-    i = t - first
-    channel = (d < D)[None, :] & owned[:, None]
-    total = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    if BIAS:
-        total += tl.load(bias_ptr + d, mask=d < D, other=0).to(tl.float32)[None, :]
-    for j in tl.static_range(W):
-        place = i - (W - 1) + j
-        row = (t - (W - 1) + j).to(tl.int64)
-        new = tl.load(x_ptr + row[:, None] * X_ROW + d[None, :], mask=channel & (place >= 0)[:, None], other=0)
-        old = tl.load(
-            before[:, None] + ((W - 1 + place) * D)[:, None] + d[None, :], mask=channel & (place < 0)[:, None], other=0
-        )
-        tap = tl.load(weight_ptr + d * WEIGHT_ROW + j, mask=d < D, other=0).to(tl.float32)
-        total += tl.where((place >= 0)[:, None], new, old).to(tl.float32) * tap[None, :]
-    if SILU:
-        total = total / (1.0 + tl.exp(-total))
-    tl.store(out_ptr + t.to(tl.int64)[:, None] * D + d[None, :], total.to(out_ptr.dtype.element_ty), mask=channel)
-
-
-@triton.jit
-def _keep_kernel(
-    x_ptr, state_ptr, start_ptr, slot_ptr, version_ptr,
-    X_ROW: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr, D: tl.constexpr,
-    W: tl.constexpr, W_PAD: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The states of a sequence after the step, for a block of channels. All is read before anything is written."""
-    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    channel = d < D
     s = tl.program_id(1)
-    first = tl.load(start_ptr + s)
-    count = tl.load(start_ptr + 1 + s) - first
-    entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT
-    before = entry + tl.load(version_ptr + s) * VERSION
-    j = tl.arange(0, W_PAD)
-    inside = (j < W - 1)[:, None] & (d < D)[None, :]
-    old = tl.load(before + j[:, None] * D + d[None, :], mask=inside, other=0)
-    several = count <= VERSIONS
-    for version in tl.static_range(VERSIONS):
-        i = tl.where(several, version, count - 1)  # the token after which this version is kept
-        place = i - (W - 2) + j  # of each row, among the step's tokens
-        new = tl.load(
-            x_ptr + (first + place).to(tl.int64)[:, None] * X_ROW + d[None, :], mask=inside & (place >= 0)[:, None],
-            other=0,
-        )  # fmt: skip
-        # Row j of what is kept is row j + i + 1 of what was there before.
-        moved = tl.sum(
-            tl.where((tl.arange(0, W_PAD)[None, :] == (j + i + 1)[:, None])[:, :, None], old[None, :, :], 0.0), axis=1
-        )
-        kept = tl.where((place >= 0)[:, None], new, moved.to(new.dtype))
-        written = tl.where(several, version < count, version == VERSIONS - 1)
-        tl.store(entry + version * VERSION + j[:, None] * D + d[None, :], kept, mask=inside & written)
+    if TILE > 0:
+        s, begin = _find_tile(start_ptr, s, S, TILE)
+    else:
+        begin = tl.load(start_ptr + s)
+    first, end = tl.load(start_ptr + s), tl.load(start_ptr + 1 + s)
+    taps = _taps(weight_ptr, d, D, WEIGHT_ROW, W, W_PAD)
+    bias = tl.zeros([BLOCK_D], tl.float32)
+    if BIAS:
+        bias += tl.load(bias_ptr + d, mask=channel, other=0).to(tl.float32)
+    entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + d
+    before = entry
+    if VERSIONS > 1:
+        if not EMULATED:
+            tl.extra.cuda.gdc_wait()  # a kernel of the step makes the versions
+        before += tl.load(version_ptr + s) * VERSION
+    rows = ()
+    for j in tl.static_range(W - 1):
+        old = tl.load(before + j * D, mask=d < tl.where((begin == first) & (begin < end), D, 0), other=0)
+        rows += (old.to(tl.float32),)  # type: ignore[assignment]
+    if VERSIONS == 1 and not EMULATED:
+        tl.extra.cuda.gdc_wait()
+    if begin < end:
+        if TILE == 0 or end - first <= FEW:
+            _tokens(
+                first, end - first, entry, rows, taps, bias, x_ptr, out_ptr, d, channel, X_ROW, VERSION, VERSIONS, D, W,
+                SILU, FEW == 1,
+            )  # fmt: skip
+        else:
+            _tile(
+                first, begin, end, entry, rows, taps, bias, x_ptr, out_ptr, d, channel, X_ROW, VERSION, VERSIONS, D, W,
+                SILU, TILE,
+            )  # fmt: skip
 
 
 def _supports(site: CallSite) -> bool:
@@ -145,19 +167,15 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-def _decodes(site: CallSite) -> bool:
-    return site.bucket.kind == "decode" and _supports(site)
-
-
 def _configs(site: CallSite) -> list[dict[str, int]]:
-    return [
-        {"most": site.bucket.query_len, "block": block, "num_warps": warps}
-        for block, warps in ((128, 4), (256, 4), (512, 8))
-    ]
+    """few: tokens of the longest sequence that goes token by token. tile: tokens of a program, of longer ones."""
+    if site.bucket.kind == "decode":
+        return [{"few": 1 if site.bucket.query_len == 1 else _ALL, "tile": 0}]
+    return [{"few": max(site.args["weight_DW"].shape[1] - 1, site.args["state"].shape[1]), "tile": 32}]
 
 
-@causal_conv.impl("triton_step", device="cuda", supports=_decodes, configs=_configs, row_order=each_alone)
-def triton_step(
+@causal_conv.impl("triton", device="cuda", supports=_supports, configs=_configs, row_order=each_alone)
+def triton_causal_conv(
     x_TD: Tensor,
     weight_DW: Tensor,
     state: Tensor,
@@ -165,40 +183,17 @@ def triton_step(
     bias_D: Tensor | None,
     activation: str,
     *,
-    most: int,
-    block: int,
-    num_warps: int,
+    few: int,
+    tile: int,
 ) -> Tensor:
-    """One kernel for sequences of few tokens."""
+    """One kernel. The program that reads a sequence's state writes it as well."""
     out_TD = x_TD.new_empty(x_TD.shape)
-    D, W = weight_DW.shape
-    launch_triton(
-        _step_kernel, (-(-D // block), at.slots.shape[0]),
-        *(x_TD, weight_DW, x_TD if bias_D is None else bias_D, state, out_TD, *at), X_ROW=x_TD.stride(0),
-        WEIGHT_ROW=weight_DW.stride(0), SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=state.shape[1], D=D,
-        W=W, BIAS=bias_D is not None, SILU=activation == "silu", MOST=most, BLOCK_D=block,
-        EMULATED=triton.knobs.runtime.interpret, num_warps=num_warps,
-    )  # fmt: skip
-    return out_TD
-
-
-@causal_conv.impl("triton", device="cuda", supports=_supports, row_order=each_alone)
-def triton_causal_conv(
-    x_TD: Tensor, weight_DW: Tensor, state: Tensor, at: Slots, bias_D: Tensor | None, activation: str
-) -> Tensor:
-    """Two kernels: the sums, then the states."""
     (T, D), W, S = x_TD.shape, weight_DW.shape[1], at.slots.shape[0]
-    out_TD = x_TD.new_empty(x_TD.shape)
-    shared = {
-        "X_ROW": x_TD.stride(0), "SLOT": state.stride(0), "VERSION": state.stride(1), "D": D, "W": W,
-        "BLOCK_D": _CHANNELS,
-    }  # fmt: skip
-    blocks = -(-D // _CHANNELS)
     launch_triton(
-        _conv_kernel, (blocks, (T + _TOKENS - 1) // _TOKENS),
-        *(x_TD, weight_DW, x_TD if bias_D is None else bias_D, state, out_TD, *at, S), WEIGHT_ROW=weight_DW.stride(0),
-        BIAS=bias_D is not None, SILU=activation == "silu", BLOCK_T=_TOKENS, BLOCK_S=128, **shared,
+        _conv_kernel, (-(-D // _CHANNELS), T // tile + S if tile else S),
+        *(x_TD, weight_DW, x_TD if bias_D is None else bias_D, state, out_TD, *at, S), X_ROW=x_TD.stride(0),
+        WEIGHT_ROW=weight_DW.stride(0), SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=state.shape[1], D=D,
+        W=W, W_PAD=triton.next_power_of_2(W), BIAS=bias_D is not None, SILU=activation == "silu", FEW=few, TILE=tile,
+        BLOCK_D=_CHANNELS, EMULATED=triton.knobs.runtime.interpret, num_warps=2,
     )  # fmt: skip
-    padded = max(2, triton.next_power_of_2(W - 1))
-    launch_triton(_keep_kernel, (blocks, S), x_TD, state, *at, VERSIONS=state.shape[1], W_PAD=padded, **shared)
     return out_TD

@@ -76,6 +76,8 @@ CASES = (
     *(_case(_MIXED, kept=kept) for kept in (torch.bfloat16, torch.float16)),
     _case(Step([40, 1, 70, 0], pad=1), (1, 2, 32, 40)),
     _case(Step([1, 33, 2, 65], versions=2), (2, 2, 32, 24), norm=False, kept=torch.bfloat16),
+    _case(Step([1, 70, 0], versions=2, pad=3), (1, 2, 128, 128)),
+    _case(Step([65]), (1, 1, 128, 128), norm=False, kept=torch.bfloat16),
     _case(Step([]), bucket=Bucket("mixed", 0, 8)),
     _case(Step([1] * 64), (16, 32, 128, 128), size="real"),
     _case(Step([1] * 8), (16, 32, 128, 128), size="real"),

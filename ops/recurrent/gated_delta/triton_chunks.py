@@ -5,7 +5,7 @@ solve a triangular system:
 
     (I + A) D = beta (V - exp(g) K S^T),  A_ij = beta_i exp(g_i - g_j) k_i . k_j for i > j
 
-`_solve_kernel` has a program for each chunk and head of keys, and writes what does not depend on the state: (I + A)^-1
+`_solve_kernel` has a program for each chunk and head. It writes what does not depend on the state: (I + A)^-1
 with beta, products of queries and keys with their decays, and a few factors of rows. `_carry_kernel` has a program for
 rows of a head's state, and goes through the chunks. Lengths of keys and queries are factors of rows, so that products
 are of the keys as they came. No exponent is positive. Few tokens go one by one (triton_gated_delta).
@@ -46,16 +46,7 @@ def _narrow(x, EMULATED: tl.constexpr):
 
 
 @triton.jit
-def _merge(a, b, MERGE: tl.constexpr):
-    """a @ b of blocks."""
-    if MERGE == "bf16":
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
-    else:
-        return tl.dot(a, b, input_precision=MERGE)
-
-
-@triton.jit
-def _inverse(A, MERGE: tl.constexpr):
+def _inverse(A, PRECISION: tl.constexpr):
     """(I + A)^-1 of a strictly lower triangular A [64, 64]: row by row in the blocks of 16 on the diagonal; with those
     as D, and L as what is below them, by (I + D L)^-1 D, where D L is nilpotent."""
     b = tl.arange(0, 4)
@@ -71,9 +62,9 @@ def _inverse(A, MERGE: tl.constexpr):
         D -= column[:, :, None] * row[:, None, :]
     D = tl.reshape(tl.permute(tl.where(same, D[:, None, :, :], 0.0), (0, 2, 1, 3)), [64, 64])
     L = tl.where((i // 16)[:, None] > (i // 16)[None, :], A, 0.0)
-    N = _merge(D, L, MERGE)
-    some = D - _merge(N, D, MERGE)
-    return some + _merge(_merge(N, N, MERGE), some, MERGE)
+    N = tl.dot(D, L, input_precision=PRECISION)
+    some = D - tl.dot(N, D, input_precision=PRECISION)
+    return some + tl.dot(tl.dot(N, N, input_precision=PRECISION), some, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
@@ -81,12 +72,11 @@ def _solve_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, start_ptr, inverse_ptr, seen_ptr, factor_ptr, scale, norm_eps, S,
     Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, G_ROW: tl.constexpr,
     G_HEAD: tl.constexpr, BETA_ROW: tl.constexpr, BETA_HEAD: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
-    HEADS: tl.constexpr,  # heads of values that a program makes: SHARE or a divisor
     K: tl.constexpr, K_PAD: tl.constexpr, NORM: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr,
-    MERGE: tl.constexpr, EMULATED: tl.constexpr,
+    EMULATED: tl.constexpr,
 ):  # fmt: skip
-    chunk = tl.program_id(0) // (H // HEADS)
-    head0 = tl.program_id(0) % (H // HEADS) * HEADS
+    chunk = tl.program_id(0) // H
+    head = tl.program_id(0) % H
     s, before = find_sequence(start_ptr, chunk, S, CHUNKED, "chunks", BLOCK_S)
     if s < S:
         i = tl.arange(0, CHUNK)
@@ -95,7 +85,7 @@ def _solve_kernel(
         valid = t < tl.load(start_ptr + s + 1)
         t = t.to(tl.int64)
         inside = valid[:, None] & (e < K)[None, :]
-        key_head = head0 // SHARE
+        key_head = head // SHARE
         k = tl.load(k_ptr + (t * K_ROW)[:, None] + key_head * K_HEAD + e[None, :], mask=inside, other=0.0)
         q = tl.load(q_ptr + (t * Q_ROW)[:, None] + key_head * Q_HEAD + e[None, :], mask=inside, other=0.0)
         of_k = tl.full([CHUNK], 1.0, tl.float32)
@@ -106,26 +96,25 @@ def _solve_kernel(
             wide = q.to(tl.float32)
             of_q = scale / tl.sqrt_rn(tl.sum(wide * wide, 1) + norm_eps)
         places = i[:, None] * CHUNK + i[None, :]
-        for head in range(head0, head0 + HEADS):
-            gate = tl.load(g_ptr + t * G_ROW + head * G_HEAD, mask=valid, other=0.0).to(tl.float32) * _LOG2E
-            beta = tl.load(beta_ptr + t * BETA_ROW + head * BETA_HEAD, mask=valid, other=0.0).to(tl.float32)
-            total = tl.cumsum(gate, 0)
-            decay = tl.exp2(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
-            at = (chunk * H + head).to(tl.int64)
-            square = at * (CHUNK * CHUNK) + places
-            zeros = tl.zeros([CHUNK, CHUNK], tl.float32)
-            seen = _product(q, tl.trans(k), zeros, EMULATED) * decay * (of_q[:, None] * of_k[None, :])
-            tl.store(seen_ptr + square, seen.to(seen_ptr.dtype.element_ty))
-            A = _product(k, tl.trans(k), zeros, EMULATED) * decay * ((beta * of_k)[:, None] * of_k[None, :])
-            inverse = _inverse(tl.where(i[:, None] > i[None, :], A, 0.0), MERGE) * beta[None, :]
-            tl.store(inverse_ptr + square, inverse.to(inverse_ptr.dtype.element_ty))
-            row = factor_ptr + at * (4 * CHUNK) + i
-            grown = tl.exp2(total)
-            last = tl.sum(gate, 0)
-            tl.store(row, grown * of_k)
-            tl.store(row + CHUNK, grown * of_q)
-            tl.store(row + 2 * CHUNK, tl.exp2(tl.minimum(last - total, 0.0)) * of_k)
-            tl.store(row + 3 * CHUNK, tl.exp2(last) + tl.zeros([CHUNK], tl.float32))
+        gate = tl.load(g_ptr + t * G_ROW + head * G_HEAD, mask=valid, other=0.0).to(tl.float32) * _LOG2E
+        beta = tl.load(beta_ptr + t * BETA_ROW + head * BETA_HEAD, mask=valid, other=0.0).to(tl.float32)
+        total = tl.cumsum(gate, 0)
+        decay = tl.exp2(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
+        at = (chunk * H + head).to(tl.int64)
+        square = at * (CHUNK * CHUNK) + places
+        zeros = tl.zeros([CHUNK, CHUNK], tl.float32)
+        seen = _product(q, tl.trans(k), zeros, EMULATED) * decay * (of_q[:, None] * of_k[None, :])
+        tl.store(seen_ptr + square, seen.to(seen_ptr.dtype.element_ty))
+        A = _product(k, tl.trans(k), zeros, EMULATED) * decay * ((beta * of_k)[:, None] * of_k[None, :])
+        inverse = _inverse(tl.where(i[:, None] > i[None, :], A, 0.0), "ieee" if EMULATED else "tf32") * beta[None, :]
+        tl.store(inverse_ptr + square, inverse.to(inverse_ptr.dtype.element_ty))
+        row = factor_ptr + at * (4 * CHUNK) + i
+        grown = tl.exp2(total)
+        last = tl.sum(gate, 0)
+        tl.store(row, grown * of_k)
+        tl.store(row + CHUNK, grown * of_q)
+        tl.store(row + 2 * CHUNK, tl.exp2(tl.minimum(last - total, 0.0)) * of_k)
+        tl.store(row + 3 * CHUNK, tl.exp2(last) + tl.zeros([CHUNK], tl.float32))
 
 
 @triton.jit
@@ -362,8 +351,8 @@ def launch_solve(
         _solve_kernel, (chunks * H,),
         q_TGK, k_TGK, g_TH, beta_TH, starts, inverse, seen, factors, scale, norm_eps, starts.shape[0] - 1,
         **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
-        H=H, SHARE=H // G, HEADS=1, K=K, K_PAD=max(16, triton.next_power_of_2(K)), NORM=norm_eps > 0,
-        CHUNKED=chunked, BLOCK_S=256, MERGE="ieee" if emulated else "tf32", EMULATED=emulated, num_warps=4,
+        H=H, SHARE=H // G, K=K, K_PAD=max(16, triton.next_power_of_2(K)), NORM=norm_eps > 0,
+        CHUNKED=chunked, BLOCK_S=256, EMULATED=emulated, num_warps=4,
         maxnreg=168,  # so that three programs fit a processor: a fifth faster
     )  # fmt: skip
     return inverse, seen, factors

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ir.op import each_alone
-from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.recurrent.gated_delta.op import gated_delta
 from graphllm.ops.recurrent.gated_delta.triton_lengths import CHUNKED, find_sequence
 from graphllm.ops.recurrent.slots import Slots
@@ -31,23 +30,27 @@ def _one_token(
     V_HEAD: tl.constexpr, G_ROW: tl.constexpr, G_HEAD: tl.constexpr, BETA_ROW: tl.constexpr, BETA_HEAD: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHANNELS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """The state after token t, whose result is stored."""
+    """The state after token t, whose result is stored. Both sums are over the state before the token: out is
+    scale * (exp(g) S q + delta k.q)."""
     t = t.to(tl.int64)
     key = tl.load(k_ptr + t * K_ROW + key_head * K_HEAD + k, mask=k < K, other=0.0).to(tl.float32)
     query = tl.load(q_ptr + t * Q_ROW + key_head * Q_HEAD + k, mask=k < K, other=0.0).to(tl.float32)
     value = tl.load(v_ptr + t * V_ROW + head * V_HEAD + rows, mask=rows < V, other=0.0).to(tl.float32)
     beta = tl.load(beta_ptr + t * BETA_ROW + head * BETA_HEAD).to(tl.float32)
     gate = g_ptr + t * G_ROW + head * G_HEAD
+    short_key, short_query = 1.0, scale  # factors of sums, so that none waits for the lengths
     if NORM:
-        key = key / tl.sqrt_rn(tl.sum(key * key, 0) + norm_eps)
-        query = query / tl.sqrt_rn(tl.sum(query * query, 0) + norm_eps)
+        short_key = 1.0 / tl.sqrt_rn(tl.sum(key * key, 0) + norm_eps)
+        short_query = scale / tl.sqrt_rn(tl.sum(query * query, 0) + norm_eps)
     if CHANNELS:
-        state *= tl.exp(tl.load(gate + k, mask=k < K, other=0.0).to(tl.float32))[None, :]
+        decay = tl.exp(tl.load(gate + k, mask=k < K, other=0.0).to(tl.float32))[None, :]
     else:
-        state *= tl.exp(tl.load(gate).to(tl.float32))
-    delta = (value - tl.sum(state * key[None, :], 1)) * beta
-    state += delta[:, None] * key[None, :]
-    answer = scale * tl.sum(state * query[None, :], 1)
+        decay = tl.exp(tl.load(gate).to(tl.float32))
+    seen = tl.sum(state * (decay * key[None, :]), 1) * short_key
+    delta = (value - seen) * beta * short_key
+    answer = tl.sum(state * (decay * query[None, :]), 1) + delta * tl.sum(key * query, 0)
+    state = state * decay + delta[:, None] * key[None, :]
+    answer *= short_query
     tl.store(out_ptr + (t * H + head) * V + rows, answer.to(out_ptr.dtype.element_ty), mask=rows < V)
     return state
 
@@ -63,7 +66,11 @@ def _delta_kernel(
     BELOW: tl.constexpr,  # sequences of as many tokens are left out, and longer ones; 0: none
     EMULATED: tl.constexpr,
 ):  # fmt: skip
-    gdc_wait_early(EMULATED)
+    EARLY: tl.constexpr = BELOW == 0 and VERSIONS == 1
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()  # a kernel of the step makes the versions
     rows = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     head = tl.program_id(1)
     key_head = head // SHARE
@@ -76,10 +83,14 @@ def _delta_kernel(
     while s < S:
         first = tl.load(start_ptr + s)
         count = tl.load(start_ptr + 1 + s) - first
+        entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[:, None] * K + k[None, :]
+        read = entry
+        if VERSIONS > 1:
+            read += tl.load(version_ptr + s).to(tl.int64) * VERSION
+        state = tl.load(read, mask=inside & (rows < tl.where(count > 0, V, 0))[:, None], other=0.0)
+        if EARLY and not EMULATED:
+            tl.extra.cuda.gdc_wait()
         if count > 0:
-            entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[:, None] * K + k[None, :]
-            read = entry + tl.load(version_ptr + s).to(tl.int64) * VERSION
-            state = tl.load(read, mask=inside, other=0.0)
             if BELOW == 0 and count == 1:  # its rows are read while the state is
                 after = _one_token(
                     state.to(tl.float32), first, head, key_head, rows, k, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, out_ptr,
@@ -140,7 +151,7 @@ def _supports(site: CallSite) -> bool:
 
 def _configs(site: CallSite) -> list[dict[str, int]]:
     """Numbers of a state that a program has, and warps."""
-    sizes = ((2048, 4), (2048, 2), (4096, 4), (1024, 1), (8192, 4), (4096, 2))
+    sizes = ((1024, 1), (2048, 4), (2048, 2), (4096, 4), (8192, 4), (4096, 2))
     return [{"numbers": numbers, "num_warps": warps} for numbers, warps in sizes]
 
 

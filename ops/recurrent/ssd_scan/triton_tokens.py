@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import launch_triton
-from graphllm.ir.pdl import gdc_wait_early
 from graphllm.ops.recurrent.slots import Slots
 from graphllm.ops.recurrent.triton_softplus import softplus
 
@@ -45,20 +44,29 @@ def token_kernel(
 ):  # fmt: skip
     """MOST: sequences of more tokens are left to another kernel. SINGLE: whether one token goes without a loop, so that
     its rows are read while the state is."""
-    gdc_wait_early(EMULATED)
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
     h, s = tl.program_id(1), tl.program_id(2)
     first = tl.load(start_ptr + s)
     count = tl.load(start_ptr + 1 + s) - first
-    if (count > 0) & (count <= MOST):
-        p, n = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, N_PAD)
-        group = h // (H // G) * N
-        entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT
-        places = ((h * P + p) * N)[:, None] + n[None, :]
-        inside = (p < P)[:, None] & (n < N)[None, :]
-        state = tl.load(entry + tl.load(version_ptr + s) * VERSION + places, mask=inside, other=0)
-        A = tl.load(a_ptr + h)
-        bias = tl.load(bias_ptr + h) if BIAS else 0.0
-        skip = tl.load(d_ptr + h) if SKIP else 0.0
+    own = (count > 0) & (count <= MOST)
+    p, n = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, N_PAD)
+    group = h // (H // G) * N
+    entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT
+    before = entry
+    if VERSIONS > 1:
+        if not EMULATED:
+            tl.extra.cuda.gdc_wait()  # a kernel of the step makes the versions
+        before += tl.load(version_ptr + s) * VERSION
+    places = ((h * P + p) * N)[:, None] + n[None, :]
+    inside = (p < tl.where(own, P, 0))[:, None] & (n < N)[None, :]
+    state = tl.load(before + places, mask=inside, other=0)
+    A = tl.load(a_ptr + h)
+    bias = tl.load(bias_ptr + h) if BIAS else 0.0
+    skip = tl.load(d_ptr + h) if SKIP else 0.0
+    if VERSIONS == 1 and not EMULATED:
+        tl.extra.cuda.gdc_wait()
+    if own:
         if SINGLE and (MOST == 1 or count == 1):
             after = _one_token(
                 state.to(tl.float32), first, A, bias, skip, x_ptr + h * P, dt_ptr + h, b_ptr + group, c_ptr + group,

@@ -1,4 +1,5 @@
-"""LoRA adapters on the linear layers of recurrent layers beside PEFT's own model, on tiny random checkpoints."""
+"""LoRA adapters on the linear layers of recurrent layers, and of attention over latents, beside PEFT's own model, on
+tiny random checkpoints."""
 
 from __future__ import annotations
 
@@ -29,6 +30,11 @@ MIXER: dict[str, Any] = {
     "mamba_d_state": 24,
     "mamba_chunk_size": 8,
 }
+LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 28, "kv_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8,
+    "v_head_dim": 20, "first_k_dense_replace": 1, "moe_intermediate_size": 36, "n_routed_experts": 4, "n_group": 1,
+    "topk_group": 1,
+}  # fmt: skip
 LAYERS = ["linear_attention", "full_attention", "moe", "mlp"]
 # transformers' name and fields, the modules that an adapter changes (PEFT refuses out_proj of some), and tensors
 # of all experts.
@@ -63,6 +69,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
         ["in_proj", "q_proj", "up_proj"],
         ["experts.up_proj", "experts.down_proj"],
     ),
+    "deepseek_v2_lite": (
+        "DeepseekV2",
+        LATENTS | {"q_lora_rank": None},
+        ["q_proj", "kv_a_proj_with_mqa", "o_proj"],
+        ["experts.gate_up_proj"],
+    ),
+    "deepseek_v3": ("DeepseekV3", LATENTS, ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"], []),
 }  # fmt: skip
 
 

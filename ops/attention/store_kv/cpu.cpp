@@ -1,5 +1,6 @@
 // store_kv: keys and values go to the cache as paged_attention puts them there.
-#include "batch.h"
+#include "cpu/attention/batch.h"
+#include "cpu/calls.h"
 
 namespace graphllm {
 namespace {
@@ -26,7 +27,7 @@ void store_all(const Args<T, C>& a) {
     using Number = graphllm::T;                                                                                        \
     using Entry = graphllm::C;                                                                                         \
     const auto* scales = static_cast<const float*>(kv_scales);                                                         \
-    graphllm::store_all<Number, Entry>({{E, P, cache_block, cache_kind, cache_head, cache_slot}, nullptr,              \
+    graphllm::store_all<Number, Entry>({{E, E, P, cache_block, cache_kind, cache_head, cache_slot}, nullptr,              \
         static_cast<const Number*>(k), static_cast<const Number*>(v), static_cast<Entry*>(cache), static_cast<const    \
         std::int32_t*>(table), static_cast<const std::int32_t*>(starts), static_cast<const std::int32_t*>(lengths),    \
         nullptr, 0, S, K, K, 0, 0, k_token, k_head, v_token, v_head, table_stride, 0, 0, 0, nullptr,                   \

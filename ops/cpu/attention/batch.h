@@ -7,13 +7,10 @@
 // (few_rows.h). worker.h serves one item, this file hands them out.
 #pragma once
 
-#include <optional>
 #include <type_traits>
 
-#include "cpu/calls.h"
-#include "cpu/amx.h"
 #include "cpu/threads.h"
-#include "worker.h"
+#include "cpu/attention/worker.h"
 
 namespace graphllm {
 namespace {
@@ -30,21 +27,22 @@ constexpr i64 kMinBytes = 64 << 10;  // the same in decode, in bytes of the cach
 template <typename T, typename C>
 class Batch {
  public:
-  explicit Batch(const Args<T, C>& a) : a_(a), group_(a.H / a.K) {
+  // least: threads that there are in any case.
+  explicit Batch(const Args<T, C>& a, i64 least = 1) : a_(a), group_(a.H / a.K) {
     i64 work = 0, read = 0, rows = kMaxRows;
     for (i64 s = 0; s < a.S; s++) {
       const i64 n = queries(s);
       most_ = std::max(most_, n);
       work += n * a.lengths[s] * a.H;
-      if (n > 0) read += (a.lengths[s] - first_seen(a.lengths[s] - n)) * a.K * 2 * a.E * i64(sizeof(C));
+      if (n > 0) read += (a.lengths[s] - first_seen(a.lengths[s] - n)) * a.K * (a.E + a.V) * i64(sizeof(C));
     }
     const i64 wanted = decode() ? read / kMinBytes : work / kMinWork;
-    threads_ = std::min(i64(omp_get_max_threads()), std::max(i64(1), wanted));
+    threads_ = std::min(i64(omp_get_max_threads()), std::max(least, wanted));
     static thread_local Scratch first, parts;
     first_ = first.get<i64>(a.S + 1);
     first_[0] = 0;
     for (; decode() || rows >= kMinRows; rows /= 2) {
-      block_ = decode() ? 1 : std::max(i64(1), std::min((by_few() ? Worker<T, C>::kFewRows : rows) / group_, most_));
+      block_ = decode() ? 1 : std::max(i64(1), std::min((by_few() ? Worker<T, C>::most_few(a) : rows) / group_, most_));
       for (i64 s = 0; s < a.S; s++) first_[s + 1] = first_[s] + (decode() ? units(s) : a.K * ceil_div(queries(s), block_));
       if (decode() || by_few() || first_[a.S] >= 4 * threads_) break;
     }
@@ -56,15 +54,11 @@ class Batch {
 
   // Called by every thread of the team.
   void run() {
-    if (!decode() && a_.table) {
+    if (!decode() && writes()) {
       write(share(a_.starts[a_.S]));
 #pragma omp barrier
     }
     Worker<T, C> worker(a_, block_ * group_, heads());
-#ifdef GRAPHLLM_AMX
-    std::optional<Tiles> configured;
-    if (std::is_same_v<T, bf16> && amx_granted()) configured.emplace();
-#endif
     if (decode()) return run_share(worker);
 #pragma omp for schedule(dynamic, 1)
     for (i64 n = 0; n < first_[a_.S]; n++) {
@@ -78,8 +72,9 @@ class Batch {
   using Math = typename Arithmetic<T>::ManyRows;
 
   i64 queries(i64 s) const { return a_.starts[s + 1] - a_.starts[s]; }
+  bool writes() const { return a_.table && a_.k; }
   bool decode() const { return most_ <= 1 && a_.table && !a_.invariant; }
-  bool by_few() const { return a_.invariant && group_ <= Worker<T, C>::kFewRows && Worker<T, C>::takes_few(a_); }
+  bool by_few() const { return a_.invariant && group_ <= Worker<T, C>::most_few(a_); }
   i64 heads() const { return decode() ? a_.K : 1; }  // of an item: all of them are in a block of the cache
 
   // Where the context of a token at `position` begins: at a multiple of 16, so that 16 tokens never straddle two blocks of
@@ -137,7 +132,7 @@ class Batch {
       const Part now = part(unit, end);
       unit = now.next;
       const Item& item = now.item;
-      if (now.ends)
+      if (now.ends && writes())
         for (i64 head = 0; head < a_.K; head++) a_.write(item.s, item.row, item.position, head);
       const Item next = unit < end ? part(unit, end).item : item;
       worker.run(item, unit < end ? &next : nullptr);
@@ -181,70 +176,14 @@ class Batch {
 
 template <typename T, typename C>
 void attend(const Args<T, C>& a) {
-  for (i64 t = a.starts[a.S]; t < a.T_; t++) std::memset(a.out + t * a.H * a.E, 0, a.H * a.E * sizeof(T));
+  for (i64 t = a.starts[a.S]; t < a.T_; t++) std::memset(a.out + t * a.H * a.V, 0, a.H * a.V * sizeof(T));
   Batch<T, C> batch(a);
 #pragma omp parallel num_threads(batch.threads())
-  batch.run();
-}
-
-// Tokens that see all of their sequence, or `window` on each side. Values that do not lie in rows as keys do, which
-// rotary embeddings make anew, are copied into such rows.
-template <typename T>
-void attend_all(const T* q, const T* k, const T* v, const std::int32_t* starts, T* out, i64 tokens, i64 S, i64 H, i64 K, i64 E,
-                i64 q_token, i64 q_head, i64 k_token, i64 k_head, i64 v_token, i64 v_head, float scale, i64 window) {
-  static thread_local Scratch scratch, copies;
-  std::int32_t* lengths = scratch.get<std::int32_t>(S + 1);
-  for (i64 s = 0; s < S; s++) lengths[s] = starts[s + 1] - starts[s];
-  if (k_token != v_token || k_head != v_head) {
-    T* to = copies.get<T>(tokens * k_token);
-#pragma omp parallel for if (tokens * K * E > kMinWork)
-    for (i64 t = 0; t < starts[S]; t++)
-      for (i64 head = 0; head < K; head++)
-        std::memcpy(to + t * k_token + head * k_head, v + t * v_token + head * v_head, E * sizeof(T));
-    v = to;
+  {
+    const TilesOf<T> configured;
+    batch.run();
   }
-  const i64 apart = (reinterpret_cast<std::intptr_t>(v) - reinterpret_cast<std::intptr_t>(k)) / i64(sizeof(T));
-  const Layout rows{E, 1, 0, apart, k_head, k_token};
-  Args<T, T> a{rows, q, k, v, const_cast<T*>(k), nullptr, starts, lengths, out, tokens, S, H, K, q_token, q_head, k_token,
-               k_head, v_token, v_head, 0, scale, window > 0 ? window + 1 : 0, 0, nullptr, 1, 1, nullptr};
-  a.ahead = window > 0 ? window : i64(1) << 30;
-  attend<T, T>(a);
 }
 
 }  // namespace
 }  // namespace graphllm
-
-#define GRAPHLLM_ENCODER_ATTENTION(name, T)                                                                           \
-  extern "C" void name(const void* q, const void* k, const void* v, const void* starts, void* out, std::int64_t tokens, \
-                       std::int64_t S, std::int64_t H, std::int64_t K, std::int64_t E, std::int64_t q_token,          \
-                       std::int64_t q_head, std::int64_t k_token, std::int64_t k_head, std::int64_t v_token,          \
-                       std::int64_t v_head,                                                                           \
-                       double scale, std::int64_t window) {                                                           \
-    using Number = graphllm::T;                                                                                       \
-    graphllm::attend_all(static_cast<const Number*>(q), static_cast<const Number*>(k), static_cast<const Number*>(v), \
-                         static_cast<const std::int32_t*>(starts), static_cast<Number*>(out), tokens, S, H, K, E,     \
-                         q_token, q_head, k_token, k_head, v_token, v_head, float(scale), window);                    \
-  }                                                                                                                   \
-  GRAPHLLM_KERNEL(name)
-
-#define GRAPHLLM_PAGED_ATTENTION(name, T, C)                                                                          \
-  extern "C" void name(const void* q, const void* k, const void* v, void* cache, const void* table,                   \
-                       const void* starts, const void* lengths, void* out, std::int64_t tokens, std::int64_t S,       \
-                       std::int64_t H, std::int64_t K, std::int64_t E, std::int64_t P, std::int64_t q_token,          \
-                       std::int64_t q_head, std::int64_t k_token, std::int64_t k_head, std::int64_t v_token,          \
-                       std::int64_t v_head, std::int64_t cache_block, std::int64_t cache_kind,                        \
-                       std::int64_t cache_head, std::int64_t cache_slot, std::int64_t table_stride, double scale,     \
-                       std::int64_t window, double softcap, const void* sinks, const void* kv_scales,                 \
-                       const void* ancestors, std::int64_t invariant) {                                               \
-    using Number = graphllm::T;                                                                                       \
-    using Entry = graphllm::C;                                                                                        \
-    const auto* scales = static_cast<const float*>(kv_scales);                                                        \
-    const float key_scale = scales ? scales[0] : 1, value_scale = scales ? scales[1] : 1;                             \
-    graphllm::attend<Number, Entry>({{E, P, cache_block, cache_kind, cache_head, cache_slot}, static_cast<const       \
-        Number*>(q), static_cast<const Number*>(k), static_cast<const Number*>(v), static_cast<Entry*>(cache),        \
-        static_cast<const std::int32_t*>(table), static_cast<const std::int32_t*>(starts), static_cast<const          \
-        std::int32_t*>(lengths), static_cast<Number*>(out), tokens, S, H, K, q_token, q_head, k_token, k_head,        \
-        v_token, v_head, table_stride, float(scale) * key_scale, window, float(softcap), static_cast<const            \
-        Number*>(sinks), key_scale, value_scale, static_cast<const std::int64_t*>(ancestors), 0, invariant != 0});  \
-  }                                                                                                                 \
-  GRAPHLLM_KERNEL(name)

@@ -6,10 +6,11 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 #include <type_traits>
 
 #include "cpu/amx.h"
-#include "entries.h"
+#include "cpu/attention/entries.h"
 
 namespace graphllm {
 namespace {
@@ -67,18 +68,66 @@ struct Args : Layout {
   }
 };
 
+// AMX's tiles, as long as it lives, where products of this type take them.
+template <typename T>
+class TilesOf {
+ public:
+  TilesOf() {
+#ifdef GRAPHLLM_AMX
+    if (std::is_same_v<T, bf16> && amx_granted()) configured_.emplace();
+  }
+
+ private:
+  std::optional<Tiles> configured_;
+#else
+  }
+#endif
+};
+
+// Lane i of sums [E] times factors as the row to[i], of `count` rows.
+template <typename T>
+inline void store_lanes(const Vec* sums, Vec factor, i64 E, T* const* to, i64 count) {
+#ifdef GRAPHLLM_AVX512
+  for (i64 e = 0; e < E; e += 16) {
+    __m512i r[16];
+    for (i64 i = 0; i < 16; i++) r[i] = e + i < E ? (__m512i)(sums[e + i] * factor) : __m512i{};
+    transpose16(r);
+    for (i64 i = 0; i < count; i++) store16(to[i] + e, _mm512_castsi512_ps(r[i]), first16(E - e));
+  }
+#else
+  for (i64 h = 0; 8 * h < count; h++) {
+    const Eight by = reg_of<Eight>(factor, h);
+    const i64 rows = std::min(i64(8), count - 8 * h);
+    i64 e = 0;
+    for (; e + 8 <= E; e += 8) {
+      Eight r[8];
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++) r[i] = reg_of<Eight>(sums[e + i], h) * by;
+      transpose8(r);
+      for (i64 i = 0; i < rows; i++) store8(to[8 * h + i] + e, r[i]);
+    }
+    for (; e < E; e++)
+      for (i64 i = 0; i < rows; i++) store(to[8 * h + i] + e, sums[e][8 * h + i] * by[i]);
+  }
+#endif
+}
+
 // float32 arithmetic; bfloat16 is widened when it is gathered.
 template <typename T>
 struct Floats {
   using Cell = float;
-  using Keys = const float*;
-  static constexpr bool kPrecise = std::is_same_v<T, float>;
+  struct Keys {
+    const float* rows;
+    i64 stride;
+  };
+  using Values = Keys;
   static constexpr float kSlack = 0;  // how far above `top` a score may be before `top` follows
-  static constexpr i64 kRound = 8;  // tokens, and rows of a product, at a time: enough sums in flight to hide latency
+  static constexpr i64 kRound = 8;  // of tokens and of numbers, whole multiples are computed
   static i64 query_depth(i64 E) { return E; }
   static i64 height(i64 E) { return ceil_div(E, kRound) * kRound; }
 
-  static void pack_query(const T* const* rows, i64 count, i64 E, bool negate, float* to) {
+  template <typename Row>
+  static void pack_query(const Row* const* rows, i64 count, i64 E, bool negate, float* to) {
     for (i64 i = 0; i < kLanes; i++)
       for (i64 e = 0; e < E; e++) {
         const float x = i < count ? to_float(rows[i][e]) : 0.0f;
@@ -87,62 +136,75 @@ struct Floats {
   }
 
   static Keys keys(const Layout& a, T* const* rows, i64 count, float* to) {
-    gather(a, rows, 0, count, to);
-    return to;
+    return gather(rows, 0, count, a.E, to);
   }
-  static void values(const Layout& a, T* const* rows, i64 count, float* to) {
-    gather(a, rows, a.cache_kind, count, to);
+  static Values values(const Layout& a, T* const* rows, i64 count, const Keys& keys, float* to) {
+    return a.cache_kind ? gather(rows, a.cache_kind, count, a.V, to) : keys;
   }
 
   // regs: how many registers of lanes hold rows, the first ones.
-  static void scores(Keys keys, const float* query, i64 E, i64 count, Vec* to, i64 tiles, int regs) {
+  static void scores(const Keys& keys, const float* query, i64 E, i64 count, Vec* to, i64 tiles, int regs) {
     for (i64 tile = 0; tile < tiles; tile++, query += kLanes * E, to += kChunk)
-      for (i64 j = 0; j < count; j += kRound) block(keys + j * height(E), height(E), 1, query, E, to + j, false, regs);
+      for (i64 e = 0; e < E; e += kDepth)
+        product<false>(keys.rows + e, keys.stride, query + e * kLanes, std::min(kDepth, E - e), to, count, e > 0, regs);
   }
   static void put_weights(float* weights, i64 j, int reg, Reg p0, Reg p1) {
     std::memcpy(weights + j * kLanes + reg * kRegLanes, &p0, sizeof p0);
     std::memcpy(weights + (j + 1) * kLanes + reg * kRegLanes, &p1, sizeof p1);
   }
-  static void accumulate(const float* values, const float* weights, i64 E, i64 count, Vec* sums, i64 tiles, int regs) {
+  static void accumulate(const Values& values, const float* weights, i64 E, i64 count, Vec* sums, i64 tiles, int regs) {
     for (i64 tile = 0; tile < tiles; tile++, weights += kChunk * kLanes, sums += 2 + height(E))
-      for (i64 e = 0; e < E; e += kRound) block(values + e, 1, height(E), weights, count, sums + e, true, regs);
+      product<true>(values.rows, values.stride, weights, count, sums, height(E), true, regs);
   }
 
  private:
-  static void gather(const Layout& a, T* const* rows, i64 offset, i64 count, float* to) {
-    const i64 width = height(a.E), padded = ceil_div(count, kRound) * kRound;
+  static constexpr i64 kDepth = 256;  // numbers of a tile of queries that stay in the first-level cache
+
+  static Keys gather(T* const* rows, i64 offset, i64 count, i64 E, float* to) {
+    const i64 width = height(E), padded = ceil_div(count, kRound) * kRound;
+    const Keys made{to, width};
     for (i64 j = 0; j < count; j++, to += width) {
-      widen_row(rows[j] + offset, a.E, to);
-      std::fill(to + a.E, to + width, 0.0f);
+      widen_row(rows[j] + offset, E, to);
+      std::fill(to + E, to + width, 0.0f);
     }
     std::fill(to, to + (padded - count) * width, 0.0f);
+    return made;
   }
-  // c[row] (+)= sum over k of left[row * row_stride + k * k_stride] * right[k], for kRound rows.
-  static void block(const float* left, i64 row_stride, i64 k_stride, const float* right, i64 depth, Vec* c, bool add,
-                    int regs) {
-    if (regs == 1) return rows<1>(left, row_stride, k_stride, right, depth, c, add);
-    for (i64 r = 0; r < kRound; r += kRound / kRegs)
-      rows<kRegs>(left + r * row_stride, row_stride, k_stride, right, depth, c + r, add);
+  // c[row] (+)= the sum over k of left's row and k times right[k], of an even count of rows. kDown: left lies [k][rows], else
+  // [rows][k], with `stride` between.
+  template <bool kDown>
+  static void product(const float* left, i64 stride, const float* right, i64 depth, Vec* c, i64 count, bool add, int regs) {
+    regs == 1 ? by_rows<kDown, 1>(left, stride, right, depth, c, count, add)
+              : by_rows<kDown, kRegs>(left, stride, right, depth, c, count, add);
   }
-  // The same for as many rows as sums of kUsed registers of lanes fit the registers.
-  template <int kUsed>
-  static void rows(const float* left, i64 row_stride, i64 k_stride, const float* right, i64 depth, Vec* c, bool add) {
-    constexpr int kRows = kRound / kUsed;
+  // The same with kUsed registers of lanes, of as many rows at a time as twelve sums serve.
+  template <bool kDown, int kUsed>
+  static void by_rows(const float* left, i64 stride, const float* right, i64 depth, Vec* c, i64 count, bool add) {
+    i64 row = 0;
+    const auto some = [&](auto rows) {
+      constexpr int kRows = decltype(rows)::value;
+      for (; row + kRows <= count; row += kRows)
+        sums<kDown, kRows, kUsed>(left + row * (kDown ? 1 : stride), stride, right, depth, c + row, add);
+    };
+    some(Index<12 / kUsed>()), some(Index<4>()), some(Index<2>());
+  }
+  template <bool kDown, int kRows, int kUsed>
+  static void sums(const float* left, i64 stride, const float* right, i64 depth, Vec* c, bool add) {
     Reg sum[kRows][kUsed];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 2
       for (int p = 0; p < kUsed; p++) sum[r][p] = add ? reg_of<Reg>(c[r], p) : Reg{};
-    for (i64 k = 0; k < depth; k++, left += k_stride, right += kLanes) {
+    for (i64 k = 0; k < depth; k++, left += kDown ? stride : 1, right += kLanes) {
       Reg column[kUsed];
 #pragma GCC unroll 2
       for (int p = 0; p < kUsed; p++) std::memcpy(&column[p], right + p * kRegLanes, sizeof(Reg));
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 2
-        for (int p = 0; p < kUsed; p++) sum[r][p] += left[r * row_stride] * column[p];
+        for (int p = 0; p < kUsed; p++) sum[r][p] += left[kDown ? r : r * stride] * column[p];
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 2
       for (int p = 0; p < kUsed; p++) put_reg(c[r], p, sum[r][p]);
@@ -158,7 +220,7 @@ struct Pairs {
     const bf16* tile[kChunk / 16];
     i64 stride;
   };
-  static constexpr bool kPrecise = false;  // the weights are rounded to 8 bits next
+  using Values = const bf16*;
   static constexpr float kSlack = 8;  // rarely fades the sums, and loses nothing: weights have 8 bits whatever their size
   static constexpr i64 kRound = 16;
   static i64 query_depth(i64 E) { return ceil_div(E, 32) * 32; }
@@ -195,14 +257,14 @@ struct Pairs {
   }
 
   // Transposed: [height(E)][kChunk], zero after the last token because 0 * NaN is not 0.
-  static void values(const Layout& a, bf16* const* rows, i64 count, bf16* to) {
+  static Values values(const Layout& a, bf16* const* rows, i64 count, const Keys&, bf16* to) {
     alignas(64) static constexpr std::uint16_t kOrder[2][32] = {
         {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
         {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
     const __m512i low = _mm512_load_si512(kOrder[0]), high = _mm512_load_si512(kOrder[1]);
     for (i64 j = 0; j < count; j += 32) {
-      for (i64 e = 0; e < a.E; e += 32) {
-        const __mmask32 inside = first32(a.E - e);
+      for (i64 e = 0; e < a.V; e += 32) {
+        const __mmask32 inside = first32(a.V - e);
         __m512i first[16], second[16];
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) {
@@ -215,12 +277,13 @@ struct Pairs {
         transpose16(first);
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) _mm512_store_si512(to + (e + i) * kChunk + j, first[i]);
-        if (e + 16 >= a.E) break;
+        if (e + 16 >= a.V) break;
         transpose16(second);
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) _mm512_store_si512(to + (e + 16 + i) * kChunk + j, second[i]);
       }
     }
+    return to;
   }
 
   static void put_weights(bf16* weights, i64 j, int, Vec p0, Vec p1) {
@@ -246,7 +309,7 @@ struct Pairs {
     }
     for (i64 j = 0; j < count; j += 16) block(keys.tile[j / 16], keys.stride, query, depth, to + j, false);
   }
-  static void accumulate(const bf16* values, bf16* weights, i64 E, i64 count, Vec* sums, i64 tiles, int) {
+  static void accumulate(Values values, bf16* weights, i64 E, i64 count, Vec* sums, i64 tiles, int) {
     const i64 depth = ceil_div(count, 32) * 32, state = 2 + height(E);
     for (i64 tile = 0; tile < tiles; tile++)
       for (i64 j = count; j < depth; j += 2) put_weights(weights + tile * kChunk * kLanes, j, 0, Vec{}, Vec{});

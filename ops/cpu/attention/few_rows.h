@@ -103,7 +103,10 @@ template <typename T>
 struct FewFloats {
   static constexpr i64 kColumns = 16;  // E is a multiple
 
-  static void put_query(const T* from, i64 E, float* to) { widen_row(from, E, to); }
+  template <typename Row>
+  static void put_query(const Row* from, i64 E, float* to) {
+    widen_row(from, E, to);
+  }
 
   // The scores of R rows [R][E] and a piece. ask: what to ask for, as long as a piece.
   template <int R>
@@ -150,7 +153,8 @@ struct FewFloats {
   }
 
   // A row's result from its state.
-  static void store_row(const Vec* state, i64 E, float scale, T* to) {
+  template <typename Row>
+  static void store_row(const Vec* state, i64 E, float scale, Row* to) {
     float sum = 0;
     for (i64 i = 0; i < kLanes; i++) sum += state[1][i];
     const float* from = reinterpret_cast<const float*>(state + 2);

@@ -5,8 +5,8 @@
 #include <limits>
 
 #include "cpu/threads.h"
-#include "few_rows.h"
-#include "tiles.h"
+#include "cpu/attention/few_rows.h"
+#include "cpu/attention/tiles.h"
 
 namespace graphllm {
 namespace {
@@ -68,25 +68,26 @@ struct Item {
 // sums of values. States of parts of a context merge element by element.
 template <typename T, typename C>
 class Worker {
-  static constexpr bool kPlain = std::is_same_v<T, C>;
-  using Math = typename Arithmetic<T>::ManyRows;
-  using Cell = typename Math::Cell;
-  using Few = typename Arithmetic<T>::FewRows;
+  static constexpr bool kPlain = std::is_same_v<T, C>, kPrecise = std::is_same_v<T, float>;
+  using Cell = typename Arithmetic<T>::ManyRows::Cell;
+  using Number = std::conditional_t<kPlain, T, Cell>;  // of what the arithmetic reads
+  using Math = typename Arithmetic<Number>::ManyRows;
+  using Few = typename Arithmetic<Number>::FewRows;
 
  public:
   Worker(const Args<T, C>& a, i64 most_rows, i64 heads)
-      : a_(a), near_(a), group_(a.H / a.K), height_(Math::height(a.E)) {
+      : a_(a), near_(a), group_(a.H / a.K), height_(Math::height(a.V)) {
     const i64 tiles = ceil_div(most_rows, kLanes), depth = Math::query_depth(a.E);
     static thread_local Scratch cells, states, rows, numbers;
     if constexpr (!kPlain) {
-      near_.P = kChunk, near_.cache_slot = a.E, near_.cache_kind = kChunk * a.E;
-      numbers_ = numbers.get<T>(2 * near_.cache_kind);
+      near_.P = kChunk, near_.cache_slot = a.E, near_.cache_kind = a.cache_kind ? kChunk * a.E : 0;
+      numbers_ = numbers.get<Number>(2 * kChunk * a.E);
     }
     const i64 packed = std::max(tiles * kLanes * depth, heads * few_query(most_rows));
-    query_ = cells.get<Cell>(packed + kChunk * (std::max(depth, height_) + height_ + 16) +
-                             kLanes * std::max(2 * kChunk, heads * kFewRows));
+    const i64 width = std::max(depth, Math::height(a.E));
+    query_ = cells.get<Cell>(packed + kChunk * (width + height_ + 16) + kLanes * std::max(2 * kChunk, heads * kFewRows));
     keys_ = query_ + packed;
-    values_ = keys_ + kChunk * std::max(depth, height_);
+    values_ = keys_ + kChunk * width;
     weights_ = values_ + kChunk * (height_ + 16);
     states_ = states.get<Vec>(room(a, most_rows, heads));
     rows_ = rows.get<Rows>(tiles);
@@ -94,26 +95,39 @@ class Worker {
 
   static constexpr i64 kFewRows = 16;
 
-  // Whether pieces of blocks and rows are whole, as the way of few rows needs them.
-  static bool takes_few(const Args<T, C>& a) { return a.P % kPiece == 0 && a.E % Few::kColumns == 0; }
+  // The most rows of a head that go the way of few rows: none where pieces of blocks or rows are not whole, and few where
+  // keys and values are the same numbers, which tiles gather once for both.
+  static i64 most_few(const Args<T, C>& a) {
+    const bool whole = a.P % kPiece == 0 && a.E % Few::kColumns == 0 && a.V % Few::kColumns == 0;
+    return !whole ? 0 : a.cache_kind ? kFewRows : kFewGroup;
+  }
 
   // The most that the states of these rows and heads take.
   static i64 room(const Args<T, C>& a, i64 rows, i64 heads) {
-    const i64 few = few_padded(std::min(rows, kFewRows)) * few_state_size(a.E);
-    return heads * std::max(ceil_div(rows, kLanes) * (2 + Math::height(a.E)), few);
+    const i64 few = few_padded(std::min(rows, kFewRows)) * few_state_size(a.V);
+    return heads * std::max(ceil_div(rows, kLanes) * (2 + Math::height(a.V)), few);
   }
+
+  // Begin an item of one head, and go on with tokens [from, to) of its context, which begin at a multiple of a chunk: the
+  // same as to run it, for a context that comes in parts.
+  void begin(const Item& item) { begin_tiles(item, states_); }
+  void extend(const Item& item) { extend_tiles(item, states_); }
 
   // Attend; afterwards states() are the item's. What `next` reads first, if given, is asked for on the way.
   void run(const Item& item, const Item* next) {
     if (few(item)) return run_few(item, next);
     Item one = item;
     one.heads = 1;
-    for (i64 head = 0; head < item.heads; head++, one.head++) run_tiles(one, states_ + head * head_size(item));
+    for (i64 head = 0; head < item.heads; head++, one.head++) {
+      Vec* states = states_ + head * head_size(item);
+      begin_tiles(one, states);
+      extend_tiles(one, states);
+    }
   }
 
   Vec* states() { return states_; }
   // Vectors of a state and of all states of a head.
-  i64 unit_size(const Item& item) const { return few(item) ? few_state_size(a_.E) : 2 + height_; }
+  i64 unit_size(const Item& item) const { return few(item) ? few_state_size(a_.V) : 2 + height_; }
   i64 head_size(const Item& item) const {
     const i64 rows = item.tokens * group_;
     return (few(item) ? few_padded(rows) : ceil_div(rows, kLanes)) * unit_size(item);
@@ -126,7 +140,7 @@ class Worker {
       Vec* state = states + head * head_size(item);
       if (a_.sinks) add_sinks(one, state);
       if (few(item)) {
-        for (i64 r = 0; r < item.tokens * group_; r++, state += unit_size(item)) Few::store_row(state, a_.E, a_.value_scale, result(one, r));
+        for (i64 r = 0; r < item.tokens * group_; r++, state += unit_size(item)) Few::store_row(state, a_.V, a_.value_scale, result(one, r));
         continue;
       }
       for (i64 r = 0; r < item.tokens * group_; r += kLanes, state += unit_size(item))
@@ -170,9 +184,9 @@ class Worker {
     }
   }
 
-  void run_tiles(const Item& item, Vec* states) {
-    const i64 count = item.tokens * group_, tiles = ceil_div(count, kLanes), depth = Math::query_depth(a_.E);
-    for (i64 tile = 0; tile < tiles; tile++) {
+  void begin_tiles(const Item& item, Vec* states) {
+    const i64 count = item.tokens * group_, depth = Math::query_depth(a_.E);
+    for (i64 tile = 0; tile < ceil_div(count, kLanes); tile++) {
       const T* from[kLanes];
       Rows& rows = rows_[tile];
       const i64 used = std::min(kLanes, count - tile * kLanes);
@@ -191,27 +205,31 @@ class Worker {
       Math::pack_query(from, used, a_.E, a_.scale < 0, query_ + tile * kLanes * depth);
       clear(states + tile * (2 + height_), 2 + height_);
     }
+  }
+
+  void extend_tiles(const Item& item, Vec* states) {
+    const i64 tiles = ceil_div(item.tokens * group_, kLanes), depth = Math::query_depth(a_.E);
     for (i64 j = item.from; j < item.to; j += kChunk) {
       const i64 held = std::min(kChunk, item.to - j);
       C* places[kChunk];
       if (tiles <= 2 && j + kChunk < item.to) prefetch(item, j + kChunk, places);
       a_.locate(item.s, item.head, j, held, places);
-      T* rows[kChunk];
+      Number* rows[kChunk];
       read(places, j, held, rows);
       const auto keys = Math::keys(near_, rows, held, keys_);
-      Math::values(near_, rows, held, values_);
+      const auto values = Math::values(near_, rows, held, keys, values_);
       for (i64 tile = 0, together; tile < tiles; tile += together) {
         together = std::min(i64(2), tiles - tile);
         const i64 seen = std::min(held, rows_[tile + together - 1].most + 1 - j);
         if (seen <= 0 || (a_.window > 0 && j + held <= rows_[tile].first - a_.window + 1)) continue;
-        step(keys, query_ + tile * kLanes * depth, j, ceil_div(seen, Math::kRound) * Math::kRound, rows_ + tile, together,
+        step(keys, values, query_ + tile * kLanes * depth, j, ceil_div(seen, Math::kRound) * Math::kRound, rows_ + tile, together,
              states + tile * (2 + height_));
       }
     }
   }
 
   // Where the keys of a chunk lie as numbers.
-  void read(C* const* places, i64 j, i64 count, T** rows) const {
+  void read(C* const* places, i64 j, i64 count, Number** rows) const {
     if constexpr (kPlain) {
       std::copy(places, places + count, rows);
     } else {
@@ -219,12 +237,12 @@ class Worker {
         rows[i] = numbers_ + i * a_.E;
         const i64 slot = (j + i) % a_.P;
         read_rows(places[i], a_, slot, 1, rows[i]);
-        read_rows(places[i] + a_.cache_kind, a_, slot, 1, rows[i] + near_.cache_kind);
+        if (a_.cache_kind) read_rows(places[i] + a_.cache_kind, a_, slot, 1, rows[i] + near_.cache_kind);
       }
     }
   }
   // The same of a piece's keys or values, which asks for what `ask` points to.
-  const T* read_piece(const C* piece, i64 slot, i64 count, const C* ask) const {
+  const Number* read_piece(const C* piece, i64 slot, i64 count, const C* ask) const {
     if constexpr (kPlain) {
       return piece;
     } else {
@@ -234,7 +252,7 @@ class Worker {
     }
   }
   // What the arithmetic on a piece asks for: numbers are there already.
-  const T* asked(const C* ask) const {
+  const Number* asked(const C* ask) const {
     if constexpr (kPlain) {
       return ask;
     } else {
@@ -243,14 +261,14 @@ class Worker {
   }
 
   // Whether an item takes the way of few rows.
-  bool few(const Item& item) const { return item.tokens * group_ <= kFewRows && takes_few(a_); }
+  bool few(const Item& item) const { return item.tokens * group_ <= most_few(a_); }
   i64 few_query(i64 rows) const { return few_padded(std::min(rows, kFewRows)) * a_.E; }
 
   const T* query(const Item& item, i64 r) const {
     return a_.q + (item.row + r / group_) * a_.q_token + (item.head * group_ + r % group_) * a_.q_head;
   }
   T* result(const Item& item, i64 r) const {
-    return a_.out + ((item.row + r / group_) * a_.H + item.head * group_ + r % group_) * a_.E;
+    return a_.out + ((item.row + r / group_) * a_.H + item.head * group_ + r % group_) * a_.V;
   }
   static void clear(Vec* state, i64 size) {
     std::fill(state, state + size, Vec{});
@@ -258,7 +276,7 @@ class Worker {
   }
 
   void run_few(const Item& item, const Item* next) {
-    const i64 count = item.tokens * group_, size = few_state_size(a_.E), heads = item.heads;
+    const i64 count = item.tokens * group_, size = few_state_size(a_.V), heads = item.heads;
     const i64 padded = few_padded(count);
     Item one = item;
     for (i64 head = 0; head < heads; head++, one.head++)
@@ -294,7 +312,7 @@ class Worker {
       const i64 upcoming = end < item.to ? list(item, end, later) : next ? list(*next, next->from, later) : 0;
       std::fill(later + upcoming, later + upcoming + ahead, later[upcoming - 1]);
       const C** at = order;
-      const T* numbers = nullptr;
+      const Number* numbers = nullptr;
       for (i64 from = j; from < end; from += kPiece, at += 2 * heads) {
         const bool whole = from + kPiece <= known && oldest < from;
         const i64 used = std::min(kPiece, end - from);
@@ -306,8 +324,8 @@ class Worker {
         }
         for (i64 r = 0; r < heads * padded; r += kFewGroup) {
           const i64 head = heads + r / padded;
-          if (r % padded == 0) numbers = read_piece(at[head], from % a_.P, used, at[head + ahead]);
-          steps.accumulate(numbers, asked(at[head + ahead]), near_.cache_slot, used, weights_ + r * kPiece, a_.E,
+          if (r % padded == 0 && a_.cache_kind) numbers = read_piece(at[head], from % a_.P, used, at[head + ahead]);
+          steps.accumulate(numbers, asked(at[head + ahead]), near_.cache_slot, used, weights_ + r * kPiece, a_.V,
                            states_ + r * size);
         }
       }
@@ -331,9 +349,9 @@ class Worker {
 
   // What is done with a piece, for up to eight rows of one head.
   struct Steps {
-    void (*weigh)(const Worker&, const T* keys, const T* ask, const Cell* query, i64 from, const Span*, Cell* weights,
+    void (*weigh)(const Worker&, const Number* keys, const Number* ask, const Cell* query, i64 from, const Span*, Cell* weights,
                   Vec* states);
-    void (*accumulate)(const T* values, const T* ask, i64 slot, i64 count, const Cell* weights, i64 E, Vec* states);
+    void (*accumulate)(const Number* values, const Number* ask, i64 slot, i64 count, const Cell* weights, i64 V, Vec* states);
   };
   template <int R>
   static Steps steps() {
@@ -343,13 +361,13 @@ class Worker {
     return rows == 1 ? steps<1>() : rows == 2 ? steps<2>() : rows <= 4 ? steps<4>() : rows == 7 ? steps<7>() : steps<8>();
   }
   template <int R>
-  static void weigh(const Worker& w, const T* keys, const T* ask, const Cell* query, i64 from, const Span* spans,
+  static void weigh(const Worker& w, const Number* keys, const Number* ask, const Cell* query, i64 from, const Span* spans,
                     Cell* weights, Vec* states) {
     const Args<T, C>& a = w.a_;
     Vec scores[R];
     Few::template scores<R>(keys, ask, w.near_.cache_slot, query, a.E, scores);
     const auto soften = [&](auto adjust) {
-      soften_rows<R, Math::kPrecise>(from, spans, w.log2_scale(), adjust, scores, weights, a.E, states);
+      soften_rows<R, kPrecise>(from, spans, w.log2_scale(), adjust, scores, weights, a.V, states);
     };
     if (a.softcap > 0) {
       soften([&](Vec x) { return cap_scores(x * std::fabs(a.scale), a.softcap); });
@@ -365,23 +383,10 @@ class Worker {
 
   // A tile is given by its weight sums and weighted sums of values.
   void store_tile(const Item& item, i64 tile, Vec sum, const Vec* sums) const {
-    const Vec factor = a_.value_scale / sum;
     const i64 count = std::min(kLanes, item.tokens * group_ - tile * kLanes);
     T* to[kLanes];
     for (i64 i = 0; i < count; i++) to[i] = result(item, tile * kLanes + i);
-    for (i64 e = 0; e < a_.E; e += 16) {
-#ifdef GRAPHLLM_AVX512
-      __m512i r[16];
-      for (i64 i = 0; i < 16; i++) r[i] = e + i < height_ ? (__m512i)(sums[e + i] * factor) : __m512i{};
-      transpose16(r);
-      for (i64 i = 0; i < count; i++) store16(to[i] + e, _mm512_castsi512_ps(r[i]), first16(a_.E - e));
-#else
-      for (i64 c = e; c < std::min(e + 16, a_.E); c++) {
-        const Vec x = sums[c] * factor;
-        for (i64 i = 0; i < count; i++) store(to[i] + c, x[i]);
-      }
-#endif
-    }
+    store_lanes(sums, a_.value_scale / sum, a_.V, to, count);
   }
 
   // Ask for a chunk's blocks of the cache: they lie anywhere, so the hardware does not see them coming. Always inlined: gcc takes
@@ -397,13 +402,13 @@ class Worker {
   }
 
   // One chunk of `count` tokens from position j for one or two tiles of rows.
-  void step(const typename Math::Keys& keys, const Cell* query, i64 j, i64 count, const Rows* rows, i64 tiles, Vec* states) {
+  void step(const typename Math::Keys& keys, const typename Math::Values& values, const Cell* query, i64 j, i64 count, const Rows* rows, i64 tiles, Vec* states) {
     alignas(64) Vec scores[2 * kChunk];
     const int regs = rows[0].regs;  // only the last tile of an item has less than all
     Math::scores(keys, query, a_.E, count, scores, tiles, regs);
     for (i64 tile = 0; tile < tiles; tile++)
       soften(j, count, rows[tile], scores + tile * kChunk, weights_ + tile * kChunk * kLanes, states + tile * (2 + height_));
-    Math::accumulate(values_, weights_, a_.E, count, states + 2, tiles, regs);
+    Math::accumulate(values, weights_, a_.V, count, states + 2, tiles, regs);
   }
 
   // Turn a tile's scores into weights; fade the sums where a score is the largest so far.
@@ -440,14 +445,14 @@ class Worker {
     if (bits(found > top + (a_.invariant ? 0 : Math::kSlack))) {
       const Reg before = top;
       top = larger(top, found);
-      const Reg fade = top > before ? exp2_vec<Math::kPrecise>(before - top) : Reg{} + 1.0f;  // of others' sake none fades
+      const Reg fade = top > before ? exp2_vec<kPrecise>(before - top) : Reg{} + 1.0f;  // of others' sake none fades
       for (i64 i = 1; i < 2 + height_; i++) put_reg(state[i], reg, reg_of<Reg>(state[i], reg) * fade);
       put_reg(state[0], reg, top);
     }
     Reg sum0{}, sum1{};
     for (i64 t = 0; t < count; t += 2) {
-      const Reg p0 = exp2_vec<Math::kPrecise>(score(t) * scale - top);
-      const Reg p1 = exp2_vec<Math::kPrecise>(score(t + 1) * scale - top);
+      const Reg p0 = exp2_vec<kPrecise>(score(t) * scale - top);
+      const Reg p1 = exp2_vec<kPrecise>(score(t + 1) * scale - top);
       Math::put_weights(weights, t, reg, p0, p1);
       sum0 += p0, sum1 += p1;
     }
@@ -456,7 +461,7 @@ class Worker {
 
   const Args<T, C>& a_;
   Layout near_;  // of what the arithmetic reads: the cache, or a chunk's keys and values as numbers
-  T* numbers_ = nullptr;
+  Number* numbers_ = nullptr;
   i64 group_, height_;
   Cell *query_, *keys_, *values_, *weights_;
   Vec* states_;

@@ -17,9 +17,10 @@ struct int8 {  // times the float of its row, which lies after all rows of a blo
   std::int8_t value;
 };
 
-// Where rows of E numbers lie.
+// Where keys of E numbers and values of V numbers lie. Values are cache_kind elements after keys; 0: they are the first numbers
+// of keys.
 struct Layout {
-  i64 E, P, cache_block, cache_kind, cache_head, cache_slot;
+  i64 E, V, P, cache_block, cache_kind, cache_head, cache_slot;
 };
 
 // ---- E4M3
@@ -40,6 +41,14 @@ inline e4m3 to_e4m3(float x) {
   return {std::uint8_t(sign | (bits - 0x46800000))};
 }
 
+inline void store(e4m3* to, float x) { *to = to_e4m3(x); }
+
+template <typename Floats, typename Ints>
+inline Floats from_e4m3(Ints code) {
+  const Ints size = code & 0x7F;
+  const Floats whole = (Floats)((size << 20) + (120 << 23)), part = __builtin_convertvector(size, Floats) * 0x1p-9f;
+  return (Floats)((Ints)(size < 8 ? part : whole) | (code & 0x80) << 24);
+}
 inline Eight load8(const e4m3* from) {
 #ifdef __AVX2__
   const EightInts code = (EightInts)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
@@ -47,9 +56,7 @@ inline Eight load8(const e4m3* from) {
   EightInts code;
   for (i64 i = 0; i < 8; i++) code[i] = from[i].bits;
 #endif
-  const EightInts size = code & 0x7F;
-  const Eight whole = (Eight)((size << 20) + (120 << 23)), part = __builtin_convertvector(size, Eight) * 0x1p-9f;
-  return (Eight)((EightInts)(size < 8 ? part : whole) | (code & 0x80) << 24);
+  return from_e4m3<Eight>(code);
 }
 inline float to_float(e4m3 x) {
   const float part = float(x.bits & 7) * 0.125f;
@@ -86,6 +93,18 @@ inline float* steps_of(int8* head, const Layout& at, i64 slot) {
   return reinterpret_cast<float*>(head + at.P * at.E) + slot;
 }
 
+inline Eight load8(const int8* from) {
+#ifdef __AVX2__
+  const EightInts values = (EightInts)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+  EightInts values;
+  for (i64 i = 0; i < 8; i++) values[i] = from[i].value;
+#endif
+  return __builtin_convertvector(values, Eight);
+}
+inline float to_float(int8 x) { return float(x.value); }
+inline void store(int8* to, float x) { to->value = std::int8_t(std::nearbyint(x)); }
+
 template <typename T>
 inline void read_row(const int8* from, i64 E, float step, T* to) {
   i64 e = 0;
@@ -97,16 +116,8 @@ inline void read_row(const int8* from, i64 E, float step, T* to) {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + e), narrow(_mm512_mul_ps(numbers, _mm512_set1_ps(step))));
     }
 #endif
-  for (; e + 8 <= E; e += 8) {
-#ifdef __AVX2__
-    const EightInts values = (EightInts)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + e)));
-#else
-    EightInts values;
-    for (i64 i = 0; i < 8; i++) values[i] = from[e + i].value;
-#endif
-    store8(to + e, __builtin_convertvector(values, Eight) * step);
-  }
-  for (; e < E; e++) store(to + e, float(from[e].value) * step);
+  for (; e + 8 <= E; e += 8) store8(to + e, load8(from + e) * step);
+  for (; e < E; e++) store(to + e, to_float(from[e]) * step);
 }
 
 // ---- both
@@ -136,7 +147,7 @@ inline void write_row(const T* row, const Layout& at, i64 slot, float, T* head) 
 template <typename T>
 inline void write_row(const T* row, const Layout& at, i64 slot, float scale, e4m3* head) {
   e4m3* to = head + slot * at.cache_slot;
-  for (i64 e = 0; e < at.E; e++) to[e] = to_e4m3(exact_quotient(to_float(row[e]), scale));
+  for (i64 e = 0; e < at.E; e++) store(to + e, exact_quotient(to_float(row[e]), scale));
 }
 template <typename T>
 inline void write_row(const T* row, const Layout& at, i64 slot, float, int8* head) {
@@ -144,10 +155,8 @@ inline void write_row(const T* row, const Layout& at, i64 slot, float, int8* hea
   for (i64 e = 0; e < at.E; e++) most = std::max(most, std::fabs(to_float(row[e])));
   const float step = exact_quotient(most, 127);
   *steps_of(head, at, slot) = step;
-  for (i64 e = 0; e < at.E; e++) {
-    const float ratio = step > 0 ? exact_quotient(to_float(row[e]), step) : 0;
-    head[slot * at.cache_slot + e].value = std::int8_t(std::nearbyint(ratio));
-  }
+  int8* to = head + slot * at.cache_slot;
+  for (i64 e = 0; e < at.E; e++) store(to + e, step > 0 ? exact_quotient(to_float(row[e]), step) : 0);
 }
 
 }  // namespace
