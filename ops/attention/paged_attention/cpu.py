@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphllm.ir.kernels import CKernel
 from graphllm.ir.op import CallSite, by_site, each_alone
+from graphllm.ops.attention.cpu_kernels import kernels_of
 from graphllm.ops.attention.paged_attention.op import paged_attention
 from graphllm.ops.attention.paged_attention.operands import Paged, Rows, Scores
 
@@ -20,22 +20,7 @@ _SCHEMA = (
     " SymInt cache_head, SymInt cache_slot, SymInt table_stride, float scale, SymInt window, float softcap,"
     " Tensor? sinks, Tensor? kv_scales, Tensor? ancestors, bool invariant) -> ()"
 )
-_HERE = Path(__file__).parent
-_SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
-
-
-def _kernel(dtype: torch.dtype, cache: torch.dtype) -> CKernel:
-    if dtype == cache:
-        return CKernel(f"graphllm_paged_attention_{_SHORT[dtype]}", _SCHEMA, _HERE / "cpu.cpp")
-    symbol = f"graphllm_paged_attention_{_SHORT[dtype]}_{_SHORT[cache]}"
-    return CKernel(symbol, _SCHEMA, _HERE / "cpu_small_cache.cpp", usual=False)
-
-
-_kernels = {
-    (dtype, cache): _kernel(dtype, cache)
-    for dtype in (torch.float32, torch.bfloat16)
-    for cache in (dtype, torch.float8_e4m3fn, torch.int8)
-}
+_kernels = kernels_of("paged_attention", _SCHEMA, Path(__file__).parent)
 
 
 def _supports(site: CallSite) -> bool:
