@@ -210,8 +210,10 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
 
 
 def experts(c: Config, w: SimpleNamespace, h_TD: Tensor) -> Tensor:
-    """The experts of a layer but the shared one, from normalized rows to what is added to the stream. They are chosen in
-    float32."""
+    """The experts of a layer but the shared one, from normalized rows to what is added to the stream.
+
+    They are chosen in float32.
+    """
     logits_TN = linear(h_TD.to(w.router.dtype), w.router)
     weights_TA, experts_TA = moe_route(
         logits_TN, c.A, "sigmoid", c.renormalize, c.routed_scale, c.groups, c.kept_groups, w.correction

@@ -1,4 +1,4 @@
-"""widen_linear: products of rows that were only cast to float32, such as a router's, keep factors of their own dtype."""
+"""widen_linear: products of rows that were cast to float32, such as a router's, keep factors of their own dtype."""
 
 from __future__ import annotations
 

@@ -25,8 +25,10 @@ ARCHS = [a for a in parity.ARCHS if a.name in parity.EACH]
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda a: a.name)
 @torch.no_grad()
 def test_bfloat16(arch: object, tmp_path: Path) -> None:
-    """Of most prompts, our bf16 logits are as close to float32 as transformers' bf16 ones, up to a factor of 1.5. A router
-    may choose another expert after rounding, in either, which changes a prompt's logits by a tenth."""
+    """Of most prompts, our bf16 logits are as close to float32 as transformers' bf16 ones, up to a factor of 1.5.
+
+    In either, a router may choose another expert after rounding, which changes a prompt's logits by a tenth.
+    """
     model = parity.saved_oracle(arch, tmp_path)
     runner = parity.driver.Driver(tmp_path, "inductor", "bfloat16", "cuda")
     draw = torch.Generator().manual_seed(1)

@@ -55,7 +55,7 @@ def _tiles(site: CallSite) -> Iterator[Config]:
 
 
 def _sum_order(site: CallSite, constants: Config) -> str:
-    """Hopper's instructions that take 64 rows of weights go through the inner dimension in the same steps for any rows."""
+    """Hopper's instructions of 64 rows of weights go through the inner dimension in the same steps for any rows."""
     alike = site.target.arch[0] == "sm_90" and constants["block_n"] == 64 and site.deterministic
     return f"tensor cores, {constants['splits']} parts" if alike else ""
 
