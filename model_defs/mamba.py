@@ -113,7 +113,7 @@ def mixer_weights(c: Mixer, of: str) -> dict[str, Weight]:
 def mixer_states(c: Mixer) -> tuple[StateSpec, ...]:
     return (
         StateSpec("conv", "slot", (c.W - 1, c.M), retention="last"),
-        StateSpec("ssm", "slot", (c.M, c.N), "recurrent", retention="last"),
+        StateSpec("ssm", "slot", (c.M, c.N), "recurrent", retention="last", int8_over=-1),
     )
 
 

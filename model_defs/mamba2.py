@@ -116,7 +116,7 @@ def mixer_states(c: Mixer) -> tuple[StateSpec, ...]:
     """The last inputs of the convolution, and what the heads remember."""
     return (
         StateSpec("conv", "slot", (c.W - 1, c.channels), retention="last"),
-        StateSpec("ssm", "slot", (c.H, c.P, c.N), "recurrent", retention="last"),
+        StateSpec("ssm", "slot", (c.H, c.P, c.N), "recurrent", retention="last", int8_over=-2),
     )
 
 

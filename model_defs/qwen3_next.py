@@ -193,7 +193,7 @@ def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
         return (kv_state(c.K, c.E),)
     return (
         StateSpec("conv", "slot", (c.taps - 1, sum(c.parts)), retention="last"),
-        StateSpec("delta", "slot", (c.H_delta, c.V_delta, c.K_delta), "recurrent", "last"),
+        StateSpec("delta", "slot", (c.H_delta, c.V_delta, c.K_delta), "recurrent", "last", int8_over=-2),
     )
 
 

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from graphllm.compile.tasks.of_model import tasks_of
+from graphllm.compile.tasks.snapshots import with_snapshots
 from graphllm.compile.tasks.task import Task
 from graphllm.config import CompileConfig, ConfigError
 from graphllm.ir.model import Model
+from graphllm.program.snapshots import plan_snapshots
 from graphllm.program.specs import InputSpec, StateSpec
 from graphllm.program.states import BlockPlan, StatePlace, layer_places, own_place, plan_blocks, side_by_side
 from graphllm.rewrite import PassReport, Unit
@@ -24,7 +26,7 @@ class Layout(NamedTuple):
     layers: of each graph, the states of each layer by the layer's own names for them.
     inputs: of each graph, by name.
     versions: of recurrent states, one for each token of a verification step.
-    slot_bytes: see `Program`.
+    slot_bytes, snapshot_bytes: see `Program`.
     groups: the cache group of each graph's layers; 0 for a layer without one.
     """
 
@@ -37,6 +39,7 @@ class Layout(NamedTuple):
     versions: int
     slot_bytes: int
     groups: list[list[int]]
+    snapshot_bytes: int = 0
 
 
 def base_inputs(config: CompileConfig, groups: Sequence[Any]) -> dict[str, InputSpec]:
@@ -60,6 +63,7 @@ def base_inputs(config: CompileConfig, groups: Sequence[Any]) -> dict[str, Input
 def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
     """Plan the states that a family and its tasks declare, and the inputs of its graphs. c: the Config of one rank.
     Raises ConfigError for states that contradict each other and for settings that the model cannot serve."""
+    model = with_snapshots(model, config)
     tasks = tasks_of(model, c, config)
     per_graph = [
         [tuple(_typed(s, config) for s in graph.states(c, layer_type)) for layer_type in graph.layer_types(c)]
@@ -93,6 +97,12 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
     own = [*model.states(c), *(s for task in tasks for s in task.states())]
     states |= {f"state.{s.name}": own_place(_typed(s, config), versions) for s in own}
     states, slot_bytes = side_by_side(states)
+    snapshot_bytes = slot_bytes
+    if config.snapshot_dtype == "int8":
+        places, snapshot_bytes = plan_snapshots(states, slot_bytes)
+        if not places:
+            raise ConfigError("snapshot_dtype is int8: this model has no recurrent states to round; use auto")
+        states |= places
     inputs = [
         base_inputs(config, blocks.groups)
         | {s.name: _with_provider(s) for s in graph.inputs(c)}
@@ -105,7 +115,7 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
         "item": config.item_tokens + 1,
         "adapter": config.max_loras + 1,
     }
-    return Layout(tasks, blocks, states, entries, names, inputs, versions, slot_bytes, groups)
+    return Layout(tasks, blocks, states, entries, names, inputs, versions, slot_bytes, groups, snapshot_bytes)
 
 
 def with_added(layout: Layout, added: Iterable[tuple[Unit, PassReport]], config: CompileConfig) -> Layout:

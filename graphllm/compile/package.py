@@ -139,6 +139,7 @@ def write_program(folder: Path, model: CompiledModel) -> MemoryTable:
         torch=takes_torch(model.built.values(), folder / "pieces"),
         libraries=model.libraries,
         slot_bytes=layout.slot_bytes,
+        snapshot_bytes=layout.snapshot_bytes,
     ).write(folder)
     (folder / "weights.json").write_text(plan.to_json())
     arenas = {
@@ -155,7 +156,7 @@ def write_program(folder: Path, model: CompiledModel) -> MemoryTable:
         arenas=arenas,
         zeroed=max(m.zeroed for g in graphs for p in g.programs.values() for m in p.memory.values()),
         state=sum(place_bytes(p, layout.entries[p.axis]) for p in single) + layout.entries["slot"] * recurrent,
-        snapshot=layout.slot_bytes,
+        snapshot=layout.snapshot_bytes,
         block=blocks.bytes_per_block,
         token=sum(blocks.bytes_per_block // g.block_size for g in blocks.groups),
         blocks_of_sequence=sum(-(-config.max_model_len // g.block_size) for g in blocks.groups),

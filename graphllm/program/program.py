@@ -113,6 +113,7 @@ class Program(msgspec.Struct, frozen=True):
     torch: running it needs torch.
     libraries: names of the prebuilt libraries that its kernels are in.
     slot_bytes: of one version of all recurrent states of a slot, which lie side by side.
+    snapshot_bytes: of one snapshot of them.
     """
 
     graphs: tuple[ProgramGraph, ...]
@@ -128,6 +129,7 @@ class Program(msgspec.Struct, frozen=True):
     torch: bool = True
     libraries: tuple[str, ...] = ()
     slot_bytes: int = 0
+    snapshot_bytes: int = 0
 
     @property
     def recurrent(self) -> bool:

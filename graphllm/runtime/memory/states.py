@@ -66,7 +66,8 @@ class States:
 
     def _recurrent_memory(self, program: Program) -> tuple[Array | None, Array | None]:
         """Of slots [slots, versions, bytes] and of snapshots [snapshots, bytes]; None without recurrent states."""
-        versions = next((p.shape[0] for p in program.states.values() if p.retention == "last"), 0)
+        last = (p for p in program.states.values() if p.retention == "last" and p.axis == "slot")
+        versions = next((p.shape[0] for p in last), 0)
         if not versions:
             return None, None
         if not program.slot_bytes:
@@ -74,11 +75,13 @@ class States:
                 "the artifact is of a version with recurrent states in memory of their own; compile again"
             )
         slots = self._memory.zeros((program.entries["slot"], versions, program.slot_bytes), "uint8")
-        return slots, self._memory.zeros((self.num_snapshots, program.slot_bytes), "uint8")
+        return slots, self._memory.zeros((self.num_snapshots, program.snapshot_bytes), "uint8")
 
     def _placed(self, place: StatePlace) -> Array:
         if place.axis == "block":
             return self._view(self._pool[self._numbers[place.tensor]], place, self.num_blocks)
+        if place.axis == "snapshot":
+            return self._view(self._snapshots, place, self.num_snapshots)
         if place.retention == "last":
             assert self._slots is not None
             return self._view(self._slots, place, self._entries[place.axis])
@@ -124,6 +127,11 @@ class States:
         for slot in slots:
             if self._slots is not None:
                 self._slots[slot].zero_()
+        self.use_first_version(slots)
+
+    def use_first_version(self, slots: Sequence[int]) -> None:
+        """Let the first version of the recurrent states of slots be the valid one."""
+        for slot in slots:
             if self._version is not None:
                 self._version[slot].zero_()
 
