@@ -33,6 +33,7 @@ def _program(slot_bytes: int | None = None) -> Any:
         blocks=BlockPool((), 0, 0),
         entries={"slot": SLOTS + 1},
         slot_bytes=size if slot_bytes is None else slot_bytes,
+        snapshot_bytes=size,
     )
 
 

@@ -28,7 +28,7 @@ class Snapshots(Task):
 
     def programs(self, inputs: Collection[InputSpec], caches: Sequence[tuple[str, int]]) -> Mapping[str, ProgramUnits]:
         """ "save" and "load"."""
-        units = {"save": TaskUnit("save", _save, ()), "load": TaskUnit("load", _load, ())}
+        units = {"save": TaskUnit("save", save, ()), "load": TaskUnit("load", load, ())}
         return {name: ProgramUnits(after=(unit,), own=()) for name, unit in units.items()}
 
 
@@ -37,7 +37,8 @@ def with_snapshots(model: Model, config: CompileConfig) -> Model:
     return model if config.snapshot_dtype == "auto" else dataclasses.replace(model, graphs=(*model.graphs, _GRAPH))
 
 
-def _save(v: Values) -> tuple[()]:
+def save(v: Values) -> tuple[()]:
+    """Write all recurrent states of slots to snapshots."""
     for name in _kinds(v):
         save_snapshots(
             v[name + "states"], v[name + "rest"], v.get("state.version"), v["step.slots"], v["step.snapshots"],
@@ -46,7 +47,8 @@ def _save(v: Values) -> tuple[()]:
     return ()
 
 
-def _load(v: Values) -> tuple[()]:
+def load(v: Values) -> tuple[()]:
+    """Write snapshots to all recurrent states of slots."""
     for name in _kinds(v):
         load_snapshots(
             v[name + "codes"], v[name + "scales"], v[name + "kept"], v["step.slots"], v["step.snapshots"],
