@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from graphllm.compile.exports import may_export
 from graphllm.compile.tasks.of_model import tasks_of
 from graphllm.compile.tasks.snapshots import with_snapshots
 from graphllm.compile.tasks.task import Task
@@ -22,7 +23,8 @@ class Layout(NamedTuple):
     tasks: of each graph.
     blocks: the pool of block states, over the layers of all graphs in their order.
     states: where each state lies, by its name in programs.
-    entries: how many entries there are of each axis but "block".
+    entries: how many entries there are of each axis but "block"; "recurrent": of recurrent states, which have more than
+        slots: `exports` of them are for snapshots, and the last one is scrap, too.
     layers: of each graph, the states of each layer by the layer's own names for them.
     inputs: of each graph, by name.
     versions: of recurrent states, one for each token of a verification step.
@@ -41,6 +43,14 @@ class Layout(NamedTuple):
     groups: list[list[int]]
     snapshot_bytes: int = 0
 
+    @property
+    def exports(self) -> int:
+        """Entries that steps may export recurrent states to."""
+        return max(0, self.entries["recurrent"] - self.entries["slot"] - 1)
+
+
+_EXPORTS = 4  # prompts of a step that leave a state inside of it
+
 
 def base_inputs(config: CompileConfig, groups: Sequence[Any]) -> dict[str, InputSpec]:
     """What every graph may read; see `ForwardContext`. A block table is exactly max_model_len wide."""
@@ -52,6 +62,7 @@ def base_inputs(config: CompileConfig, groups: Sequence[Any]) -> dict[str, Input
         InputSpec("query_start_loc", ("S + 1",), padding="last"),
         InputSpec("seq_lens", ("S",)),
         InputSpec("slots", ("S",), neutral=config.max_num_seqs),
+        InputSpec("exports", ("S",), neutral=-1, provider="exports"),
         InputSpec("state_versions", ("S",)),  # zeros, but where a verification step's first unit makes others
     ]
     for number, group in enumerate(groups):
@@ -111,6 +122,7 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
     ]
     entries = {
         "slot": config.max_num_seqs + 1,
+        "recurrent": config.max_num_seqs + 1 + (_EXPORTS + 1 if may_export(config) else 0),
         "token": max(b.limits(config.max_num_seqs)["T"] for b in config.buckets),
         "item": config.item_tokens + 1,
         "adapter": config.max_loras + 1,

@@ -61,6 +61,11 @@ class StatePlace(NamedTuple):
     offset: int = 0
     int8_over: int = 0
 
+    @property
+    def counted(self) -> str:
+        """The name of the number of its entries in `Layout.entries`."""
+        return "recurrent" if self.axis == "slot" and self.retention == "last" else self.axis
+
 
 def plan_blocks(layers: Sequence[Sequence[StateSpec]], block_size: int, max_len: int) -> BlockPlan:
     """Groups over layers with those states; only block states count. Raises ConfigError where a layer's states

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from graphllm.program.schema import BORDER
+
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-
-BORDER = 64  # tokens; states are exported at multiples of it
 
 
 class Slots(NamedTuple):

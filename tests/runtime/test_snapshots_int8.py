@@ -30,8 +30,8 @@ def _states(kinds: list[StateSpec], versions: int) -> States:
     views, snapshot_bytes = plan_snapshots(places, size)
     version = own_place(StateSpec("version", "slot", (), "int32", "none"))
     program = SimpleNamespace(
-        states=places | views | {"state.version": version}, blocks=BlockPool((), 0, 0), entries={"slot": SLOTS},
-        slot_bytes=size, snapshot_bytes=snapshot_bytes,
+        states=places | views | {"state.version": version}, blocks=BlockPool((), 0, 0),
+        entries={"slot": SLOTS, "recurrent": SLOTS}, slot_bytes=size, snapshot_bytes=snapshot_bytes,
     )  # fmt: skip
     return States(program, TorchMemory(torch.device("cpu")), 1, SNAPSHOTS)  # type: ignore[arg-type]
 

@@ -74,7 +74,7 @@ class States:
             raise ConfigError(
                 "the artifact is of a version with recurrent states in memory of their own; compile again"
             )
-        slots = self._memory.zeros((program.entries["slot"], versions, program.slot_bytes), "uint8")
+        slots = self._memory.zeros((program.entries["recurrent"], versions, program.slot_bytes), "uint8")
         return slots, self._memory.zeros((self.num_snapshots, program.snapshot_bytes), "uint8")
 
     def _placed(self, place: StatePlace) -> Array:
@@ -84,8 +84,8 @@ class States:
             return self._view(self._snapshots, place, self.num_snapshots)
         if place.retention == "last":
             assert self._slots is not None
-            return self._view(self._slots, place, self._entries[place.axis])
-        return self._memory.zeros((self._entries[place.axis], *place.shape), place.dtype)
+            return self._view(self._slots, place, self._entries[place.counted])
+        return self._memory.zeros((self._entries[place.counted], *place.shape), place.dtype)
 
     def _view(self, memory: Array, place: StatePlace, entries: int) -> Array:
         typed = self._memory.typed(self._memory.shaped(memory, "uint8", (memory.nbytes,)), place.dtype)
@@ -136,12 +136,13 @@ class States:
                 self._version[slot].zero_()
 
     def save_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy recurrent states (slot, snapshot), at the version that is valid."""
+        """Copy recurrent states (slot, snapshot), at the version that is valid; of an entry for exports, the first."""
         assert self._slots is not None
         assert self._snapshots is not None
         for slot, snapshot in pairs:
             entry, version = self._slots[slot], self._version
-            valid = entry[0] if version is None else entry.index_select(0, version[slot].view(1).long())[0]
+            exported = version is None or slot >= len(version)
+            valid = entry[0] if exported else entry.index_select(0, version[slot].view(1).long())[0]
             self._snapshots[snapshot].copy_(valid)
 
     def load_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:

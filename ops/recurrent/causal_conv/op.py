@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
-from graphllm.ops.recurrent.slots import BORDER, Slots
+from graphllm.ops.recurrent.slots import Slots
+from graphllm.program.schema import BORDER
 
 
 def _cost(x_TD: Tensor, weight_DW: Tensor, at: Slots) -> Cost:

@@ -12,7 +12,8 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ir.op import each_alone
 from graphllm.ops.recurrent.causal_conv.op import causal_conv
-from graphllm.ops.recurrent.slots import BORDER, Slots, exporting
+from graphllm.ops.recurrent.slots import Slots, exporting
+from graphllm.program.schema import BORDER
 
 _CHANNELS = 256  # of a program
 _ALL = 1 << 30  # tokens of a sequence

@@ -182,10 +182,10 @@ def _carry_kernel(
         state = state.to(tl.float32)
         whole = (end - first) // CHUNK
         border = -1  # the chunk before which the state is exported
-        to = tl.zeros([], tl.int64)
+        export = tl.zeros([], tl.int64)
         if EXPORTS:
-            to += tl.load(export_ptr + s)
-            border = tl.where((to >= 0) & (whole * CHUNK < end - first), whole, -1)
+            export += tl.load(export_ptr + s)
+            border = tl.where((export >= 0) & (whole * CHUNK < end - first), whole, -1)
         last = tl.cdiv(end - first, CHUNK) - 1
         of_k, of_q, of_delta, of_state = _factors(factor_ptr, before * H + head)
         if TMA:
@@ -207,7 +207,7 @@ def _carry_kernel(
         for chunk in tl.range(whole if TMA else 0, tl.cdiv(end - first, CHUNK), num_stages=STAGES):
             if EXPORTS:  # noqa: SIM102
                 if chunk == border:
-                    tl.store(state_ptr + to * SLOT + in_entry, state.to(state_ptr.dtype.element_ty), mask=in_state)
+                    tl.store(state_ptr + export * SLOT + in_entry, state.to(state_ptr.dtype.element_ty), mask=in_state)
             t = first + chunk * CHUNK
             valid = i < end - t
             t = t.to(tl.int64)
@@ -289,10 +289,10 @@ def _carry_rows_kernel(
         state = state.to(tl.float32)
         whole = (end - first) // CHUNK
         border = -1  # the chunk before which the state is exported
-        to = tl.zeros([], tl.int64)
+        export = tl.zeros([], tl.int64)
         if EXPORTS:
-            to += tl.load(export_ptr + s)
-            border = tl.where((to >= 0) & (whole * CHUNK < end - first), whole, -1)
+            export += tl.load(export_ptr + s)
+            border = tl.where((export >= 0) & (whole * CHUNK < end - first), whole, -1)
         last = tl.cdiv(end - first, CHUNK) - 1
         start = factor_ptr + (before * H + head).to(tl.int64) * (4 * CHUNK)
         of_state = tl.load(start + 3 * CHUNK)
@@ -317,7 +317,7 @@ def _carry_rows_kernel(
         for chunk in tl.range(whole if TMA else 0, tl.cdiv(end - first, CHUNK), num_stages=STAGES):
             if EXPORTS:  # noqa: SIM102
                 if chunk == border:
-                    tl.store(state_ptr + to * SLOT + in_entry, state.to(state_ptr.dtype.element_ty), mask=in_state)
+                    tl.store(state_ptr + export * SLOT + in_entry, state.to(state_ptr.dtype.element_ty), mask=in_state)
             t = first + chunk * CHUNK
             valid = i < end - t
             t = t.to(tl.int64)

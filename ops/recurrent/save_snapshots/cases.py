@@ -15,7 +15,7 @@ _REASON = "float32 quotients; one between two codes may become either"
 
 def _case(memory: Memory, size: Literal["small", "real"] = "small") -> Case:
     def inputs(make: Maker) -> dict[str, Any]:
-        versions = [(3 * slot + 1) % memory.versions for slot in range(memory.slots)]
+        versions = [(3 * slot + 1) % memory.versions for slot in range(memory.slots - 2)]
         version = make.tensor(versions, torch.int32) if memory.versions > 1 else None
         return {**memory.states(make), "version": version, **memory.places(make), **memory.kept(make)}
 

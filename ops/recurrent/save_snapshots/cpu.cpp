@@ -36,10 +36,11 @@ extern "C" void graphllm_save_snapshots(
     const std::int32_t* snapshots, std::int8_t* codes, float* scales, std::int32_t* kept, std::int64_t P, std::int64_t L,
     std::int64_t H, std::int64_t R, std::int64_t C, std::int64_t B, std::int64_t slot_stride, std::int64_t version_stride,
     std::int64_t state_stride, std::int64_t rest_slot, std::int64_t rest_version, std::int64_t codes_stride,
-    std::int64_t codes_state, std::int64_t scales_stride, std::int64_t scales_state, std::int64_t kept_stride) {
+    std::int64_t codes_state, std::int64_t scales_stride, std::int64_t scales_state, std::int64_t kept_stride,
+    std::int64_t versioned) {
   using namespace graphllm;
   const SnapshotPlaces places{slots, snapshots, P, L, H, R, C, B};
-  const auto valid = [=](i64 pair) { return version ? i64(version[slots[pair]]) : 0; };
+  const auto valid = [=](i64 pair) { return slots[pair] < versioned ? i64(version[slots[pair]]) : 0; };
   places.each(
       [=](i64 pair, i64 l, i64 o, i64 i, i64 count) {
         const float* x = state + slots[pair] * slot_stride + valid(pair) * version_stride + l * state_stride + o * R * C + i;

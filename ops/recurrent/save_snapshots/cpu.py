@@ -16,7 +16,7 @@ _kernel = CKernel(
     "(Tensor state, Tensor rest, Tensor? version, Tensor slots, Tensor snapshots, Tensor(a!) codes, Tensor(b!) scales,"
     " Tensor(c!) kept, SymInt P, SymInt L, SymInt H, SymInt R, SymInt C, SymInt B, SymInt slot_stride,"
     " SymInt version_stride, SymInt state_stride, SymInt rest_slot, SymInt rest_version, SymInt codes_stride,"
-    " SymInt codes_state, SymInt scales_stride, SymInt scales_state, SymInt kept_stride) -> ()",
+    " SymInt codes_state, SymInt scales_stride, SymInt scales_state, SymInt kept_stride, SymInt versioned) -> ()",
     Path(__file__).with_name("cpu.cpp"),
     usual=False,
 )
@@ -41,5 +41,5 @@ def cpu_save_snapshots(
     _kernel(
         *(state, rest, version, slots, snapshots, codes, scales, kept),
         *(slots.shape[0], *state.shape[2:], rest.shape[2], *state.stride()[:3], *rest.stride()[:2]),
-        *(*codes.stride()[:2], *scales.stride()[:2], kept.stride(0)),
+        *(*codes.stride()[:2], *scales.stride()[:2], kept.stride(0), 0 if version is None else version.shape[0]),
     )

@@ -37,7 +37,7 @@ def save_snapshots(
 
     state: [N, versions, L, H, R, C], L states of a slot side by side.
     rest: other states of a slot, [N, versions, B] int32; they are copied.
-    version: the valid version of each slot, [N] int32; None: the first one.
+    version: the valid version of the first slots, int32; of the others, and with None, it is the first one.
     slots: of each pair, [P] int32.
     snapshots: of each pair, [P] int32; of a negative one nothing is written.
     codes: [M, L, H, R, C] int8.
@@ -48,7 +48,7 @@ def save_snapshots(
     for slot, snapshot in zip(slots.tolist(), snapshots.tolist(), strict=True):
         if snapshot < 0:
             continue
-        valid = 0 if version is None else int(version[slot])
+        valid = 0 if version is None or slot >= len(version) else int(version[slot])
         x_LHRC = state[slot, valid].to(exact)
         scales_LHC = x_LHRC.abs().amax(2) / MOST_CODE
         scales_LHC = torch.where(scales_LHC < LEAST_SCALE, 0.0, scales_LHC) + (x_LHRC * 0.0).sum(2)

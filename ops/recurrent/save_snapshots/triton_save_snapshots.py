@@ -28,8 +28,8 @@ def _save_kernel(
     slot, snapshot = tl.load(slot_ptr + pair).to(tl.int64), tl.load(snapshot_ptr + pair).to(tl.int64)
     if snapshot >= 0:
         version = slot * 0
-        if VERSIONED:
-            version += tl.load(version_ptr + slot)
+        if VERSIONED > 0:
+            version += tl.load(version_ptr + slot, mask=slot < VERSIONED, other=0)
         if tile < TILES:
             number, places, inside, g = tile_places(tile, H, R, C, GROUPS, ROWS)
             x = tl.load(state_ptr + (slot * SLOT + version * VERSION + number * STATE) + places, mask=inside, other=0)
@@ -69,6 +69,6 @@ def triton_save_snapshots(
         state, rest, slots if version is None else version, slots, snapshots, codes, scales, kept,
         SLOT=state.stride(0), VERSION=state.stride(1), STATE=state.stride(2), REST_SLOT=rest.stride(0),
         REST_VERSION=rest.stride(1), CODES=codes.stride(0), CODES_STATE=codes.stride(1), SCALES=scales.stride(0),
-        SCALES_STATE=scales.stride(1), KEPT=kept.stride(0), VERSIONED=version is not None, MOST=MOST_CODE,
-        LEAST=LEAST_SCALE, num_warps=8, **sizes,
+        SCALES_STATE=scales.stride(1), KEPT=kept.stride(0), MOST=MOST_CODE,
+        VERSIONED=0 if version is None else version.shape[0], LEAST=LEAST_SCALE, num_warps=8, **sizes,
     )  # fmt: skip

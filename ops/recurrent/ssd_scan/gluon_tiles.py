@@ -200,5 +200,6 @@ def launch_hopper_tiles(
         H * AT_ONCE, x_THP, B_TGN, C_TGN, sums if D_H is None else D_H, sums, state, out_THP, *at,
         at.slots if exports is None else exports, T, at.slots.shape[0], X_ROW=x_THP.stride(0), B_ROW=B_TGN.stride(0),
         C_ROW=C_TGN.stride(0), SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=state.shape[1], H=H, P=P, G=G,
-        N=N, SKIP=D_H is not None, FEW=FEW, TILE=TILE, SEQUENCES=AT_ONCE, STAGES=num_stages, EXPORTS=exports is not None,
+        N=N, SKIP=D_H is not None, FEW=FEW, TILE=TILE, SEQUENCES=AT_ONCE, STAGES=num_stages,
+        EXPORTS=exports is not None,
     )  # fmt: skip
