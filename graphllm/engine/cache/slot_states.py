@@ -135,7 +135,9 @@ class RecurrentStates(SlotStates):
         self._snapshots = Snapshots(layout.num_snapshots, boundary, caching)
         self.pools = [self._snapshots]
         self.cacheable = layout.num_snapshots > 0
-        self._exports, self._border = layout.exports, layout.border
+        # A window leaves blocks before a step that computes past a border makes them findable.
+        windows = any(group.retention == "window" for group in layout.groups)
+        self._exports, self._border = () if windows else layout.exports, layout.border
         self._promised = 0  # exports of the step that is planned
         self._exported: dict[int, tuple[int, int]] = {}  # by reserved snapshot: slot, and tokens before the border
         self._caching, self._boundary, self._hasher = caching and self.cacheable, boundary, hasher
