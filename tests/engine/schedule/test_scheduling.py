@@ -799,7 +799,7 @@ def test_snapshots(windows: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("windows", [(), (0,)])
 def test_snapshots_from_inside_of_chunks(windows: tuple[int, ...]) -> None:
     """A prompt's last chunk ends at its end where a step can export the state at a boundary inside of it."""
-    sim = simulation(windows=windows, recurrent=True, num_snapshots=9, exports=(8, 9), border=4)
+    sim = simulation(windows=windows, recurrent=True, num_snapshots=30, exports=(8, 9), border=4)
     sim.add(request("a", prompt(14)))
     assert computed(sim.run(), "a")[0] == (0, 14)
     assert _cached(sim, "b", [*prompt(14), 5, 6, 7, 8]) == 12
