@@ -54,7 +54,7 @@ class CacheLayout(NamedTuple):
     recurrent: slot states exist that must be rebuilt or restored from a snapshot.
     num_snapshots: copies of recurrent states.
     exports: entries of recurrent states that a step may export states to from inside of its chunks.
-    border: tokens of a chunk; its state can be exported after the last ones of these that are not its last tokens.
+    border: the state of a chunk can be exported after the last multiple of so many tokens that others follow.
     item_tokens: rows of item states.
     max_adapters: entries of adapter states, without the neutral one.
     query_lens: tokens that a sequence may have in a verification step; empty without verification.

@@ -56,9 +56,9 @@ def version_after(token: int, count: int, versions: int) -> int | None:
 
 
 def border_of(count: int) -> int:
-    """Where the state of a sequence with so many tokens in a step is exported: after its last `BORDER` tokens that are
-    all there, where others follow; 0 for none."""
-    return count // BORDER * BORDER if count % BORDER else 0
+    """Where the state of a sequence with so many tokens in a step is exported: after the last multiple of `BORDER`
+    tokens that others follow; 0 for none."""
+    return max(0, count - 1) // BORDER * BORDER
 
 
 def exporting(fn: _F) -> _F:

@@ -358,11 +358,11 @@ class Simulation:
         exported = {}
         for i, entry in enumerate([] if output.exports is None else output.exports.tolist()):
             if entry >= 0:
-                count, border = int(output.counts[i]), self.layout.border
+                border = (int(output.counts[i]) - 1) // self.layout.border * self.layout.border
                 assert entry in self.layout.exports
                 assert entry not in exported
-                assert count > count // border * border > 0
-                exported[entry] = hashes[i][starts[i] + count // border * border - 1]
+                assert border > 0
+                exported[entry] = hashes[i][starts[i] + border - 1]
         for slot, snapshot in output.snapshot_saves:
             (snapshots,) = self.scheduler.cache.states.pools
             assert snapshots.pool.exclusive(snapshot + 1), "writes a snapshot that others see"

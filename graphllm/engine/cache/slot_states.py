@@ -224,9 +224,8 @@ class RecurrentStates(SlotStates):
 
     def _border_in(self, start: int, end: int) -> int:
         """The last border of a chunk, 0 if it is no boundary or the chunk has none inside."""
-        count = end - start
-        border = start + count // self._border * self._border
-        return border if start < border < end and border % self._boundary == 0 else 0
+        border = start + (end - start - 1) // self._border * self._border
+        return border if start < border and border % self._boundary == 0 else 0
 
     def reserve(
         self, requests: Sequence[RequestState], slots: np.ndarray, starts: np.ndarray, ends: np.ndarray,

@@ -63,7 +63,7 @@ def causal_conv(
     state.index_put_(kept_at, torch.stack(rows[1:], 1))
     if exports is not None:
         to = exports.long()[s]
-        kept = owned & (to >= 0) & (count % BORDER > 0) & (i + 1 == count // BORDER * BORDER)
+        kept = owned & (to >= 0) & (i + 1 == (count - 1) // BORDER * BORDER)
         kept_at = torch.where(kept, to, state.shape[0] - 1), torch.zeros_like(to)
         state.index_put_(kept_at, torch.stack(rows[1:], 1))
     return out.to(x_TD.dtype)

@@ -96,7 +96,7 @@ def _tile(
             last = tl.load(x_ptr + (end + j).to(tl.int64) * X_ROW + d, mask=channel, other=0)
             tl.store(entry + (VERSIONS - 1) * VERSION + (W - 1 + j) * D, last, mask=channel)
     if EXPORTS:
-        at_border = (begin > first) & (begin - first == (end - first) // BORDER * BORDER)
+        at_border = (begin > first) & (begin - first == (end - first - 1) // BORDER * BORDER)
         exported = d < tl.where(at_border, wanted, 0)
         for j in tl.static_range(W - 1):
             tl.store(export + j * D, rows[j].to(export.dtype.element_ty), mask=exported)

@@ -185,7 +185,8 @@ def _carry_kernel(
         export = tl.zeros([], tl.int64)
         if EXPORTS:
             export += tl.load(export_ptr + s)
-            border = tl.where((export >= 0) & (whole * CHUNK < end - first), whole, -1)
+            whole = (end - first - 1) // CHUNK
+            border = tl.where((export >= 0) & (whole > 0), whole, -1)
         last = tl.cdiv(end - first, CHUNK) - 1
         of_k, of_q, of_delta, of_state = _factors(factor_ptr, before * H + head)
         if TMA:
@@ -292,7 +293,8 @@ def _carry_rows_kernel(
         export = tl.zeros([], tl.int64)
         if EXPORTS:
             export += tl.load(export_ptr + s)
-            border = tl.where((export >= 0) & (whole * CHUNK < end - first), whole, -1)
+            whole = (end - first - 1) // CHUNK
+            border = tl.where((export >= 0) & (whole > 0), whole, -1)
         last = tl.cdiv(end - first, CHUNK) - 1
         start = factor_ptr + (before * H + head).to(tl.int64) * (4 * CHUNK)
         of_state = tl.load(start + 3 * CHUNK)

@@ -124,11 +124,12 @@ def hopper_tile_kernel(
                 b = b_smem.index(stage)
                 x = x_smem.index(stage)
                 mbarrier.wait(full.index(stage), (done // STAGES) & 1)
-                if end - t < TILE:
-                    if EXPORTS:
+                if EXPORTS:  # noqa: SIM102
+                    if end - t <= TILE:
                         to = gl.load(export_ptr + s).to(gl.int64)
                         if (to >= 0) & (i > 0):
                             gl.store(state_ptr + to * SLOT + places, state.to(state_ptr.dtype.element_ty))
+                if end - t < TILE:
                     _clear(b, end - t, N, TILE, wide)
                     _clear(x, end - t, P, TILE, wide)
                     hopper.fence_async_shared()

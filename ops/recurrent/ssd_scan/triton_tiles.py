@@ -112,7 +112,7 @@ def tile_kernel(
             entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + places
             state = tl.load(entry + tl.load(version_ptr + s) * VERSION).to(tl.float32)
             tile = sums_ptr + ((first // TILE + s).to(tl.int64) * H + h) * (2 * TILE)
-            full = (end - first) // TILE
+            full = (end - first - 1) // TILE if EXPORTS else (end - first) // TILE
             for i in tl.range(0, full, num_stages=STAGES):
                 t = first + i * TILE
                 C, B, x = c_tiles.load([t, group]), b_tiles.load([t, group]), x_tiles.load([t, head])

@@ -118,7 +118,7 @@ class Device:
             self._blocks[table[slot, start // BLOCK : -(-end // BLOCK)]] = past[written - 1 - start]
             self._states[slot] = int(past[-1])
             if plan.exports is not None and plan.exports[i] >= 0:
-                border = count // BORDER * BORDER
+                border = (count - 1) // BORDER * BORDER
                 assert count > border > 0
                 self._exported[int(plan.exports[i])] = int(past[border - 1])
             if plan.rows[i]:
