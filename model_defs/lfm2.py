@@ -107,7 +107,9 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
 def _convolve(w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) -> Tensor:
     at = Slots.of(ctx.inputs)
     before_TD, after_TD, x_TD = linear(h_TD, w.in_proj, getattr(w, "in_proj_bias", None)).chunk(3, 1)
-    conved_TD = causal_conv(before_TD * x_TD, w.conv, ctx.state.conv, at, getattr(w, "conv_bias", None), "")
+    conved_TD = causal_conv(
+        before_TD * x_TD, w.conv, ctx.state.conv, at, getattr(w, "conv_bias", None), "", ctx.inputs.exports
+    )
     return linear(after_TD * conved_TD, w.out_proj, getattr(w, "out_proj_bias", None))
 
 

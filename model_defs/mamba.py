@@ -113,7 +113,7 @@ def mixer_weights(c: Mixer, of: str) -> dict[str, Weight]:
 def mixer_states(c: Mixer) -> tuple[StateSpec, ...]:
     return (
         StateSpec("conv", "slot", (c.W - 1, c.M), retention="last"),
-        StateSpec("ssm", "slot", (c.M, c.N), "recurrent", retention="last"),
+        StateSpec("ssm", "slot", (c.M, c.N), "recurrent", retention="last", int8_over=-1),
     )
 
 
@@ -121,7 +121,7 @@ def mix(c: Mixer, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) -> Tens
     """The mixer, from normalized rows to what is added to the stream."""
     at = Slots.of(ctx.inputs)
     x_TM, gate_TM = linear(h_TD, w.in_proj, getattr(w, "in_proj_bias", None)).split(c.M, dim=1)
-    x_TM = causal_conv(x_TM, w.conv, ctx.state.conv, at, getattr(w, "conv_bias", None))
+    x_TM = causal_conv(x_TM, w.conv, ctx.state.conv, at, getattr(w, "conv_bias", None), exports=ctx.inputs.exports)
     dt_TR, B_TN, C_TN = linear(x_TM, w.x_proj).split((c.R, c.N, c.N), dim=1)
     if c.mixer_norms == "plain":
         dt_TR, B_TN, C_TN = (_normalized(t, c.mixer_eps) for t in (dt_TR, B_TN, C_TN))
@@ -129,7 +129,7 @@ def mix(c: Mixer, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) -> Tens
         given = ((dt_TR, w.dt_norm), (B_TN, w.b_norm), (C_TN, w.c_norm))
         dt_TR, B_TN, C_TN = (rms_norm(t, weight, c.mixer_eps) for t, weight in given)
     dt_TM = linear(dt_TR, w.dt_proj)
-    y_TM = selective_scan(x_TM, dt_TM, w.decay, B_TN, C_TN, ctx.state.ssm, at, w.skip, w.dt_bias)
+    y_TM = selective_scan(x_TM, dt_TM, w.decay, B_TN, C_TN, ctx.state.ssm, at, w.skip, w.dt_bias, ctx.inputs.exports)
     return linear(y_TM * torch.nn.functional.silu(gate_TM), w.out_proj, getattr(w, "out_proj_bias", None))
 
 

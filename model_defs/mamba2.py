@@ -116,7 +116,7 @@ def mixer_states(c: Mixer) -> tuple[StateSpec, ...]:
     """The last inputs of the convolution, and what the heads remember."""
     return (
         StateSpec("conv", "slot", (c.W - 1, c.channels), retention="last"),
-        StateSpec("ssm", "slot", (c.H, c.P, c.N), "recurrent", retention="last"),
+        StateSpec("ssm", "slot", (c.H, c.P, c.N), "recurrent", retention="last", int8_over=-2),
     )
 
 
@@ -128,10 +128,10 @@ def mix(c: Mixer, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tens
         parts = torch.split(projected, [c.inner, *c.segments, c.H], 1)
         projected = torch.cat([part * scale for part, scale in zip(parts, c.scales, strict=True)], 1)
     gate, conved, dt_TH = torch.split(projected, [c.inner, c.channels, c.H], 1)
-    conved = causal_conv(conved, w.conv, ctx.state.conv, at, getattr(w, "conv_bias", None))
+    conved = causal_conv(conved, w.conv, ctx.state.conv, at, getattr(w, "conv_bias", None), exports=ctx.inputs.exports)
     x, B, C = torch.split(conved, list(c.segments), 1)
     heads, B_TGN, C_TGN = x.unflatten(1, (c.H, c.P)), B.unflatten(1, (c.G, c.N)), C.unflatten(1, (c.G, c.N))
-    y = ssd_scan(heads, dt_TH, w.A, B_TGN, C_TGN, ctx.state.ssm, at, w.skip, w.dt_bias, *c.limits)
+    y = ssd_scan(heads, dt_TH, w.A, B_TGN, C_TGN, ctx.state.ssm, at, w.skip, w.dt_bias, *c.limits, ctx.inputs.exports)
     if c.norm:
         ranks = c.G * c.E // c.inner  # with heads of a group
         gated = gated_rms_norm(y.flatten(1), gate, w.gated_norm, c.G, c.eps, c.norm == "gate first", ranks)

@@ -193,7 +193,7 @@ def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
         return (kv_state(c.K, c.E),)
     return (
         StateSpec("conv", "slot", (c.taps - 1, sum(c.parts)), retention="last"),
-        StateSpec("delta", "slot", (c.H_delta, c.V_delta, c.K_delta), "recurrent", "last"),
+        StateSpec("delta", "slot", (c.H_delta, c.V_delta, c.K_delta), "recurrent", "last", int8_over=-2),
     )
 
 
@@ -221,12 +221,14 @@ def delta_net(c: Config, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) 
     at = Slots.of(ctx.inputs)
     mixed, z = linear(h_TD, w.qkvz).split((sum(c.parts), c.parts[2]), 1)
     beta_TH, gate_TH = linear(h_TD, w.beta_gate).float().chunk(2, 1)
-    q, k, v = causal_conv(mixed, w.conv, ctx.state.conv, at).split(c.parts, 1)
+    q, k, v = causal_conv(mixed, w.conv, ctx.state.conv, at, exports=ctx.inputs.exports).split(c.parts, 1)
     q_TGK, k_TGK = (x.unflatten(1, (c.G, c.K_delta)) for x in (q, k))
     v_THV = v.unflatten(1, (c.H_delta, c.V_delta))
     g_TH = w.rate * torch.nn.functional.softplus(gate_TH + w.gate_bias)
     beta_TH = torch.sigmoid(beta_TH) if c.most_beta == 1 else c.most_beta * torch.sigmoid(beta_TH)
-    o_THV = gated_delta(q_TGK, k_TGK, v_THV, g_TH, beta_TH, ctx.state.delta, at, c.K_delta**-0.5, _KEY_EPS)
+    o_THV = gated_delta(
+        q_TGK, k_TGK, v_THV, g_TH, beta_TH, ctx.state.delta, at, c.K_delta**-0.5, _KEY_EPS, ctx.inputs.exports
+    )
     return linear(gated_rms_norm(o_THV.flatten(1), z, w.delta_norm, c.H_delta, c.eps_delta, gate_first=False), w.o)
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from graphllm.cli.inspect_adapter import inspect_adapter, is_adapter
 from graphllm.config import Bucket
 from graphllm.config.setting import size_text
+from graphllm.loading.memory import usual_snapshots
 from graphllm.program import artifact, baked_table
 
 
@@ -50,8 +51,13 @@ def inspect(folder: Path, json: bool) -> None:
     if manifest.memory.snapshot:
         each = manifest.memory.state_of_sequence
         console.print(
-            f"states    {size_text(each)} a sequence, {size_text(each * (compiled.max_num_seqs + 1))} for all, "
-            f"{size_text(manifest.memory.snapshot)} a snapshot"
+            f"states    {size_text(each)} a sequence, {size_text(each * (compiled.max_num_seqs + 1))} for all"
+        )
+        snapshot, usual = manifest.memory.snapshot, usual_snapshots(compiled)
+        kind = "" if compiled.snapshot_dtype == "auto" else f" in {compiled.snapshot_dtype}"
+        console.print(
+            f"snapshots {size_text(snapshot)} each{kind}; by default {usual} of them, {size_text(usual * snapshot)}, "
+            "but at most an eighth of the cache's memory"
         )
     pieces = Table("piece", *(_bucket(b) for b in compiled.buckets), title="pieces and kernels")
     for name, buckets in manifest.pieces.items():

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from graphllm.compile.exports import may_export
 from graphllm.compile.tasks.of_model import tasks_of
+from graphllm.compile.tasks.snapshots import with_snapshots
 from graphllm.compile.tasks.task import Task
 from graphllm.config import CompileConfig, ConfigError
 from graphllm.ir.model import Model
+from graphllm.program.snapshots import plan_snapshots
 from graphllm.program.specs import InputSpec, StateSpec
 from graphllm.program.states import BlockPlan, StatePlace, layer_places, own_place, plan_blocks, side_by_side
 from graphllm.rewrite import PassReport, Unit
@@ -20,11 +23,12 @@ class Layout(NamedTuple):
     tasks: of each graph.
     blocks: the pool of block states, over the layers of all graphs in their order.
     states: where each state lies, by its name in programs.
-    entries: how many entries there are of each axis but "block".
+    entries: how many entries there are of each axis but "block"; "recurrent": of recurrent states, which have more than
+        slots: `exports` of them are for snapshots, and the last one is scrap, too.
     layers: of each graph, the states of each layer by the layer's own names for them.
     inputs: of each graph, by name.
     versions: of recurrent states, one for each token of a verification step.
-    slot_bytes: see `Program`.
+    slot_bytes, snapshot_bytes: see `Program`.
     groups: the cache group of each graph's layers; 0 for a layer without one.
     """
 
@@ -37,6 +41,15 @@ class Layout(NamedTuple):
     versions: int
     slot_bytes: int
     groups: list[list[int]]
+    snapshot_bytes: int = 0
+
+    @property
+    def exports(self) -> int:
+        """Entries that steps may export recurrent states to."""
+        return max(0, self.entries["recurrent"] - self.entries["slot"] - 1)
+
+
+_EXPORTS = 4  # prompts of a step that leave a state inside of it
 
 
 def base_inputs(config: CompileConfig, groups: Sequence[Any]) -> dict[str, InputSpec]:
@@ -49,6 +62,7 @@ def base_inputs(config: CompileConfig, groups: Sequence[Any]) -> dict[str, Input
         InputSpec("query_start_loc", ("S + 1",), padding="last"),
         InputSpec("seq_lens", ("S",)),
         InputSpec("slots", ("S",), neutral=config.max_num_seqs),
+        InputSpec("exports", ("S",), neutral=-1, provider="exports"),
         InputSpec("state_versions", ("S",)),  # zeros, but where a verification step's first unit makes others
     ]
     for number, group in enumerate(groups):
@@ -60,6 +74,7 @@ def base_inputs(config: CompileConfig, groups: Sequence[Any]) -> dict[str, Input
 def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
     """Plan the states that a family and its tasks declare, and the inputs of its graphs. c: the Config of one rank.
     Raises ConfigError for states that contradict each other and for settings that the model cannot serve."""
+    model = with_snapshots(model, config)
     tasks = tasks_of(model, c, config)
     per_graph = [
         [tuple(_typed(s, config) for s in graph.states(c, layer_type)) for layer_type in graph.layer_types(c)]
@@ -93,6 +108,12 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
     own = [*model.states(c), *(s for task in tasks for s in task.states())]
     states |= {f"state.{s.name}": own_place(_typed(s, config), versions) for s in own}
     states, slot_bytes = side_by_side(states)
+    snapshot_bytes = slot_bytes
+    if config.snapshot_dtype == "int8":
+        places, snapshot_bytes = plan_snapshots(states, slot_bytes)
+        if not places:
+            raise ConfigError("snapshot_dtype is int8: this model has no recurrent states to round; use auto")
+        states |= places
     inputs = [
         base_inputs(config, blocks.groups)
         | {s.name: _with_provider(s) for s in graph.inputs(c)}
@@ -101,11 +122,12 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
     ]
     entries = {
         "slot": config.max_num_seqs + 1,
+        "recurrent": config.max_num_seqs + 1 + (_EXPORTS + 1 if may_export(config) else 0),
         "token": max(b.limits(config.max_num_seqs)["T"] for b in config.buckets),
         "item": config.item_tokens + 1,
         "adapter": config.max_loras + 1,
     }
-    return Layout(tasks, blocks, states, entries, names, inputs, versions, slot_bytes, groups)
+    return Layout(tasks, blocks, states, entries, names, inputs, versions, slot_bytes, groups, snapshot_bytes)
 
 
 def with_added(layout: Layout, added: Iterable[tuple[Unit, PassReport]], config: CompileConfig) -> Layout:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from graphllm.compile.codegen.jobs import Built, takes_torch
 from graphllm.compile.cost import step_costs
+from graphllm.compile.exports import all_export
 from graphllm.compile.layout import Layout
 from graphllm.compile.link import Linked
 from graphllm.compile.trace import TracedGraph
@@ -139,6 +140,8 @@ def write_program(folder: Path, model: CompiledModel) -> MemoryTable:
         torch=takes_torch(model.built.values(), folder / "pieces"),
         libraries=model.libraries,
         slot_bytes=layout.slot_bytes,
+        snapshot_bytes=layout.snapshot_bytes,
+        exports=layout.exports if all_export(model.linked, layout, model.built) else 0,
     ).write(folder)
     (folder / "weights.json").write_text(plan.to_json())
     arenas = {
@@ -154,8 +157,8 @@ def write_program(folder: Path, model: CompiledModel) -> MemoryTable:
         arena=max(arenas.values()),
         arenas=arenas,
         zeroed=max(m.zeroed for g in graphs for p in g.programs.values() for m in p.memory.values()),
-        state=sum(place_bytes(p, layout.entries[p.axis]) for p in single) + layout.entries["slot"] * recurrent,
-        snapshot=layout.slot_bytes,
+        state=sum(place_bytes(p, layout.entries[p.axis]) for p in single) + layout.entries["recurrent"] * recurrent,
+        snapshot=layout.snapshot_bytes,
         block=blocks.bytes_per_block,
         token=sum(blocks.bytes_per_block // g.block_size for g in blocks.groups),
         blocks_of_sequence=sum(-(-config.max_model_len // g.block_size) for g in blocks.groups),

@@ -204,7 +204,7 @@ class UnitTracer:
     def state(self, name: str) -> TensorSpec:
         """A state, by its name in programs."""
         place = self._layout.states[name]
-        return TensorSpec(place.dtype, (self._layout.entries.get(place.axis, _BLOCKS), *place.shape), place.stride)
+        return TensorSpec(place.dtype, (self._layout.entries.get(place.counted, _BLOCKS), *place.shape), place.stride)
 
 
 def trace_unit(

@@ -36,6 +36,7 @@ class EngineSettings(TypedDict, total=False):
     quantization: str | None
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8", "int8"]
     mamba_ssm_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"]
+    snapshot_dtype: Literal["auto", "int8"]
     quantization_rules: Sequence[str] | str
     buckets: Sequence[Bucket] | str | None
     max_model_len: int | str | None
@@ -135,6 +136,7 @@ class EngineArgs:
     quantization: str | None
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8", "int8"]
     mamba_ssm_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"]
+    snapshot_dtype: Literal["auto", "int8"]
     quantization_rules: tuple[str, ...]
     buckets: tuple[Bucket, ...] | None
     max_model_len: int | None

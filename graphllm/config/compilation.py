@@ -161,6 +161,11 @@ class CompileConfig:
         help="Type in which scans and delta nets keep their states; they compute in float32. With float16 a step moves "
         "half the bytes, and each token rounds the state. auto: float32.",
     )
+    snapshot_dtype: Literal["auto", "int8"] = setting(
+        "auto",
+        help="Type in which copies of recurrent states are kept for reuse: int8 has a scale for each channel of a "
+        "head, and takes a quarter of float32's memory. States of convolutions are kept as they are. auto: all are.",
+    )
     quantization_rules: tuple[str, ...] = setting(
         (),
         parse=parse_rules,
@@ -395,6 +400,11 @@ def _check_deterministic(config: CompileConfig) -> None:
         raise ConfigError(
             f"deterministic: mamba_ssm_cache_dtype is {config.mamba_ssm_cache_dtype}, and each step would round the "
             "states, so how a prompt is divided would matter; leave it out"
+        )
+    if config.snapshot_dtype != "auto":
+        raise ConfigError(
+            f"deterministic: snapshot_dtype is {config.snapshot_dtype}, and a text would depend on what the cache has; "
+            "leave it out"
         )
     if config.num_speculative_tokens:
         raise ConfigError(

@@ -18,7 +18,7 @@ from graphllm.program.specs import InputSpec, StateSpec
 
 _models: dict[str, Model] = {}
 _derivations: list[Callable[[str], Model | None]] = []
-Task = Literal["generate", "pool", "encode", "draft"]
+Task = Literal["generate", "pool", "encode", "draft", "snapshots"]
 
 
 class AttentionMetadata(NamedTuple):

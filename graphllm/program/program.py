@@ -103,7 +103,8 @@ class Program(msgspec.Struct, frozen=True):
     graphs: the decoder or embedder first.
     states: where each state lies, by name.
     blocks: the pool of the block states.
-    entries: by axis, how many entries the other states have.
+    entries: by axis, how many entries the other states have; "recurrent": slots of recurrent states.
+    exports: entries of recurrent states after those of the slots, in which steps leave states for snapshots.
     shareable: cached states of a prefix are valid whatever follows it.
     vector: of a pooling model, the symbol of its rows and its width.
     drafts: of the draft graph.
@@ -113,6 +114,7 @@ class Program(msgspec.Struct, frozen=True):
     torch: running it needs torch.
     libraries: names of the prebuilt libraries that its kernels are in.
     slot_bytes: of one version of all recurrent states of a slot, which lie side by side.
+    snapshot_bytes: of one snapshot of them.
     """
 
     graphs: tuple[ProgramGraph, ...]
@@ -128,6 +130,8 @@ class Program(msgspec.Struct, frozen=True):
     torch: bool = True
     libraries: tuple[str, ...] = ()
     slot_bytes: int = 0
+    snapshot_bytes: int = 0
+    exports: int = 0
 
     @property
     def recurrent(self) -> bool:
@@ -142,6 +146,7 @@ class Program(msgspec.Struct, frozen=True):
             num_blocks=num_blocks,
             recurrent=self.recurrent,
             num_snapshots=num_snapshots,
+            exports=tuple(range(self.entries["slot"], self.entries["slot"] + self.exports)),
             item_tokens=self.entries["item"] - 1,
             max_adapters=self.entries["adapter"] - 1,
             query_lens=tuple(sorted({b.query_len for b in config.buckets} - {1})),

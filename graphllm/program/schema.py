@@ -8,6 +8,7 @@ import msgspec
 
 from graphllm.config.token_tree import DynamicTree, TokenTree
 
+BORDER = 64  # tokens of a step, at multiples of which kernels export recurrent states
 NEUTRAL = ".neutral"  # suffix of a program's name: the version for steps with all optional inputs neutral
 
 
@@ -52,6 +53,8 @@ class CacheLayout(NamedTuple):
     num_blocks: blocks of the pool that all groups share; no sequence has block 0.
     recurrent: slot states exist that must be rebuilt or restored from a snapshot.
     num_snapshots: copies of recurrent states.
+    exports: entries of recurrent states that a step may export states to from inside of its chunks.
+    border: the state of a chunk can be exported after the last multiple of so many tokens that others follow.
     item_tokens: rows of item states.
     max_adapters: entries of adapter states, without the neutral one.
     query_lens: tokens that a sequence may have in a verification step; empty without verification.
@@ -65,6 +68,8 @@ class CacheLayout(NamedTuple):
     num_blocks: int
     recurrent: bool = False
     num_snapshots: int = 0
+    exports: tuple[int, ...] = ()
+    border: int = BORDER
     item_tokens: int = 0
     max_adapters: int = 0
     query_lens: tuple[int, ...] = ()

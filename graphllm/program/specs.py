@@ -52,20 +52,19 @@ class StateSpec:
 
     axis: what indexes its first dimension, see below.
     shape: without the first dimension.
-    dtype: a torch dtype's name, "model" for the artifact's, "cache" for the dtype of `--kv-cache-dtype`, or "recurrent"
-        for that of `--mamba-ssm-cache-dtype`.
+    dtype: of torch, or "model": the artifact's, "cache": `--kv-cache-dtype`, "recurrent": `--mamba-ssm-cache-dtype`.
     retention: what it keeps of a sequence, see below.
     window: tokens of the retention "window".
     plain: last numbers of a row that a cache of 8 bits has in bfloat16; the others have a scale for each
         `LATENT_GROUP` of them. 0: all numbers are alike.
+    int8_over: the dimension, such as -2, whose numbers share a scale in snapshots of 8 bits; 0: those have it as it is.
 
     Axes: "block" (block ids; ``shape`` holds "P", the tokens of a block), "slot" (one entry for each running sequence
     and a scrap one), "item" (rows of encoded inputs and a scrap one), "adapter" (tables written while serving; entry 0
     is neutral), "token" (rows of the running step).
 
-    Retentions: "full" and "window" for blocks. "last" for recurrent slot states, which are zeroed when a sequence
-    enters, rolled back with rejected tokens and copied to snapshots. "none" for states that only programs and host use
-    between them.
+    Retentions: "full" and "window" for blocks. "last" for recurrent slot states, zeroed for a new sequence, rolled back
+    with rejected tokens and copied to snapshots. "none" for states that only programs and host use between them.
     """
 
     name: str
@@ -75,6 +74,7 @@ class StateSpec:
     retention: Retention = "full"
     window: int = 0
     plain: int = 0
+    int8_over: int = 0
 
     def typed(self, dtypes: Mapping[str, str]) -> StateSpec:
         """With the names of torch dtypes for those of `CompileConfig.state_dtypes`. In a cache in int8, each row of the

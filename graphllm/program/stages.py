@@ -39,7 +39,7 @@ class Stage(NamedTuple):
 
 def stage_reads(program: Program, stage: Stage) -> frozenset[str]:
     """The weights and states that a stage reads. Raises ConfigError for a program that cannot be divided."""
-    if len(program.graphs) > 1:
+    if {"draft", "encode"} & {graph.task for graph in program.graphs}:
         raise ConfigError(
             f"pipeline_parallel_size is {stage.total}: a model with a draft graph or an encoder has no stages; use 1"
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError
 from graphllm.program.schema import CacheGroup
@@ -48,7 +48,8 @@ class StatePlace(NamedTuple):
     shape: without the first dimension.
     stride: in elements, the first dimension's included.
     tensor: number in the pool, -1 for a state elsewhere.
-    offset: elements, in the pool's tensor or in the memory of recurrent states.
+    offset: elements, in the pool's tensor, in the memory of recurrent states or in that of snapshots.
+    int8_over: see `StateSpec`.
     """
 
     axis: str
@@ -58,6 +59,12 @@ class StatePlace(NamedTuple):
     retention: str
     tensor: int = -1
     offset: int = 0
+    int8_over: int = 0
+
+    @property
+    def counted(self) -> str:
+        """The name of the number of its entries in `Layout.entries`."""
+        return "recurrent" if self.axis == "slot" and self.retention == "last" else self.axis
 
 
 def plan_blocks(layers: Sequence[Sequence[StateSpec]], block_size: int, max_len: int) -> BlockPlan:
@@ -116,7 +123,7 @@ def layer_places(states: Sequence[StateSpec], plan: BlockPlan, layer: int, versi
         group, tensor = place
         shape = tuple(plan.groups[group].block_size if d == BLOCK_TOKENS else int(d) for d in s.shape)
         item = ITEMSIZE[s.dtype]
-        stride = (plan.block_bytes // item, *_dense(shape))
+        stride = (plan.block_bytes // item, *dense(shape))
         places[s.name] = StatePlace("block", s.dtype, shape, stride, s.retention, tensor, offset // item)
         offset += item * math.prod(shape)
     return places
@@ -125,13 +132,16 @@ def layer_places(states: Sequence[StateSpec], plan: BlockPlan, layer: int, versi
 def own_place(state: StateSpec, versions: int = 1) -> StatePlace:
     """Of a state with memory of its own."""
     shape = slot_shape(state, versions)
-    return StatePlace(state.axis, state.dtype, shape, (math.prod(shape), *_dense(shape)), state.retention)
+    stride = (math.prod(shape), *dense(shape))
+    return StatePlace(state.axis, state.dtype, shape, stride, state.retention, int8_over=state.int8_over)
 
 
 def side_by_side(places: Mapping[str, StatePlace]) -> tuple[dict[str, StatePlace], int]:
     """Recurrent states in one memory [slots, versions, bytes], so that a slot is zeroed and copied at once,
-    however many layers have states. Returns all places, and the bytes of a version."""
-    own = {name: place for name, place in places.items() if place.retention == "last"}
+    however many layers have states. Those that snapshots may have in 8 bits come first, equal ones one after another.
+    Returns all places, and the bytes of a version."""
+    last = [(name, place) for name, place in places.items() if place.retention == "last"]
+    own = dict(sorted(last, key=lambda item: kind_in_snapshots(item[1])))
     offsets, end = dict[str, int](), 0
     for name, place in own.items():
         offsets[name] = end
@@ -140,12 +150,17 @@ def side_by_side(places: Mapping[str, StatePlace]) -> tuple[dict[str, StatePlace
     found = dict(places)
     for name, place in own.items():
         item, (versions, *shape) = ITEMSIZE[place.dtype], place.shape
-        stride = (versions * size // item, size // item, *_dense(shape))
+        stride = (versions * size // item, size // item, *dense(shape))
         found[name] = place._replace(stride=stride, offset=offsets[name] // item)
     return found, size
 
 
 _STATE_ALIGN, _VERSION_ALIGN = 16, 256  # bytes
+
+
+def kind_in_snapshots(place: StatePlace) -> tuple[Any, ...]:
+    """What states of one kind have in common, for sorting: they lie one after another in a slot."""
+    return place.int8_over == 0, *((place.dtype, place.shape, place.int8_over) if place.int8_over else ())
 
 
 def slot_shape(state: StateSpec, versions: int) -> tuple[int, ...]:
@@ -154,7 +169,8 @@ def slot_shape(state: StateSpec, versions: int) -> tuple[int, ...]:
     return (versions, *shape) if state.retention == "last" and state.axis == "slot" else shape
 
 
-def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+def dense(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous array."""
     stride = [1]
     for d in shape[:0:-1]:
         stride.append(stride[-1] * d)

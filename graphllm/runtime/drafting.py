@@ -17,7 +17,7 @@ from graphllm.runtime.memory.staging import StepInput
 from graphllm.runtime.stream import Job, nothing
 
 DRAFT_STATES = ("drafts", "tree_parents")  # what the host may ask for: drafts, and the tree of dynamic ones
-RUNS_OF_A_STEP = {"draft": 2}  # by task, how many runs of a graph a step prepares, where it is not one
+RUNS_OF_A_STEP = {"draft": 2, "snapshots": 2}  # by task, how many runs of a graph a step prepares, where it is not one
 
 
 class DraftRuns(NamedTuple):

@@ -107,7 +107,7 @@ class Executor:
         self.block_bytes, self.snapshot_bytes = [self.states.block_bytes], [self.states.snapshot_bytes]  # by rank
 
     def _adopt(self, programs: Programs) -> None:
-        self._programs, self._main = programs, programs.main
+        self._programs, self._main, self.snapshots = programs, programs.main, programs.snapshots
         self._drafter, self._on_host = programs.drafter, programs.on_host
 
     def prepare(self, artifact: Artifact) -> Programs:

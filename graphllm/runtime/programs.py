@@ -29,6 +29,7 @@ class Programs:
     drafter: runs after it.
     on_host: copies of its results.
     encoder: the graph that encodes items; None without one.
+    snapshots: the graph that saves and loads snapshots in 8 bits; None without one. All stages run it.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Programs:
                 config.max_num_seqs,
                 config.longest_query,
                 in_flight * RUNS_OF_A_STEP.get(g.task, 1),
-                stage,
+                None if g.task == "snapshots" else stage,
             )
             for g in program.graphs
         }
@@ -64,6 +65,7 @@ class Programs:
         self.drafter = drafter_of(self.graphs.values(), layout, program.drafts)
         self.on_host = HostResults(memory, self.main, in_flight)
         self.encoder = next((g for g in self.graphs.values() if g.task == "encode"), None)
+        self.snapshots = next((g for g in self.graphs.values() if g.task == "snapshots"), None)
 
     @property
     def item_input(self) -> tuple[InputSpec | None, int]:

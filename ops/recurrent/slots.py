@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
+
+from graphllm.program.schema import BORDER
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Slots(NamedTuple):
@@ -31,13 +35,15 @@ class Slots(NamedTuple):
         return Slots(inputs.query_start_loc, inputs.slots, inputs.state_versions)
 
 
-def sequences(slots: Slots) -> Iterator[tuple[slice, int, int]]:
-    """For references, of each sequence that has tokens: its rows, its entry, and the version that it reads."""
+def sequences(slots: Slots, exports: Tensor | None = None) -> Iterator[tuple[slice, int, int, int]]:
+    """For references, of each sequence that has tokens: its rows, its entry, the version that it reads, and the entry
+    that its state is exported to, -1 for none."""
     starts = slots.query_start_loc.tolist()
     entries, versions = slots.slots.tolist(), slots.state_versions.tolist()
-    for first, end, entry, version in zip(starts, starts[1:], entries, versions, strict=False):
+    to = [-1] * len(entries) if exports is None else exports.tolist()
+    for first, end, entry, version, export in zip(starts, starts[1:], entries, versions, to, strict=False):
         if end > first:
-            yield slice(first, end), entry, version
+            yield slice(first, end), entry, version, export
 
 
 def version_after(token: int, count: int, versions: int) -> int | None:
@@ -47,3 +53,16 @@ def version_after(token: int, count: int, versions: int) -> int | None:
     count: how many these are.
     """
     return min(token, versions - 1) if count <= versions or token == count - 1 else None
+
+
+def border_of(count: int) -> int:
+    """Where the state of a sequence with so many tokens in a step is exported: after the last multiple of `BORDER`
+    tokens that others follow; 0 for none."""
+    return max(0, count - 1) // BORDER * BORDER
+
+
+def exporting(fn: _F) -> _F:
+    """Says of an implementation that it writes the states that ``exports`` asks for. One that does not say so ignores
+    them, and the scheduler ends a chunk where it wants a snapshot."""
+    fn.exporting = True  # type: ignore[attr-defined]
+    return fn

@@ -355,10 +355,19 @@ class Simulation:
             if self.layout.recurrent:
                 computed = self._computed[state.request.id]
                 self._states[state.slot] = hashes[i][computed - 1]
+        exported = {}
+        for i, entry in enumerate([] if output.exports is None else output.exports.tolist()):
+            if entry >= 0:
+                border = (int(output.counts[i]) - 1) // self.layout.border * self.layout.border
+                assert entry in self.layout.exports
+                assert entry not in exported
+                assert border > 0
+                exported[entry] = hashes[i][starts[i] + border - 1]
         for slot, snapshot in output.snapshot_saves:
             (snapshots,) = self.scheduler.cache.states.pools
             assert snapshots.pool.exclusive(snapshot + 1), "writes a snapshot that others see"
-            self._snapshots[snapshot] = self._states[slot]
+            self._snapshots[snapshot] = exported.pop(slot) if slot in exported else self._states[slot]
+        assert not exported
         return flight
 
     def _before(self, output: SchedulerOutput) -> None:

@@ -31,8 +31,9 @@ def _program(slot_bytes: int | None = None) -> Any:
     return SimpleNamespace(
         states=places,
         blocks=BlockPool((), 0, 0),
-        entries={"slot": SLOTS + 1},
+        entries={"slot": SLOTS + 1, "recurrent": SLOTS + 1},
         slot_bytes=size if slot_bytes is None else slot_bytes,
+        snapshot_bytes=size,
     )
 
 

@@ -7,11 +7,14 @@ from typing import Any
 from graphllm.compile.tasks.draft import Draft
 from graphllm.compile.tasks.generate import Generate
 from graphllm.compile.tasks.pool import Pool
+from graphllm.compile.tasks.snapshots import Snapshots
 from graphllm.compile.tasks.task import Task
 from graphllm.config import CompileConfig
 from graphllm.ir.model import Model
 
-TASKS: dict[str, type[Task]] = {"generate": Generate, "pool": Pool, "encode": Task, "draft": Draft}
+TASKS: dict[str, type[Task]] = {
+    "generate": Generate, "pool": Pool, "encode": Task, "draft": Draft, "snapshots": Snapshots
+}  # fmt: skip
 
 
 def tasks_of(model: Model, c: Any, config: CompileConfig) -> list[Task]:

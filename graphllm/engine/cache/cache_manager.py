@@ -65,9 +65,7 @@ class CacheManager:
         self.hasher = PrefixHasher(block_size, secret, layout.groups, self._ahead)
         self.states = SlotStates()
         if layout.recurrent:
-            self.states = RecurrentStates(
-                layout.num_snapshots, self.boundary, snapshot_interval, caching, self.hasher, max_num_seqs
-            )
+            self.states = RecurrentStates(layout, self.boundary, snapshot_interval, caching, self.hasher, max_num_seqs)
         self._retentions: list[Retained] = [*self.groups, *self.states.pools]
         self.caching = caching and bool(self._retentions) and self.states.cacheable
         # All by slot. reach: tokens that have blocks, -1 where the slot must first get a block of its own. _release_at:

@@ -15,6 +15,7 @@ from graphllm.engine.cache.digests import PrefixHasher
 from graphllm.engine.cache.hits import Hit, Retained, cached
 from graphllm.engine.cache.retention import Mark, Snapshots
 from graphllm.engine.requests.request_table import RequestState, RequestTable
+from graphllm.program.schema import CacheLayout
 
 _BRANCHES = 4096  # digests that are remembered
 
@@ -64,15 +65,16 @@ class SlotStates:
         return num_tokens
 
     def reserve(
-        self, requests: Sequence[RequestState], slots: np.ndarray, ends: np.ndarray, known: np.ndarray,
-        uncertain: np.ndarray | None, verified: int,
-    ) -> list[tuple[int, int]]:  # fmt: skip
-        """(slot, snapshot) to save after a step that takes these sequences to these ends.
+        self, requests: Sequence[RequestState], slots: np.ndarray, starts: np.ndarray, ends: np.ndarray,
+        known: np.ndarray, uncertain: np.ndarray | None, verified: int,
+    ) -> tuple[list[tuple[int, int]], np.ndarray | None]:  # fmt: skip
+        """(slot, snapshot) to save after a step that takes these sequences from these starts to these ends; an entry
+        for exports may take the place of a slot. Then the entry to which each sequence exports, see `SchedulerOutput`.
 
         known: their known tokens.
         uncertain: the end is an upper bound; so is the end of the first ``verified`` sequences.
         """
-        return []
+        return [], None
 
     def store(
         self, requests: Sequence[RequestState], slots: np.ndarray, ends: np.ndarray, live: np.ndarray,
@@ -118,6 +120,9 @@ class RecurrentStates(SlotStates):
 
     A request's end is not known beforehand, so a sequence that passes a boundary writes its newest snapshot again.
 
+    A snapshot at a prompt's last boundary ends a chunk, unless the step can export the state from inside of the chunk:
+    where the last border of the chunk, see `CacheLayout`, is a boundary too.
+
     Where there is no room, superseded snapshots go first: one that a single sequence went on from and left a later one;
     the newest of a sequence that has one at its prompt's end, until it has its answer; from then on the latter.
     """
@@ -125,11 +130,16 @@ class RecurrentStates(SlotStates):
     forkable = False
 
     def __init__(
-        self, num_snapshots: int, boundary: int, interval: int, caching: bool, hasher: PrefixHasher, max_num_seqs: int
+        self, layout: CacheLayout, boundary: int, interval: int, caching: bool, hasher: PrefixHasher, max_num_seqs: int
     ) -> None:
-        self._snapshots = Snapshots(num_snapshots, boundary, caching)
+        self._snapshots = Snapshots(layout.num_snapshots, boundary, caching)
         self.pools = [self._snapshots]
-        self.cacheable = num_snapshots > 0
+        self.cacheable = layout.num_snapshots > 0
+        # A window leaves blocks before a step that computes past a border makes them findable.
+        windows = any(group.retention == "window" for group in layout.groups)
+        self._exports, self._border = () if windows else layout.exports, layout.border
+        self._promised = 0  # exports of the step that is planned
+        self._exported: dict[int, tuple[int, int]] = {}  # by reserved snapshot: slot, and tokens before the border
         self._caching, self._boundary, self._hasher = caching and self.cacheable, boundary, hasher
         self._interval = -(-interval // boundary) * boundary
         self._stop = np.zeros(max_num_seqs, dtype=np.int32)  # of each slot: where its prompt parts from others
@@ -199,20 +209,31 @@ class RecurrentStates(SlotStates):
 
     def chunk_end(self, slot: int, start: int, num_tokens: int) -> int:
         """For a snapshot: the last boundary before the end of the tokens, where the prompt parts from others, and every
-        interval."""
+        interval. The end of the tokens, where the step can export the state at the last boundary."""
         last = (num_tokens - 1) // self._boundary * self._boundary
         if not self._caching or start >= last:
             return num_tokens
         stop = int(self._stop[slot])
         end = stop if start < stop < last else last
-        return min(end, (start // self._interval + 1) * self._interval) if self._interval else end
+        if self._interval:
+            end = min(end, (start // self._interval + 1) * self._interval)
+        if end == last and self._promised < len(self._exports) and self._border_in(start, num_tokens):
+            self._promised += 1
+            return num_tokens
+        return end
+
+    def _border_in(self, start: int, end: int) -> int:
+        """The last border of a chunk, 0 if it is no boundary or the chunk has none inside."""
+        border = start + (end - start - 1) // self._border * self._border
+        return border if start < border and border % self._boundary == 0 else 0
 
     def reserve(
-        self, requests: Sequence[RequestState], slots: np.ndarray, ends: np.ndarray, known: np.ndarray,
-        uncertain: np.ndarray | None, verified: int,
-    ) -> list[tuple[int, int]]:  # fmt: skip
+        self, requests: Sequence[RequestState], slots: np.ndarray, starts: np.ndarray, ends: np.ndarray,
+        known: np.ndarray, uncertain: np.ndarray | None, verified: int,
+    ) -> tuple[list[tuple[int, int]], np.ndarray | None]:  # fmt: skip
+        self._promised = 0
         if not self._caching or verified == len(slots):
-            return []
+            return [], None
         last = (known - 1) // self._boundary * self._boundary
         wanted = (ends == last) | (ends == self._stop[slots]) | ((ends >= known) & (ends % self._boundary == 0))
         if self._interval:
@@ -221,7 +242,7 @@ class RecurrentStates(SlotStates):
         wanted[:verified] = False  # which version of the states is valid then, nobody knows yet
         if uncertain is not None:
             wanted &= ~uncertain
-        found = []
+        found, exports = self._reserve_exports(requests, slots, starts, ends, known, verified)
         for i in np.flatnonzero(wanted).tolist():
             slot, end, prompt_end = int(slots[i]), int(ends[i]), bool(ends[i] == last[i])
             left, number = self._left[slot], end // self._hasher.block_size
@@ -231,7 +252,33 @@ class RecurrentStates(SlotStates):
             snapshot = self._reserve_newest(left) if passing else self._reserve_kept(left, prompt_end)
             if snapshot >= 0:
                 found.append((slot, snapshot))
-        return found
+        return found, exports
+
+    def _reserve_exports(
+        self, requests: Sequence[RequestState], slots: np.ndarray, starts: np.ndarray, ends: np.ndarray,
+        known: np.ndarray, verified: int,
+    ) -> tuple[list[tuple[int, int]], np.ndarray | None]:  # fmt: skip
+        """What prompts export from inside of their last chunks."""
+        ending = (ends - starts > self._border) & (ends == known)
+        ending[:verified] = False
+        if not (self._exports and np.count_nonzero(ending)):
+            return [], None
+        found = list[tuple[int, int]]()
+        exports = np.full(len(slots), -1, dtype=np.int32)
+        for i in np.flatnonzero(ending).tolist():
+            slot, border = int(slots[i]), self._border_in(int(starts[i]), int(ends[i]))
+            number = border // self._hasher.block_size
+            digests = requests[i].digests
+            if not border or len(found) == len(self._exports):
+                continue
+            if number <= len(digests) and self._snapshots.known(digests[number - 1]):
+                continue
+            snapshot = self._reserve_kept(self._left[slot], prompt_end=True)
+            if snapshot >= 0:
+                exports[i] = self._exports[len(found)]
+                self._exported[snapshot] = slot, border
+                found.append((int(exports[i]), snapshot))
+        return found, exports if found else None
 
     def _reserve_kept(self, left: _Left, prompt_end: bool) -> int:
         """A snapshot that stays, held; -1 when there is no room. What the sequence began with is superseded."""
@@ -268,8 +315,9 @@ class RecurrentStates(SlotStates):
         saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]],
     ) -> None:  # fmt: skip
         for slot, snapshot in saves:
+            slot, border = self._exported.pop(snapshot, (slot, 0))
             i = int(np.flatnonzero(slots == slot)[0])
-            state, end = requests[i], int(ends[i])
+            state, end = requests[i], border or int(ends[i])
             replaced = self._replaced.pop(snapshot, None)
             # A request that left after the step began has states, too, as far as its tokens are known.
             left, number = state.slot != slot and state.finish_reason != "error", end // self._hasher.block_size

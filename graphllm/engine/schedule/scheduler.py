@@ -182,11 +182,11 @@ class Scheduler:
         t.num_in_flight[slots] = in_flight
         num_drafts = self.verification.made(slots)
         states = self.cache.states
-        saves = states.reserve(requests, slots, ends, known, pending, verified)
+        saves, exports = states.reserve(requests, slots, starts, ends, known, pending, verified)
         return SchedulerOutput(
             requests, slots, starts, counts, rows, samples, fed, t.epoch[slots], self.cache.tables, query_len, ahead,
             verified, drafts, pending, num_drafts, num_independent, self._copies, *states.beginnings(),
-            saves, self._admitted,
+            saves, exports, self._admitted,
         )  # fmt: skip
 
     def _verify(self, slots: np.ndarray, known: np.ndarray, undivided: bool) -> int:

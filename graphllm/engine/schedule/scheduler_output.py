@@ -74,7 +74,9 @@ class SchedulerOutput(NamedTuple):
     copies: blocks (from, to) to be copied before the step.
     resets: slots with recurrent states that become zero before the step.
     snapshot_loads: (snapshot, slot) before the step.
-    snapshot_saves: (slot, snapshot) after the step.
+    snapshot_saves: (slot, snapshot) after the step; an entry for exports in the place of a slot.
+    exports [n] int32: the entry to which the step exports a recurrent state from inside of each chunk, -1 for none.
+        None: no chunk has one.
     admitted: requests that are new in their slot.
     """
 
@@ -98,6 +100,7 @@ class SchedulerOutput(NamedTuple):
     resets: list[int]
     snapshot_loads: list[tuple[int, int]]
     snapshot_saves: list[tuple[int, int]]
+    exports: np.ndarray | None
     admitted: list[RequestState]
 
     def part(self, which: slice) -> SchedulerOutput:

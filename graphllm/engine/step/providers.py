@@ -25,7 +25,7 @@ _ELSEWHERE = ("block_table",)  # filled with the inputs of every graph
 class StepRequests(NamedTuple):
     """The n requests of a step, in order. slots, starts, counts, rows [n] int32: the slot of each, the position of its
     first token in the step, how many there are, and how many of its rows are sampled from or scored. positions
-    [T] int32: of every token in its sequence. table: by slot."""
+    [T] int32: of every token in its sequence. table: by slot. exports: see `SchedulerOutput`."""
 
     requests: list[RequestState]
     slots: np.ndarray
@@ -34,6 +34,7 @@ class StepRequests(NamedTuple):
     rows: np.ndarray
     positions: np.ndarray
     table: RequestTable
+    exports: np.ndarray | None = None
 
 
 Provider = Callable[[InputSpec, StepRequests], np.ndarray | None]
@@ -68,8 +69,9 @@ def provide(
 ) -> dict[str, np.ndarray]:
     """The inputs of a step that are not neutral throughout. arrays: the inputs of every graph."""
     step = StepRequests(
-        output.requests, output.slots, output.starts, output.counts, output.rows, arrays["positions"], table
-    )
+        output.requests, output.slots, output.starts, output.counts, output.rows, arrays["positions"], table,
+        output.exports,
+    )  # fmt: skip
     made = ((spec.name, provider(spec, step)) for spec, provider in providers)
     return {name: values for name, values in made if values is not None}
 
@@ -146,6 +148,11 @@ def _sequence_ids(spec: InputSpec, step: StepRequests) -> np.ndarray:
     return np.repeat(np.arange(len(step.counts), dtype=np.int32), step.counts)
 
 
+def _exports(spec: InputSpec, step: StepRequests) -> np.ndarray | None:
+    """[S]: the entry that has a recurrent state from inside of a sequence's chunk after the step."""
+    return step.exports
+
+
 def _fresh(spec: InputSpec, step: StepRequests) -> np.ndarray:
     """[S]: 1 for a sequence that has its first token in the step."""
     return (step.starts == 0).astype(np.int32)
@@ -178,6 +185,7 @@ def chunk_size(spec: InputSpec) -> int:
 
 _OWN: Mapping[str, Provider] = {
     "sequence_ids": _sequence_ids,
+    "exports": _exports,
     "fresh": _fresh,
     "num_decodes": _num_decodes,
     "chunks": _chunks,

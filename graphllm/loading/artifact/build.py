@@ -79,7 +79,7 @@ def _found_or_built(
     if policy != "rebuild" and (found := _find(source, place)) is not None:
         if room:  # it may be from a machine with more memory
             memory = found.memory
-            each = memory.snapshot * found.config.longest_query
+            each = found.program.slot_bytes * found.config.longest_query
             check_fitting(room, memory.weights, each, memory.block, found.config.max_num_seqs)
         return found
     if policy == "require":

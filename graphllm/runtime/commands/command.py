@@ -40,6 +40,7 @@ class Device(Protocol):
     divided: by name, the linear layers that have their tables of adapters divided among the ranks.
     expert_slots: the experts that may move, see `graphllm.runtime.expert_slots`; None where none do.
     encoder: the graph that encodes items; None without one.
+    snapshots: the graph that saves and loads snapshots of 8 bits; None without one.
     """
 
     device: Any
@@ -52,6 +53,7 @@ class Device(Protocol):
     divided: Mapping[str, AdaptedLinear]
     expert_slots: Any
     encoder: GraphPrograms | None
+    snapshots: GraphPrograms | None
 
     def in_order(self, work: Callable[[], None]) -> None:
         """Launch work in order with the steps."""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from graphllm.config import ConfigError
 from graphllm.runtime.commands.command import Answered, Command, Device, Query, shares_of
+from graphllm.runtime.memory.staging import StepInput
+
+if TYPE_CHECKING:
+    from graphllm.runtime.graphs import GraphPrograms
 
 Pairs = list[tuple[int, int]]
 
@@ -53,7 +59,10 @@ class SaveSnapshots(Command):
     pairs: Pairs
 
     def run(self, device: Device) -> None:
-        device.in_order(lambda: device.states.save_snapshots(self.pairs))
+        if device.snapshots is None:
+            device.in_order(lambda: device.states.save_snapshots(self.pairs))
+        else:
+            _run_snapshots(device, device.snapshots, "save", self.pairs)
 
 
 class LoadSnapshots(Command):
@@ -62,7 +71,12 @@ class LoadSnapshots(Command):
     pairs: Pairs
 
     def run(self, device: Device) -> None:
-        device.in_order(lambda: device.states.load_snapshots(self.pairs))
+        pairs = [(slot, snapshot) for snapshot, slot in self.pairs]
+        if device.snapshots is None:
+            device.in_order(lambda: device.states.load_snapshots(self.pairs))
+        else:
+            device.in_order(lambda: device.states.use_first_version([slot for slot, _ in pairs]))
+            _run_snapshots(device, device.snapshots, "load", pairs)
 
 
 class ReadBlocks(Query):
@@ -117,6 +131,22 @@ class WriteSnapshots(Command):
     def run(self, device: Device) -> None:
         device.synchronize()
         device.states.write_snapshots(self.snapshots, shares_of(self.contents, self.sizes, device.worker.rank))
+
+
+def _run_snapshots(device: Device, graph: GraphPrograms, program: str, pairs: Pairs) -> None:
+    """Run a program of the task "snapshots". pairs: (slot, snapshot)."""
+    count, (slots, snapshots) = len(pairs), np.array(pairs, dtype=np.int32).T
+    step = StepInput(count, count, count, 1, {"slots": slots, "snapshots": snapshots})
+    size, index = graph.pick(step), graph.next_buffer()
+    graph.staging.fill(index, step, size.symbols)
+    bound = graph.bound(program, size)
+
+    def work() -> None:
+        graph.staging.upload(index, size.symbols)
+        bound.run()
+
+    device.stream.release(0)  # a slot that a request has left is still written by the steps so far
+    graph.jobs[index] = device.stream.submit(work)
 
 
 def _check_sizes(what: str, contents: list[bytes], size: int) -> None:

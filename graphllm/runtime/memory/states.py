@@ -66,23 +66,26 @@ class States:
 
     def _recurrent_memory(self, program: Program) -> tuple[Array | None, Array | None]:
         """Of slots [slots, versions, bytes] and of snapshots [snapshots, bytes]; None without recurrent states."""
-        versions = next((p.shape[0] for p in program.states.values() if p.retention == "last"), 0)
+        last = (p for p in program.states.values() if p.retention == "last" and p.axis == "slot")
+        versions = next((p.shape[0] for p in last), 0)
         if not versions:
             return None, None
         if not program.slot_bytes:
             raise ConfigError(
                 "the artifact is of a version with recurrent states in memory of their own; compile again"
             )
-        slots = self._memory.zeros((program.entries["slot"], versions, program.slot_bytes), "uint8")
-        return slots, self._memory.zeros((self.num_snapshots, program.slot_bytes), "uint8")
+        slots = self._memory.zeros((program.entries["recurrent"], versions, program.slot_bytes), "uint8")
+        return slots, self._memory.zeros((self.num_snapshots, program.snapshot_bytes), "uint8")
 
     def _placed(self, place: StatePlace) -> Array:
         if place.axis == "block":
             return self._view(self._pool[self._numbers[place.tensor]], place, self.num_blocks)
+        if place.axis == "snapshot":
+            return self._view(self._snapshots, place, self.num_snapshots)
         if place.retention == "last":
             assert self._slots is not None
-            return self._view(self._slots, place, self._entries[place.axis])
-        return self._memory.zeros((self._entries[place.axis], *place.shape), place.dtype)
+            return self._view(self._slots, place, self._entries[place.counted])
+        return self._memory.zeros((self._entries[place.counted], *place.shape), place.dtype)
 
     def _view(self, memory: Array, place: StatePlace, entries: int) -> Array:
         typed = self._memory.typed(self._memory.shaped(memory, "uint8", (memory.nbytes,)), place.dtype)
@@ -124,16 +127,22 @@ class States:
         for slot in slots:
             if self._slots is not None:
                 self._slots[slot].zero_()
+        self.use_first_version(slots)
+
+    def use_first_version(self, slots: Sequence[int]) -> None:
+        """Let the first version of the recurrent states of slots be the valid one."""
+        for slot in slots:
             if self._version is not None:
                 self._version[slot].zero_()
 
     def save_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy recurrent states (slot, snapshot), at the version that is valid."""
+        """Copy recurrent states (slot, snapshot), at the version that is valid; of an entry for exports, the first."""
         assert self._slots is not None
         assert self._snapshots is not None
         for slot, snapshot in pairs:
             entry, version = self._slots[slot], self._version
-            valid = entry[0] if version is None else entry.index_select(0, version[slot].view(1).long())[0]
+            exported = version is None or slot >= len(version)
+            valid = entry[0] if exported else entry.index_select(0, version[slot].view(1).long())[0]
             self._snapshots[snapshot].copy_(valid)
 
     def load_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:

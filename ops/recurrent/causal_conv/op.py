@@ -7,6 +7,7 @@ from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
 from graphllm.ops.recurrent.slots import Slots
+from graphllm.program.schema import BORDER
 
 
 def _cost(x_TD: Tensor, weight_DW: Tensor, at: Slots) -> Cost:
@@ -23,6 +24,7 @@ def causal_conv(
     at: Slots,
     bias_D: Tensor | None = None,
     activation: str = "silu",
+    exports: Tensor | None = None,
 ) -> Tensor:
     """Each channel's sum of its last W inputs, weighed: [T, D] in x's dtype, contiguous.
 
@@ -34,6 +36,8 @@ def causal_conv(
     state: [N, versions, W - 1, D] in x's dtype, the last W - 1 inputs of each sequence, the oldest first.
     bias_D: [D].
     activation: "silu", or "" for none.
+    exports: [S] int32, the entry that has the state at `border_of` a sequence's tokens in its first version afterwards;
+        negative for none. An implementation that is not `exporting` may leave it alone.
 
     Source: Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", section 3.4.
     """
@@ -57,6 +61,11 @@ def causal_conv(
     kept = owned & ((i == count - 1) | (count <= versions))
     kept_at = torch.where(kept, entry, state.shape[0] - 1), torch.where(kept, i.clamp(max=versions - 1), 0)
     state.index_put_(kept_at, torch.stack(rows[1:], 1))
+    if exports is not None:
+        to = exports.long()[s]
+        kept = owned & (to >= 0) & (i + 1 == (count - 1) // BORDER * BORDER)
+        kept_at = torch.where(kept, to, state.shape[0] - 1), torch.zeros_like(to)
+        state.index_put_(kept_at, torch.stack(rows[1:], 1))
     return out.to(x_TD.dtype)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ir.op import each_alone
 from graphllm.ops.recurrent.causal_conv.op import causal_conv
-from graphllm.ops.recurrent.slots import Slots
+from graphllm.ops.recurrent.slots import Slots, exporting
+from graphllm.program.schema import BORDER
 
 _CHANNELS = 256  # of a program
 _ALL = 1 << 30  # tokens of a sequence
@@ -78,11 +79,12 @@ def _tokens(
 
 @triton.jit
 def _tile(
-    first, begin, end, entry, old, taps, bias, x_ptr, out_ptr, d, channel, X_ROW: tl.constexpr,
+    first, begin, end, entry, export, old, taps, bias, x_ptr, out_ptr, d, channel, X_ROW: tl.constexpr,
     VERSION: tl.constexpr, VERSIONS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, EXPORTS: tl.constexpr, BORDER: tl.constexpr, wanted,
 ):  # fmt: skip
-    """Tokens of a sequence of at least W - 1. Who has the first ones reads the state, and writes it."""
+    """Tokens of a sequence of at least W - 1. Who has the first ones reads the state, and writes it. Who has those
+    after the border exports the inputs before it."""
     x_row = x_ptr + begin.to(tl.int64) * X_ROW + d
     out_row = out_ptr + begin.to(tl.int64) * D + d
     rows = ()
@@ -93,6 +95,11 @@ def _tile(
         for j in tl.static_range(1 - W, 0):
             last = tl.load(x_ptr + (end + j).to(tl.int64) * X_ROW + d, mask=channel, other=0)
             tl.store(entry + (VERSIONS - 1) * VERSION + (W - 1 + j) * D, last, mask=channel)
+    if EXPORTS:
+        at_border = (begin > first) & (begin - first == (end - first - 1) // BORDER * BORDER)
+        exported = d < tl.where(at_border, wanted, 0)
+        for j in tl.static_range(W - 1):
+            tl.store(export + j * D, rows[j].to(export.dtype.element_ty), mask=exported)
     count = tl.minimum(end - begin, TILE)
     for i in range(0, count, _AT_ONCE):
         xs = ()
@@ -110,10 +117,10 @@ def _tile(
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
 def _conv_kernel(
-    x_ptr, weight_ptr, bias_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, S,
+    x_ptr, weight_ptr, bias_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, export_ptr, S,
     X_ROW: tl.constexpr, WEIGHT_ROW: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, FEW: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_D: tl.constexpr, EMULATED: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_D: tl.constexpr, EXPORTS: tl.constexpr, BORDER: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """FEW: tokens of the longest sequence that goes token by token; other ones have tiles. TILE: 0 where there are no
     other ones."""
@@ -150,9 +157,15 @@ def _conv_kernel(
                 SILU, FEW == 1,
             )  # fmt: skip
         else:
+            export = entry
+            wanted = 0
+            if EXPORTS:
+                to = tl.load(export_ptr + s).to(tl.int64)
+                wanted = tl.where(to >= 0, D, 0)
+                export = state_ptr + tl.maximum(to, 0) * SLOT + d
             _tile(
-                first, begin, end, entry, rows, taps, bias, x_ptr, out_ptr, d, channel, X_ROW, VERSION, VERSIONS, D, W,
-                SILU, TILE,
+                first, begin, end, entry, export, rows, taps, bias, x_ptr, out_ptr, d, channel, X_ROW, VERSION,
+                VERSIONS, D, W, SILU, TILE, EXPORTS, BORDER, wanted,
             )  # fmt: skip
 
 
@@ -175,6 +188,7 @@ def _configs(site: CallSite) -> list[dict[str, int]]:
 
 
 @causal_conv.impl("triton", device="cuda", supports=_supports, configs=_configs, row_order=each_alone)
+@exporting
 def triton_causal_conv(
     x_TD: Tensor,
     weight_DW: Tensor,
@@ -182,6 +196,7 @@ def triton_causal_conv(
     at: Slots,
     bias_D: Tensor | None,
     activation: str,
+    exports: Tensor | None,
     *,
     few: int,
     tile: int,
@@ -189,11 +204,13 @@ def triton_causal_conv(
     """One kernel. The program that reads a sequence's state writes it as well."""
     out_TD = x_TD.new_empty(x_TD.shape)
     (T, D), W, S = x_TD.shape, weight_DW.shape[1], at.slots.shape[0]
+    places = (*at, at.slots if exports is None else exports)
     launch_triton(
         _conv_kernel, (-(-D // _CHANNELS), T // tile + S if tile else S),
-        *(x_TD, weight_DW, x_TD if bias_D is None else bias_D, state, out_TD, *at, S), X_ROW=x_TD.stride(0),
+        *(x_TD, weight_DW, x_TD if bias_D is None else bias_D, state, out_TD, *places, S), X_ROW=x_TD.stride(0),
         WEIGHT_ROW=weight_DW.stride(0), SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=state.shape[1], D=D,
         W=W, W_PAD=triton.next_power_of_2(W), BIAS=bias_D is not None, SILU=activation == "silu", FEW=few, TILE=tile,
-        BLOCK_D=_CHANNELS, EMULATED=triton.knobs.runtime.interpret, num_warps=2,
+        BLOCK_D=_CHANNELS, EXPORTS=exports is not None and tile > 0, BORDER=BORDER,
+        EMULATED=triton.knobs.runtime.interpret, num_warps=2,
     )  # fmt: skip
     return out_TD

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
-from graphllm.ops.recurrent.slots import Slots, sequences, version_after
+from graphllm.ops.recurrent.slots import Slots, border_of, sequences, version_after
 
 
 def _cost(q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots) -> Cost:
@@ -26,6 +26,7 @@ def gated_delta(
     at: Slots,
     scale: float,
     norm_eps: float = 0.0,
+    exports: Tensor | None = None,
 ) -> Tensor:
     """What the state of each head answers to every token's query: [T, H, V] in v's dtype, contiguous.
 
@@ -42,6 +43,8 @@ def gated_delta(
     beta_TH: how much a value replaces what its key stood for, [T, H].
     state: [N, versions, H, V, K] float32, on a GPU also of 16 bits; entries and versions may be strided.
     norm_eps: where larger than 0, queries and keys are first divided by sqrt(sum of their squares + norm_eps).
+    exports: [S] int32, the entry that has the state at `border_of` a sequence's tokens in its first version afterwards;
+        negative for none. An implementation that is not `exporting` may leave it alone.
 
     Source: Yang et al. 2024, "Gated Delta Networks", equation 10; Kimi Team 2025, "Kimi Linear", for decays by channel.
     """
@@ -57,7 +60,7 @@ def gated_delta(
     q_THK, k_THK, v, beta = of_heads(q_TGK) * scale, of_heads(k_TGK), v_THV.to(exact), beta_TH.to(exact)
     decay = g.to(exact).exp()[:, :, None]
     decay = decay if g.dim() == 3 else decay[..., None]
-    for rows, entry, version in sequences(at):
+    for rows, entry, version, export in sequences(at, exports):
         S_HVK, count = state[entry, version].to(exact), rows.stop - rows.start
         for i, t in enumerate(range(rows.start, rows.stop)):
             S_HVK = S_HVK * decay[t]
@@ -66,6 +69,8 @@ def gated_delta(
             out_THV[t] = (S_HVK * q_THK[t, :, None]).sum(-1).to(out_THV.dtype)
             if (kept := version_after(i, count, state.shape[1])) is not None:
                 state[entry, kept] = S_HVK.to(state.dtype)
+            if export >= 0 and i + 1 == border_of(count):
+                state[export, 0] = S_HVK.to(state.dtype)
     return out_THV
 
 

@@ -24,7 +24,7 @@ from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.recurrent.gated_delta.op import gated_delta
 from graphllm.ops.recurrent.gated_delta.triton_gated_delta import has_prompts, launch_tokens
 from graphllm.ops.recurrent.gated_delta.triton_lengths import CHUNK, CHUNKED, find_sequence
-from graphllm.ops.recurrent.slots import Slots
+from graphllm.ops.recurrent.slots import Slots, exporting
 
 _LANES = 4  # programs that share the sequences of a head
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -140,11 +140,12 @@ def _advance(state, k, q, v, inverse, seen, of_k, of_q, of_delta, of_state, EMUL
 
 @triton.jit(do_not_specialize_on_alignment=["S", "T", "CHUNKS"])
 def _carry_kernel(
-    q_ptr, k_ptr, v_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, inverse_ptr, seen_ptr, factor_ptr, S,
-    T, CHUNKS, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, export_ptr, inverse_ptr, seen_ptr,
+    factor_ptr, S, T, CHUNKS, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
     V_ROW: tl.constexpr, V_HEAD: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr,
     H: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr,
-    BLOCK_V: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr, TMA: tl.constexpr, EMULATED: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr, EXPORTS: tl.constexpr, TMA: tl.constexpr,
+    EMULATED: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // BLOCKS
@@ -175,10 +176,17 @@ def _carry_kernel(
     while s < S:
         first = tl.load(start_ptr + s)
         end = tl.load(start_ptr + s + 1)
-        entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[None, :] * K + e[:, None]
+        in_entry = (head * V + rows)[None, :] * K + e[:, None]
+        entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + in_entry
         state = tl.load(entry + tl.load(version_ptr + s).to(tl.int64) * VERSION, mask=in_state, other=0.0)
         state = state.to(tl.float32)
         whole = (end - first) // CHUNK
+        border = -1  # the chunk before which the state is exported
+        export = tl.zeros([], tl.int64)
+        if EXPORTS:
+            export += tl.load(export_ptr + s)
+            whole = (end - first - 1) // CHUNK
+            border = tl.where((export >= 0) & (whole > 0), whole, -1)
         last = tl.cdiv(end - first, CHUNK) - 1
         of_k, of_q, of_delta, of_state = _factors(factor_ptr, before * H + head)
         if TMA:
@@ -198,6 +206,9 @@ def _carry_kernel(
                 tl.store(to, answer.to(out_ptr.dtype.element_ty), mask=(rows < V)[None, :])
         STAGES: tl.constexpr = 1 if TMA else None  # the last tokens, or all chunks
         for chunk in tl.range(whole if TMA else 0, tl.cdiv(end - first, CHUNK), num_stages=STAGES):
+            if EXPORTS:  # noqa: SIM102
+                if chunk == border:
+                    tl.store(state_ptr + export * SLOT + in_entry, state.to(state_ptr.dtype.element_ty), mask=in_state)
             t = first + chunk * CHUNK
             valid = i < end - t
             t = t.to(tl.int64)
@@ -237,11 +248,12 @@ def _advance_rows(state, k, q, v, inverse, seen, of_k, of_q, of_delta, of_state,
 
 @triton.jit(do_not_specialize_on_alignment=["S", "T", "CHUNKS"])
 def _carry_rows_kernel(
-    q_ptr, k_ptr, v_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, inverse_ptr, seen_ptr, factor_ptr, S,
-    T, CHUNKS, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, export_ptr, inverse_ptr, seen_ptr,
+    factor_ptr, S, T, CHUNKS, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
     V_ROW: tl.constexpr, V_HEAD: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr,
     H: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr,
-    BLOCK_V: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr, TMA: tl.constexpr, EMULATED: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr, EXPORTS: tl.constexpr, TMA: tl.constexpr,
+    EMULATED: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // BLOCKS
@@ -272,10 +284,17 @@ def _carry_rows_kernel(
     while s < S:
         first = tl.load(start_ptr + s)
         end = tl.load(start_ptr + s + 1)
-        entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[:, None] * K + e[None, :]
+        in_entry = (head * V + rows)[:, None] * K + e[None, :]
+        entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + in_entry
         state = tl.load(entry + tl.load(version_ptr + s).to(tl.int64) * VERSION, mask=in_state, other=0.0)
         state = state.to(tl.float32)
         whole = (end - first) // CHUNK
+        border = -1  # the chunk before which the state is exported
+        export = tl.zeros([], tl.int64)
+        if EXPORTS:
+            export += tl.load(export_ptr + s)
+            whole = (end - first - 1) // CHUNK
+            border = tl.where((export >= 0) & (whole > 0), whole, -1)
         last = tl.cdiv(end - first, CHUNK) - 1
         start = factor_ptr + (before * H + head).to(tl.int64) * (4 * CHUNK)
         of_state = tl.load(start + 3 * CHUNK)
@@ -298,6 +317,9 @@ def _carry_rows_kernel(
                 tl.store(to, tl.trans(answer).to(out_ptr.dtype.element_ty), mask=(rows < V)[None, :])
         STAGES: tl.constexpr = 1 if TMA else None  # the last tokens, or all chunks
         for chunk in tl.range(whole if TMA else 0, tl.cdiv(end - first, CHUNK), num_stages=STAGES):
+            if EXPORTS:  # noqa: SIM102
+                if chunk == border:
+                    tl.store(state_ptr + export * SLOT + in_entry, state.to(state_ptr.dtype.element_ty), mask=in_state)
             t = first + chunk * CHUNK
             valid = i < end - t
             t = t.to(tl.int64)
@@ -360,7 +382,7 @@ def launch_solve(
 
 def launch_carry(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, state: Tensor, at: Slots, out_THV: Tensor,
-    solved: tuple[Tensor, Tensor, Tensor], chunked: int, block_v: int, turned: bool,
+    solved: tuple[Tensor, Tensor, Tensor], chunked: int, block_v: int, turned: bool, exports: Tensor | None = None,
 ) -> None:  # fmt: skip
     """States of sequences of at least ``chunked`` tokens, and what they answer.
 
@@ -371,12 +393,12 @@ def launch_carry(
     tensors = {"Q": q_TGK, "K": k_TGK, "V": v_THV}
     launch_triton(
         _carry_rows_kernel if turned else _carry_kernel, (H * ((V + block_v - 1) // block_v), _LANES),
-        q_TGK, k_TGK, v_THV, state, out_THV, *at, *solved, at.slots.shape[0],
+        q_TGK, k_TGK, v_THV, state, out_THV, *at, at.slots if exports is None else exports, *solved, at.slots.shape[0],
         q_TGK.shape[0], solved[0].shape[0],
         **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
         SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=versions, H=H, SHARE=H // q_TGK.shape[1], K=K, V=V,
         K_PAD=max(16, triton.next_power_of_2(K)), BLOCK_V=block_v, CHUNKED=chunked, BLOCK_S=256,
-        TMA=turned, EMULATED=triton.knobs.runtime.interpret, num_warps=4, num_stages=3,
+        EXPORTS=exports is not None, TMA=turned, EMULATED=triton.knobs.runtime.interpret, num_warps=4, num_stages=3,
     )  # fmt: skip
 
 
@@ -394,14 +416,15 @@ def _configs(site: CallSite) -> list[dict[str, int]]:
 
 
 @gated_delta.impl("triton_chunks", device="cuda", supports=has_prompts, configs=_configs)
+@exporting
 def triton_chunks(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots, scale: float,
-    norm_eps: float, *, block_v: int, turned: int,
+    norm_eps: float, exports: Tensor | None, *, block_v: int, turned: int,
 ) -> Tensor:  # fmt: skip
     """Sequences of many tokens by chunks, in two launches, and the others token by token in a third."""
     out_THV = v_THV.new_empty(v_THV.shape)
     chunked = max(CHUNKED, state.shape[1] + 1)  # at most as many tokens as versions: each one's state is kept
     solved = launch_solve(q_TGK, k_TGK, g, beta_TH, at.query_start_loc, scale, norm_eps, chunked)
-    launch_carry(q_TGK, k_TGK, v_THV, state, at, out_THV, solved, chunked, block_v, turned > 0)
+    launch_carry(q_TGK, k_TGK, v_THV, state, at, out_THV, solved, chunked, block_v, turned > 0, exports)
     launch_tokens(q_TGK, k_TGK, v_THV, g, beta_TH, state, at, out_THV, scale, norm_eps, below=chunked)
     return out_THV

@@ -53,10 +53,11 @@ def _clear(tile, rows, WIDTH: gl.constexpr, TILE: gl.constexpr, wide: gl.constex
 
 @gluon.jit
 def hopper_tile_kernel(
-    x_ptr, b_ptr, c_ptr, d_ptr, sums_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, T, S,
+    x_ptr, b_ptr, c_ptr, d_ptr, sums_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, export_ptr, T, S,
     X_ROW: gl.constexpr, B_ROW: gl.constexpr, C_ROW: gl.constexpr, SLOT: gl.constexpr, VERSION: gl.constexpr,
     VERSIONS: gl.constexpr, H: gl.constexpr, P: gl.constexpr, G: gl.constexpr, N: gl.constexpr, SKIP: gl.constexpr,
     FEW: gl.constexpr, TILE: gl.constexpr, SEQUENCES: gl.constexpr, STAGES: gl.constexpr,
+    EXPORTS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -123,6 +124,11 @@ def hopper_tile_kernel(
                 b = b_smem.index(stage)
                 x = x_smem.index(stage)
                 mbarrier.wait(full.index(stage), (done // STAGES) & 1)
+                if EXPORTS:  # noqa: SIM102
+                    if end - t <= TILE:
+                        to = gl.load(export_ptr + s).to(gl.int64)
+                        if (to >= 0) & (i > 0):
+                            gl.store(state_ptr + to * SLOT + places, state.to(state_ptr.dtype.element_ty))
                 if end - t < TILE:
                     _clear(b, end - t, N, TILE, wide)
                     _clear(x, end - t, P, TILE, wide)
@@ -170,7 +176,7 @@ def hopper_tile_kernel(
 hopper_tiles = GluonKernel(
     hopper_tile_kernel,
     "(Tensor x, Tensor B, Tensor C, Tensor D, Tensor sums, Tensor(a!) state, Tensor(b!) out, Tensor query_start,"
-    " Tensor slots, Tensor versions, SymInt T, SymInt S) -> ()",
+    " Tensor slots, Tensor versions, Tensor exports, SymInt T, SymInt S) -> ()",
     warps=4,
     early=True,
 )
@@ -185,14 +191,16 @@ def launch_hopper_tiles(
     state: Tensor,
     out_THP: Tensor,
     at: Slots,
+    exports: Tensor | None,
     *,
     num_stages: int,
 ) -> None:
     """The kernel for sequences of more than `FEW` tokens."""
     (T, H, P), (_, G, N) = x_THP.shape, B_TGN.shape
     hopper_tiles(
-        H * AT_ONCE, x_THP, B_TGN, C_TGN, sums if D_H is None else D_H, sums, state, out_THP, *at, T,
-        at.slots.shape[0], X_ROW=x_THP.stride(0), B_ROW=B_TGN.stride(0), C_ROW=C_TGN.stride(0), SLOT=state.stride(0),
-        VERSION=state.stride(1), VERSIONS=state.shape[1], H=H, P=P, G=G, N=N, SKIP=D_H is not None, FEW=FEW, TILE=TILE,
-        SEQUENCES=AT_ONCE, STAGES=num_stages,
+        H * AT_ONCE, x_THP, B_TGN, C_TGN, sums if D_H is None else D_H, sums, state, out_THP, *at,
+        at.slots if exports is None else exports, T, at.slots.shape[0], X_ROW=x_THP.stride(0), B_ROW=B_TGN.stride(0),
+        C_ROW=C_TGN.stride(0), SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=state.shape[1], H=H, P=P, G=G,
+        N=N, SKIP=D_H is not None, FEW=FEW, TILE=TILE, SEQUENCES=AT_ONCE, STAGES=num_stages,
+        EXPORTS=exports is not None,
     )  # fmt: skip

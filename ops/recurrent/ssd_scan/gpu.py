@@ -7,7 +7,7 @@ from torch import Tensor
 from graphllm.ir import CallSite
 from graphllm.ir.gluon import runs_gluon
 from graphllm.ir.op import each_alone
-from graphllm.ops.recurrent.slots import Slots
+from graphllm.ops.recurrent.slots import Slots, exporting
 from graphllm.ops.recurrent.ssd_scan.cpu import plain
 from graphllm.ops.recurrent.ssd_scan.gluon_tiles import TILE, launch_hopper_tiles
 from graphllm.ops.recurrent.ssd_scan.op import ssd_scan
@@ -59,6 +59,7 @@ def _gluon_configs(site: CallSite) -> list[dict[str, int]]:
 
 
 @ssd_scan.impl("gluon_tiles", device="cuda", supports=_by_gluon, configs=_gluon_configs)
+@exporting
 def gluon_tiles(
     x_THP: Tensor,
     dt_TH: Tensor,
@@ -71,6 +72,7 @@ def gluon_tiles(
     dt_bias_H: Tensor | None,
     dt_min: float,
     dt_max: float,
+    exports: Tensor | None,
     *,
     num_stages: int,
 ) -> Tensor:
@@ -78,11 +80,12 @@ def gluon_tiles(
     out_THP, limits = x_THP.new_empty(x_THP.shape), (dt_min, dt_max)
     sums = launch_decays(dt_TH, A_H, dt_bias_H, at, limits, TILE)
     launch_tokens(x_THP, dt_TH, A_H, B_TGN, C_TGN, state, at, D_H, dt_bias_H, limits, out_THP, most=FEW)
-    launch_hopper_tiles(x_THP, B_TGN, C_TGN, D_H, sums, state, out_THP, at, num_stages=num_stages)
+    launch_hopper_tiles(x_THP, B_TGN, C_TGN, D_H, sums, state, out_THP, at, exports, num_stages=num_stages)
     return out_THP
 
 
 @ssd_scan.impl("triton_tiles", device="cuda", supports=_by_tiles, configs=_tile_configs)
+@exporting
 def triton_tiles(
     x_THP: Tensor,
     dt_TH: Tensor,
@@ -95,6 +98,7 @@ def triton_tiles(
     dt_bias_H: Tensor | None,
     dt_min: float,
     dt_max: float,
+    exports: Tensor | None,
     *,
     tile: int,
     num_warps: int,
@@ -104,11 +108,14 @@ def triton_tiles(
     out_THP, limits = x_THP.new_empty(x_THP.shape), (dt_min, dt_max)
     sums = launch_decays(dt_TH, A_H, dt_bias_H, at, limits, tile)
     launch_tokens(x_THP, dt_TH, A_H, B_TGN, C_TGN, state, at, D_H, dt_bias_H, limits, out_THP, most=FEW)
-    launch_tiles(x_THP, B_TGN, C_TGN, D_H, sums, state, out_THP, at, num_warps=num_warps, num_stages=num_stages)
+    launch_tiles(
+        x_THP, B_TGN, C_TGN, D_H, sums, state, out_THP, at, exports, num_warps=num_warps, num_stages=num_stages
+    )
     return out_THP
 
 
 @ssd_scan.impl("triton", device="cuda", supports=_by_tokens, configs=_token_configs, row_order=each_alone)
+@exporting
 def triton_ssd_scan(
     x_THP: Tensor,
     dt_TH: Tensor,
@@ -121,6 +128,7 @@ def triton_ssd_scan(
     dt_bias_H: Tensor | None,
     dt_min: float,
     dt_max: float,
+    exports: Tensor | None,
     *,
     most: int,
     block: int,
@@ -130,7 +138,7 @@ def triton_ssd_scan(
     """The recurrence as it is written, token by token."""
     out_THP, limits = x_THP.new_empty(x_THP.shape), (dt_min, dt_max)
     launch_tokens(
-        *(x_THP, dt_TH, A_H, B_TGN, C_TGN, state, at, D_H, dt_bias_H, limits, out_THP),
+        *(x_THP, dt_TH, A_H, B_TGN, C_TGN, state, at, D_H, dt_bias_H, limits, out_THP, exports),
         most=most, block=block, num_warps=num_warps, single=single,
     )  # fmt: skip
     return out_THP

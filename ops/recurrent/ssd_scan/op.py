@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from graphllm.ir import Cost, nbytes, op
-from graphllm.ops.recurrent.slots import Slots, sequences, version_after
+from graphllm.ops.recurrent.slots import Slots, border_of, sequences, version_after
 
 
 def _cost(x_THP: Tensor, B_TGN: Tensor, state: Tensor, at: Slots) -> Cost:
@@ -30,6 +30,7 @@ def ssd_scan(
     dt_bias_H: Tensor | None = None,
     dt_min: float = 0.0,
     dt_max: float = 0.0,
+    exports: Tensor | None = None,
 ) -> Tensor:
     """What each head reads from its state after each token: [T, H, P] in x's dtype, contiguous.
 
@@ -46,6 +47,8 @@ def ssd_scan(
     state: [slots, versions, H, P, N] float32, or rounded to 16 bits where it is written.
     D_H, dt_bias_H: [H].
     dt_min, dt_max: limits of dt; a dt_max of 0 is none.
+    exports: [S] int32, the entry that has the state at `border_of` a sequence's tokens in its first version afterwards;
+        negative for none. An implementation that is not `exporting` may leave it alone.
 
     Source: Dao and Gu 2024, "Transformers are SSMs", section 7.
     """
@@ -55,7 +58,7 @@ def ssd_scan(
     dt = softplus(dt).clamp(dt_min, dt_max or None)
     x, (B, C) = x_THP.to(exact), (t.to(exact).repeat_interleave(H // G, 1) for t in (B_TGN, C_TGN))
     y = torch.zeros(x_THP.shape, dtype=exact, device=x_THP.device)
-    for rows, entry, version in sequences(at):
+    for rows, entry, version, export in sequences(at, exports):
         s_HPN, versions = state[entry, version].to(exact), state.shape[1]
         for i, t in enumerate(range(rows.start, rows.stop)):
             decay = torch.exp(dt[t] * A_H.to(exact))
@@ -64,6 +67,8 @@ def ssd_scan(
             kept = version_after(i, rows.stop - rows.start, versions)
             if kept is not None:
                 state[entry, kept] = s_HPN.to(state.dtype)
+            if export >= 0 and i + 1 == border_of(rows.stop - rows.start):
+                state[export, 0] = s_HPN.to(state.dtype)
     return (y if D_H is None else y + D_H.to(exact)[:, None] * x).to(x_THP.dtype)
 
 

@@ -88,11 +88,11 @@ def _tile(C, B, x, tile, whole, skip, state, SKIP: tl.constexpr, EMULATED: tl.co
 
 @triton.jit(do_not_specialize_on_alignment=["T", "S"])
 def tile_kernel(
-    x_ptr, b_ptr, c_ptr, d_ptr, sums_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, T, S,
+    x_ptr, b_ptr, c_ptr, d_ptr, sums_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, export_ptr, T, S,
     X_ROW: tl.constexpr, B_ROW: tl.constexpr, C_ROW: tl.constexpr, SLOT: tl.constexpr,
     VERSION: tl.constexpr, VERSIONS: tl.constexpr, H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
     SKIP: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, SEQUENCES: tl.constexpr,
-    STAGES: tl.constexpr, EMULATED: tl.constexpr,
+    STAGES: tl.constexpr, EXPORTS: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """A program has every SEQUENCES-th sequence: most of them have one token, and are none of its. Full tiles come by
     the copy engine."""
@@ -112,7 +112,7 @@ def tile_kernel(
             entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + places
             state = tl.load(entry + tl.load(version_ptr + s) * VERSION).to(tl.float32)
             tile = sums_ptr + ((first // TILE + s).to(tl.int64) * H + h) * (2 * TILE)
-            full = (end - first) // TILE
+            full = (end - first - 1) // TILE if EXPORTS else (end - first) // TILE
             for i in tl.range(0, full, num_stages=STAGES):
                 t = first + i * TILE
                 C, B, x = c_tiles.load([t, group]), b_tiles.load([t, group]), x_tiles.load([t, head])
@@ -121,6 +121,10 @@ def tile_kernel(
                 tl.store(out_ptr + t.to(tl.int64) * (H * P) + rows, y.to(out_ptr.dtype.element_ty))
                 tile += H * 2 * TILE
             if first + full * TILE < end:
+                if EXPORTS:
+                    to = tl.load(export_ptr + s).to(tl.int64)
+                    if (to >= 0) & (full > 0):
+                        tl.store(state_ptr + to * SLOT + places, state.to(state_ptr.dtype.element_ty))
                 t = (first + full * TILE).to(tl.int64)
                 here = (t + q < end)[:, None]
                 C = tl.load(c_ptr + t * C_ROW + group + (q * C_ROW)[:, None] + n[None, :], mask=here, other=0)
@@ -157,6 +161,7 @@ def launch_tiles(
     state: Tensor,
     out_THP: Tensor,
     at: Slots,
+    exports: Tensor | None,
     *,
     num_warps: int,
     num_stages: int,
@@ -165,8 +170,9 @@ def launch_tiles(
     (T, H, P), (_, G, N) = x_THP.shape, B_TGN.shape
     launch_triton(
         tile_kernel, (H, AT_ONCE), x_THP, B_TGN, C_TGN, sums if D_H is None else D_H, sums, state,
-        out_THP, *at, T, at.slots.shape[0], X_ROW=x_THP.stride(0), B_ROW=B_TGN.stride(0), C_ROW=C_TGN.stride(0),
+        out_THP, *at, at.slots if exports is None else exports, T, at.slots.shape[0], X_ROW=x_THP.stride(0),
+        B_ROW=B_TGN.stride(0), C_ROW=C_TGN.stride(0),
         SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=state.shape[1], H=H, P=P, G=G, N=N,
         SKIP=D_H is not None, FEW=FEW, TILE=sums.shape[3], SEQUENCES=AT_ONCE, STAGES=num_stages,
-        EMULATED=triton.knobs.runtime.interpret, num_warps=num_warps,
+        EXPORTS=exports is not None, EMULATED=triton.knobs.runtime.interpret, num_warps=num_warps,
     )  # fmt: skip

@@ -16,7 +16,7 @@ import numpy as np
 
 from graphllm.engine.schedule.scheduler import Scheduler
 from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
-from graphllm.program.schema import CacheGroup, CacheLayout
+from graphllm.program.schema import BORDER, CacheGroup, CacheLayout
 from tests.engine.simulation import request
 
 BLOCK, VOCAB, LONGEST = 64, 1000, 1 << 17
@@ -69,12 +69,17 @@ class Text:
 
 
 class Device:
-    """A scheduler, and a device that runs one step ahead of it. snapshots: of recurrent states; 0: there are none."""
+    """A scheduler, and a device that runs one step ahead of it. snapshots: of recurrent states; 0: there are none.
+    exports: states that a step leaves inside of chunks."""
 
-    def __init__(self, blocks: int, snapshots: int, slots: int = 8, step_tokens: int = 8192) -> None:
+    def __init__(self, blocks: int, snapshots: int, slots: int = 8, step_tokens: int = 8192, exports: int = 0) -> None:
         limits = SchedulerLimits(slots, step_tokens, step_tokens, LONGEST, BLOCK)
         self.recurrent = snapshots > 0
-        layout = CacheLayout((CacheGroup("full", 0, BLOCK),), blocks, recurrent=self.recurrent, num_snapshots=snapshots)
+        entries = tuple(range(slots + 1, slots + 1 + exports))
+        layout = CacheLayout(
+            (CacheGroup("full", 0, BLOCK),), blocks, recurrent=self.recurrent, num_snapshots=snapshots, exports=entries
+        )
+        self._exported: dict[int, int] = {}  # by entry
         self.scheduler = Scheduler(limits, layout, secret="s")
         self._blocks = np.zeros(blocks, dtype=np.uint64)
         self._states, self._snapshots, self._last = [0] * slots, [0] * snapshots, [0] * slots
@@ -112,12 +117,17 @@ class Device:
             written = np.minimum(np.arange(start // BLOCK + 1, -(-end // BLOCK) + 1) * BLOCK, end)
             self._blocks[table[slot, start // BLOCK : -(-end // BLOCK)]] = past[written - 1 - start]
             self._states[slot] = int(past[-1])
+            if plan.exports is not None and plan.exports[i] >= 0:
+                border = (count - 1) // BORDER * BORDER
+                assert count > border > 0
+                self._exported[int(plan.exports[i])] = int(past[border - 1])
             if plan.rows[i]:
                 seen = self._blocks[table[slot, : -(-end // BLOCK)]].sum(dtype=np.uint64)
                 self._last[slot] = sampled(self._states[slot], int(seen))
                 tokens.append(self._last[slot])
         for slot, snapshot in plan.snapshot_saves:
-            self._snapshots[snapshot] = self._states[slot]
+            self._snapshots[snapshot] = self._exported[slot] if slot in self._exported else self._states[slot]
+        self._exported.clear()
         self.saves += len(plan.snapshot_saves)
         return np.array(tokens, dtype=np.int32)
 

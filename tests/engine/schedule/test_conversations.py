@@ -13,6 +13,8 @@ from tests.tiers import thorough
 
 # Of Qwen3-Next: 36 layers with a delta state in float32 and the last three rows of a convolution, 12 with attention.
 SNAPSHOT = 36 * (32 * 128 * 128 * 4 + 3 * (2 * 16 + 32) * 128 * 2)
+# The same in 8 bits, with a scale for each of 128 channels of a head.
+ROUNDED = 36 * (32 * 128 * (128 + 4) + 3 * (2 * 16 + 32) * 128 * 2)
 TOKEN = 12 * 2 * 2 * 256 * 2  # keys and values of two heads
 MANY = Trace(100, 10, at_once=100, common=2000, tokens=66000)
 SHORT = Trace(100, 10, at_once=7, common=2000, tokens=10500, kills=0.2)
@@ -23,10 +25,10 @@ def blocks_of(trace: Trace, count: int) -> int:
     return -(-trace.common // BLOCK) + count * (-(-(trace.tokens - trace.common) // BLOCK) + 4)
 
 
-def device(trace: Trace, count: int, share: float = 0.05) -> Device:
-    """With a cache for so many conversations, and snapshots in that share of all."""
+def device(trace: Trace, count: int, share: float = 0.05, snapshot: int = SNAPSHOT) -> Device:
+    """With a cache for so many conversations, and snapshots of so many bytes in that share of all."""
     blocks = blocks_of(trace, count)
-    return Device(blocks, int(share / (1 - share) * blocks * BLOCK * TOKEN / SNAPSHOT))
+    return Device(blocks, int(share / (1 - share) * blocks * BLOCK * TOKEN / snapshot))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,28 @@ def test_most_of_what_blocks_alone_would_save_is_saved(trace: Trace, held: int) 
     assert outcome.shortest >= 10_000
     assert outcome.found >= 0.9 * (outcome.found + outcome.lost)
     assert (outcome.killed > 0) == (trace.kills > 0)
+
+
+@pytest.mark.parametrize(
+    ("trace", "held"),
+    [
+        (SHORT._replace(count=24, turns=7, at_once=9, kills=0.0), 24),
+        thorough(SHORT._replace(at_once=48, kills=0.0), 100),
+        thorough(SHORT._replace(at_once=24), 80),
+    ],
+    ids=["few", "many", "killed_and_full"],
+)
+def test_snapshots_in_8_bits_serve_four_times_as_many_conversations(trace: Trace, held: int) -> None:
+    """Of conversations of 10,000 tokens of which more go on than there are snapshots in float32, they save nine tenths,
+    and those in float32 less."""
+    found = {}
+    for size in (SNAPSHOT, ROUNDED):
+        outcome = run(trace, device(trace, held, snapshot=size))
+        assert outcome.wrong == 0
+        assert outcome.shortest >= 10_000
+        found[size] = outcome.found / (outcome.found + outcome.lost)
+    assert found[SNAPSHOT] < 0.7
+    assert found[ROUNDED] >= 0.9
 
 
 def test_texts_where_running_requests_take_blocks_from_each_other() -> None:

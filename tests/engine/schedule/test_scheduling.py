@@ -796,6 +796,41 @@ def test_snapshots(windows: tuple[int, ...]) -> None:
     assert _cached(sim, "e", [*prompt(14), 5, 6, 7, 8]) == 12
 
 
+@pytest.mark.parametrize("windows", [(), (0,)])
+def test_snapshots_from_inside_of_chunks(windows: tuple[int, ...]) -> None:
+    """A prompt's last chunk ends at its end where a step can export the state at a boundary inside of it."""
+    sim = simulation(windows=windows, recurrent=True, num_snapshots=30, exports=(8, 9), border=4)
+    sim.add(request("a", prompt(14)))
+    assert computed(sim.run(), "a")[0] == (0, 14)
+    assert _cached(sim, "b", [*prompt(14), 5, 6, 7, 8]) == 12
+    sim.add(request("whole borders", prompt(12, 1)))
+    assert computed(sim.run(), "whole borders")[0] == (0, 12)
+    assert _cached(sim, "c", prompt(12, 1)) == 8
+    more = {f"{i}": prompt(5, i + 2) for i in range(3)}
+    for id, tokens in more.items():
+        sim.add(request(id, tokens))
+    plans = sim.run()
+    first = {id: computed(plans, id)[0] for id in more}
+    assert first == {"0": (0, 5), "1": (0, 5), "2": (0, 4)}  # two can export at a time
+    assert [_cached(sim, f"again {id}", [*tokens, 1, 2]) for id, tokens in more.items()] == [4, 4, 4]
+
+
+def test_windows_end_chunks_at_boundaries() -> None:
+    sim = simulation(windows=(6,), recurrent=True, num_snapshots=9, exports=(8, 9), border=4)
+    sim.add(request("a", prompt(14)))
+    assert computed(sim.run(), "a")[:2] == [(0, 12), (12, 2)]
+    assert _cached(sim, "b", [*prompt(14), 5, 6, 7, 8]) == 12
+
+
+def test_a_border_that_is_no_boundary_exports_nothing() -> None:
+    sim = simulation(recurrent=True, num_snapshots=9, exports=(8, 9), border=6)
+    sim.add(request("a", prompt(11)))
+    assert computed(sim.run(), "a")[:2] == [(0, 8), (8, 3)]
+    sim.add(request("b", prompt(15, 1)))  # 12 is both
+    assert computed(sim.run(), "b")[0] == (0, 15)
+    assert _cached(sim, "c", prompt(15, 1)) == 12
+
+
 @pytest.mark.parametrize("windows", [(0,), (0, 6)])
 def test_a_snapshot_where_prompts_part(windows: tuple[int, ...]) -> None:
     """Behind a common beginning, without any interval: the second request that finds only its blocks takes it. A

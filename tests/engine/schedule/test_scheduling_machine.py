@@ -53,13 +53,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         snapshots=st.sampled_from([None, None, 0, 1, 3, 8]),
         interval=st.sampled_from([0, 0, 3, 8]),
+        exports=st.sampled_from([(), (90,), (90, 91)]),
+        border=st.integers(1, 6),
         query_lens=st.sampled_from([(), (), (2,), (3,), (2, 3, 5)]),
         device_drafts=st.booleans(),
     )
     def start(
         self, groups: tuple[tuple[int, ...], tuple[int, ...]], block_size: int, pages: int, seqs: int, tokens: int,
         more_rows: int, policy: str, threshold: int, caching: bool, snapshots: int | None, interval: int,
-        query_lens: tuple[int, ...], device_drafts: bool,
+        exports: tuple[int, ...], border: int, query_lens: tuple[int, ...], device_drafts: bool,
     ) -> None:  # fmt: skip
         limits = SchedulerLimits(
             max_num_seqs=seqs, max_num_batched_tokens=tokens, max_num_rows=seqs + more_rows, max_len=32,
@@ -69,7 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sim = Simulation(
             limits, pages, windows, caching, tuple(m * block_size for m in multiples),
             recurrent=snapshots is not None, num_snapshots=snapshots or 0, item_tokens=8, max_adapters=2,
-            query_lens=query_lens, device_drafts=device_drafts, next_seen=device_drafts,
+            query_lens=query_lens, device_drafts=device_drafts, next_seen=device_drafts, exports=exports, border=border,
         )  # fmt: skip
         # Where nothing is kept between steps, a prompt is computed in one, all of its scored rows included.
         self.longest = 32 if windows or snapshots is not None else min(tokens, seqs + more_rows)
