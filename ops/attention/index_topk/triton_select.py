@@ -1,0 +1,149 @@
+"""The Triton kernel that selects of index_topk: one program for each row of scores.
+
+It looks for the topk-th largest number between bounds that come closer: each turn counts how many numbers reach three
+places between them. A row that is short enough stays in registers. Then positions are written in order.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphllm.ir import launch_triton
+from graphllm.ir.pdl import gdc_wait_early
+from graphllm.ops.attention.index_topk.operands import PagedKeys
+from graphllm.ops.attention.index_topk.triton_scores import sequence_of
+
+LEAST = tl.constexpr(-(1 << 31))
+
+
+@triton.jit
+def _add(a, b, c, x, y, z):
+    return a + x, b + y, c + z
+
+
+@triton.jit
+def _reaching(numbers, first, second, third):
+    """How many numbers are at least each of three."""
+    counts = (numbers >= first).to(tl.int32), (numbers >= second).to(tl.int32), (numbers >= third).to(tl.int32)
+    return tl.reduce(counts, 0, _add)
+
+
+@triton.jit
+def _next_bounds(lo, hi, above, counts, places, TOPK: tl.constexpr):
+    """Bounds of the topk-th largest number, and how many numbers are above them.
+
+    counts, places: how many numbers reach each of three places between the bounds, in ascending order.
+    """
+    low, middle, high = counts
+    first, second, third = places
+    new_lo = tl.where(high >= TOPK, third, tl.where(middle >= TOPK, second, tl.where(low >= TOPK, first, lo)))
+    new_hi = tl.where(
+        high >= TOPK, hi, tl.where(middle >= TOPK, third - 1, tl.where(low >= TOPK, second - 1, first - 1))
+    )
+    new_above = tl.where(high >= TOPK, above, tl.where(middle >= TOPK, high, tl.where(low >= TOPK, middle, low)))
+    # Where exactly so many reach a place, they are what is looked for: nothing equal to the bound is missing.
+    exact = (low == TOPK) | (middle == TOPK) | (high == TOPK)
+    place = tl.where(high == TOPK, third, tl.where(middle == TOPK, second, first)) - 1
+    new_lo, new_hi = tl.where(exact, place, new_lo), tl.where(exact, place, new_hi)
+    return new_lo, new_hi, tl.where(exact, TOPK, new_above)
+
+
+@triton.jit
+def _places(lo, hi):
+    """Three places between two bounds, which may be the same near the end; all above the lower one."""
+    span = hi - lo  # below 2^32, so int64
+    return lo + (span + 3) // 4, lo + (span + 1) // 2, lo + (3 * span + 3) // 4
+
+
+@triton.jit(do_not_specialize_on_alignment=["S"])
+def _select_kernel(
+    order_ptr,  # int32 [rows of the chunk, WIDTH]
+    chosen_ptr,  # int32 [T, TOPK]
+    query_start_ptr, seq_len_ptr, S,
+    FIRST: tl.constexpr,  # row of the step with which the chunk begins
+    WIDTH: tl.constexpr, TOPK: tl.constexpr,
+    HELD: tl.constexpr,  # numbers that are kept in registers
+    BLOCK: tl.constexpr,  # numbers that are read at once
+    BLOCK_S: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    gdc_wait_early(EMULATED)
+    row = FIRST + tl.program_id(0)
+    if row < tl.load(query_start_ptr + S):
+        s = sequence_of(query_start_ptr, row, S, BLOCK_S)
+        n = tl.load(seq_len_ptr + s) - tl.load(query_start_ptr + s + 1) + row + 1
+        order_ptr += tl.program_id(0).to(tl.int64) * WIDTH
+        chosen_ptr += row.to(tl.int64) * TOPK
+        i = tl.arange(0, BLOCK)
+        if n <= TOPK:
+            for base in range(0, TOPK, BLOCK):
+                at = base + i
+                tl.store(chosen_ptr + at, tl.where(at < n, at, -1), mask=at < TOPK)
+        else:
+            lo, hi, above = tl.full([], LEAST + 1, tl.int64), tl.full([], -LEAST - 1, tl.int64), 0
+            if n <= HELD:
+                h = tl.arange(0, HELD)
+                held = tl.load(order_ptr + h, mask=h < n, other=LEAST)
+                lo = tl.min(tl.where(h < n, held, 2147483647)).to(tl.int64)
+                hi = tl.max(held).to(tl.int64)
+                while lo < hi:
+                    first, second, third = _places(lo, hi)
+                    counts = _reaching(held, first.to(tl.int32), second.to(tl.int32), third.to(tl.int32))
+                    lo, hi, above = _next_bounds(lo, hi, above, counts, (first, second, third), TOPK)
+            else:
+                most, least = tl.full([BLOCK], LEAST, tl.int32), tl.full([BLOCK], 2147483647, tl.int32)
+                for base in range(0, n, BLOCK):
+                    known = base + i < n
+                    most = tl.maximum(most, tl.load(order_ptr + base + i, mask=known, other=LEAST))
+                    least = tl.minimum(least, tl.load(order_ptr + base + i, mask=known, other=2147483647))
+                lo, hi = tl.min(least).to(tl.int64), tl.max(most).to(tl.int64)
+                while lo < hi:
+                    first, second, third = _places(lo, hi)
+                    a, b, c = first.to(tl.int32), second.to(tl.int32), third.to(tl.int32)
+                    low = tl.zeros([BLOCK], tl.int32)
+                    middle = tl.zeros([BLOCK], tl.int32)
+                    high = tl.zeros([BLOCK], tl.int32)
+                    for base in range(0, n, BLOCK):
+                        numbers = tl.load(order_ptr + base + i, mask=base + i < n, other=LEAST)
+                        low += (numbers >= a).to(tl.int32)
+                        middle += (numbers >= b).to(tl.int32)
+                        high += (numbers >= c).to(tl.int32)
+                    counts = tl.reduce((low, middle, high), 0, _add)
+                    lo, hi, above = _next_bounds(lo, hi, above, counts, (first, second, third), TOPK)
+            bound = lo.to(tl.int32)
+            missing = TOPK - above  # of those that equal the bound the first ones
+            larger, equal = 0, 0
+            for base in range(0, n, BLOCK):
+                numbers = tl.load(order_ptr + base + i, mask=base + i < n, other=LEAST)
+                is_equal = (numbers == bound) & (base + i < n)
+                is_larger = numbers > bound
+                counted = is_larger.to(tl.int32) + (is_equal.to(tl.int32) << 16)
+                before = tl.cumsum(counted) - counted
+                equal_before = equal + (before >> 16)
+                place = larger + (before & 0xFFFF) + tl.minimum(equal_before, missing)
+                tl.store(chosen_ptr + place, base + i, mask=is_larger | (is_equal & (equal_before < missing)))
+                both = tl.sum(counted)
+                larger += both & 0xFFFF
+                equal += both >> 16
+
+
+def choose(
+    order: Tensor, chosen_TK: Tensor, paged: PagedKeys, first: int, rows: Any, *, held: int, block: int, warps: int
+) -> None:
+    """The best positions of the rows from ``first`` on, of their scores in ``order``.
+
+    rows: of ``order``, or fewer.
+    held: numbers that a program keeps in registers.
+    block: numbers that it reads at once, below 32,768.
+    """
+    _, _, query_start, seq_lens = paged
+    launch_triton(
+        _select_kernel, (rows,), order, chosen_TK, query_start, seq_lens, seq_lens.shape[0], FIRST=first,
+        WIDTH=order.shape[1], TOPK=chosen_TK.shape[1], HELD=held, BLOCK=block, BLOCK_S=128, num_warps=warps,
+        EMULATED=triton.knobs.runtime.interpret,
+    )  # fmt: skip
