@@ -2,6 +2,7 @@
 
 import importlib.util
 
+from graphllm.ops.attention.index_topk import cpu  # noqa: F401
 from graphllm.ops.attention.index_topk.op import index_state, index_topk
 from graphllm.ops.attention.index_topk.operands import IndexRows, PagedKeys
 

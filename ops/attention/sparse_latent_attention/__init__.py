@@ -2,6 +2,7 @@
 
 import importlib.util
 
+from graphllm.ops.attention.sparse_latent_attention import cpu  # noqa: F401
 from graphllm.ops.attention.sparse_latent_attention.op import sparse_latent_attention
 
 if importlib.util.find_spec("triton"):
