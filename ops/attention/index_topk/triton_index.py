@@ -39,13 +39,16 @@ def _configs(site: CallSite) -> list[Mapping[str, Any]]:
     few = site.bucket.kind == "decode"
     block_q = 1 if few else 32
     chunk = max(block_q, _MOST_SCORES // width // block_q * block_q)
-    shares = max(1, -(-4 * site.target.multiprocessors // rows)) if few else 32
-    held = min(power_of_2(width), 32768)
+    shares = max(1, 2 * site.target.multiprocessors // rows) if few else 32
+    held = min(power_of_2(width, 128), 32768 if few else 16384)
     return [
         {
             "chunk": min(chunk, -(-rows // block_q) * block_q), "chunks": -(-rows // chunk),
-            "scores": {"block_q": block_q, "block_n": 32 if wide else 128, "shares": shares, "warps": 4, "stages": 3},
-            "select": {"held": held, "block": min(4096, held), "warps": max(1, min(16, held // 1024))},
+            "scores": {
+                "block_q": block_q, "block_n": 32 if wide else 128 if few else 256, "shares": shares,
+                "warps": 4 if few or wide else 8, "stages": 3,
+            },
+            "select": {"held": held, "block": min(4096, held), "warps": max(1, min(16 if few else 8, held // 1024))},
         }
     ]  # fmt: skip
 

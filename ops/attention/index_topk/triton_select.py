@@ -29,9 +29,15 @@ def _add(a, b, c, x, y, z):
 
 @triton.jit
 def _reaching(numbers, first, second, third):
-    """How many numbers are at least each of three."""
-    counts = (numbers >= first).to(tl.int32), (numbers >= second).to(tl.int32), (numbers >= third).to(tl.int32)
-    return tl.reduce(counts, 0, _add)
+    """How many numbers [N, M] are at least each of three, by columns: 10 bits for each of the three counts."""
+    counts = (numbers >= first).to(tl.int32) + ((numbers >= second).to(tl.int32) << 10)
+    return tl.sum(counts + ((numbers >= third).to(tl.int32) << 20), axis=0)
+
+
+@triton.jit
+def _counts(columns):
+    """The three counts of all columns together."""
+    return tl.reduce((columns & 1023, (columns >> 10) & 1023, columns >> 20), 0, _add)
 
 
 @triton.jit
@@ -69,7 +75,8 @@ def _select_kernel(
     FIRST: tl.constexpr,  # row of the step with which the chunk begins
     WIDTH: tl.constexpr, TOPK: tl.constexpr,
     HELD: tl.constexpr,  # numbers that are kept in registers
-    BLOCK: tl.constexpr,  # numbers that are read at once
+    LANES: tl.constexpr,  # columns of numbers that a count goes through, below 1,024 numbers each
+    BLOCK: tl.constexpr,  # numbers that are written at once
     BLOCK_S: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     gdc_wait_early(EMULATED)
@@ -85,36 +92,32 @@ def _select_kernel(
                 at = base + i
                 tl.store(chosen_ptr + at, tl.where(at < n, at, -1), mask=at < TOPK)
         else:
-            lo, hi, above = tl.full([], LEAST + 1, tl.int64), tl.full([], -LEAST - 1, tl.int64), 0
             if n <= HELD:
-                h = tl.arange(0, HELD)
+                h = (tl.arange(0, HELD // LANES) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
                 held = tl.load(order_ptr + h, mask=h < n, other=LEAST)
-                lo = tl.min(tl.where(h < n, held, 2147483647)).to(tl.int64)
-                hi = tl.max(held).to(tl.int64)
+                lo = tl.min(tl.min(tl.where(h < n, held, 2147483647), axis=0)).to(tl.int64)
+                hi = tl.max(tl.max(held, axis=0)).to(tl.int64)
+                above = 0
                 while lo < hi:
                     first, second, third = _places(lo, hi)
-                    counts = _reaching(held, first.to(tl.int32), second.to(tl.int32), third.to(tl.int32))
+                    counts = _counts(_reaching(held, first.to(tl.int32), second.to(tl.int32), third.to(tl.int32)))
                     lo, hi, above = _next_bounds(lo, hi, above, counts, (first, second, third), TOPK)
             else:
-                most, least = tl.full([BLOCK], LEAST, tl.int32), tl.full([BLOCK], 2147483647, tl.int32)
-                for base in range(0, n, BLOCK):
-                    known = base + i < n
-                    most = tl.maximum(most, tl.load(order_ptr + base + i, mask=known, other=LEAST))
-                    least = tl.minimum(least, tl.load(order_ptr + base + i, mask=known, other=2147483647))
-                lo, hi = tl.min(least).to(tl.int64), tl.max(most).to(tl.int64)
+                g = (tl.arange(0, 4) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
+                most, least = tl.full([LANES], LEAST, tl.int32), tl.full([LANES], 2147483647, tl.int32)
+                for base in range(0, n, 4 * LANES):
+                    known = base + g < n
+                    numbers = tl.load(order_ptr + base + g, mask=known, other=LEAST)
+                    most = tl.maximum(most, tl.max(numbers, axis=0))
+                    least = tl.minimum(least, tl.min(tl.where(known, numbers, 2147483647), axis=0))
+                lo, hi, above = tl.min(least).to(tl.int64), tl.max(most).to(tl.int64), 0
                 while lo < hi:
                     first, second, third = _places(lo, hi)
                     a, b, c = first.to(tl.int32), second.to(tl.int32), third.to(tl.int32)
-                    low = tl.zeros([BLOCK], tl.int32)
-                    middle = tl.zeros([BLOCK], tl.int32)
-                    high = tl.zeros([BLOCK], tl.int32)
-                    for base in range(0, n, BLOCK):
-                        numbers = tl.load(order_ptr + base + i, mask=base + i < n, other=LEAST)
-                        low += (numbers >= a).to(tl.int32)
-                        middle += (numbers >= b).to(tl.int32)
-                        high += (numbers >= c).to(tl.int32)
-                    counts = tl.reduce((low, middle, high), 0, _add)
-                    lo, hi, above = _next_bounds(lo, hi, above, counts, (first, second, third), TOPK)
+                    columns = tl.zeros([LANES], tl.int32)
+                    for base in range(0, n, 4 * LANES):
+                        columns += _reaching(tl.load(order_ptr + base + g, mask=base + g < n, other=LEAST), a, b, c)
+                    lo, hi, above = _next_bounds(lo, hi, above, _counts(columns), (first, second, third), TOPK)
             bound = lo.to(tl.int32)
             missing = TOPK - above  # of those that equal the bound the first ones
             larger, equal = 0, 0
@@ -139,11 +142,12 @@ def choose(
 
     rows: of ``order``, or fewer.
     held: numbers that a program keeps in registers.
-    block: numbers that it reads at once, below 32,768.
+    block: numbers that it writes at once, below 32,768.
     """
     _, _, query_start, seq_lens = paged
     launch_triton(
         _select_kernel, (rows,), order, chosen_TK, query_start, seq_lens, seq_lens.shape[0], FIRST=first,
-        WIDTH=order.shape[1], TOPK=chosen_TK.shape[1], HELD=held, BLOCK=block, BLOCK_S=128, num_warps=warps,
+        WIDTH=order.shape[1], TOPK=chosen_TK.shape[1], HELD=held, LANES=128 * warps,
+        BLOCK=block, BLOCK_S=128, num_warps=warps,
         EMULATED=triton.knobs.runtime.interpret,
     )  # fmt: skip

@@ -112,7 +112,8 @@ def _values_kernel(
             for share in tl.static_range(SHARES):
                 at = cell + share * H
                 factor = tl.exp2(tl.load(lse_ptr + at, mask=known, other=0.0) - top) / total
-                found = tl.load(part_ptr + (at * L)[:, None] + (first + c)[None, :], mask=inside, other=0.0)
+                some = inside & (factor > 0)[:, None]  # a share without rows has no numbers
+                found = tl.load(part_ptr + (at * L)[:, None] + (first + c)[None, :], mask=some, other=0.0)
                 joined += found.to(tl.float32) * factor[:, None]
             means = joined.to(weights.dtype)
         acc = multiply(means, tl.trans(weights), acc, EMULATED)
