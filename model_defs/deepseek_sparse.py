@@ -16,7 +16,7 @@ from graphllm.config import ConfigError
 from graphllm.config.fields import MOST, raw, strings, whole
 from graphllm.ir import ForwardContext, StateSpec, Weight, register_model
 from graphllm.model_defs import deepseek, deepseek_moe, llama, mla
-from graphllm.model_defs.common import HF, LARGEST_HEAD, extended, layer_types_of
+from graphllm.model_defs.common import HF, LARGEST_HEAD, extended, layer_types_of, only
 from graphllm.ops.attention.index_topk import index_state, index_topk
 from graphllm.ops.attention.rope import rope
 from graphllm.ops.attention.sparse_latent_attention import sparse_latent_attention
@@ -75,6 +75,7 @@ def from_hf(hf: HF) -> Config:
     architecture = hf["architectures"][0]
     glm, hf = architecture == _GLM, _DEFAULTS[architecture] | dict(hf)
     attention = mla.from_hf(hf, interleaved=True)
+    only(hf, "indexer_rope_interleave", glm)
     if not attention.Q:
         raise ConfigError("config.json: q_lora_rank is null; the indexer makes its queries of that latent")
     E = whole(hf, "index_head_dim", 128, le=LARGEST_HEAD)
