@@ -16,6 +16,7 @@ from graphllm.ops.attention.index_topk.triton_select import choose
 from graphllm.ops.attention.paged_attention.triton_common import power_of_2
 
 _MOST_SCORES = 1 << 27  # of the scratch, 4 bytes each
+_MOST_TOKENS = 1 << 21  # that selecting counts
 
 
 def _problem(site: CallSite) -> str:
@@ -26,6 +27,8 @@ def _problem(site: CallSite) -> str:
         return f"block_size {P}: no kernel of index_topk for a GPU takes it; use a power of two from 16"
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or {k.dtype, cache.dtype} != {q.dtype}:
         return f"keys of {k.dtype} for queries of {q.dtype}: kernels of index_topk take one dtype of the usual three"
+    if site.args["block_table"].shape[1] * P >= _MOST_TOKENS:
+        return f"a context of {_MOST_TOKENS} tokens: kernels of index_topk take fewer; lower max_model_len"
     if weights.dtype != torch.float32:
         return f"weights of {weights.dtype}: kernels of index_topk take float32"
     return ""
@@ -39,13 +42,14 @@ def _configs(site: CallSite) -> list[Mapping[str, Any]]:
     few = site.bucket.kind == "decode"
     block_q = 1 if few else 32
     chunk = max(block_q, _MOST_SCORES // width // block_q * block_q)
-    shares = max(1, 2 * site.target.multiprocessors // rows) if few else 32
+    block_n = 32 if wide else 128 if few else 256
+    shares = min(max(1, 2 * site.target.multiprocessors // rows) if few else 32, -(-width // block_n))
     held = min(power_of_2(width, 128), 32768 if few else 16384)
     return [
         {
             "chunk": min(chunk, -(-rows // block_q) * block_q), "chunks": -(-rows // chunk),
             "scores": {
-                "block_q": block_q, "block_n": 32 if wide else 128 if few else 256, "shares": shares,
+                "block_q": block_q, "block_n": block_n, "shares": shares,
                 "warps": 4 if few or wide else 8, "stages": 3,
             },
             "select": {"held": held, "block": min(4096, held), "warps": max(1, min(16 if few else 8, held // 1024))},

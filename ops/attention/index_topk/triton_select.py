@@ -23,11 +23,6 @@ LEAST = tl.constexpr(-(1 << 31))
 
 
 @triton.jit
-def _add(a, b, c, x, y, z):
-    return a + x, b + y, c + z
-
-
-@triton.jit
 def _reaching(numbers, first, second, third):
     """How many numbers [N, M] are at least each of three, by columns: 10 bits for each of the three counts."""
     counts = (numbers >= first).to(tl.int32) + ((numbers >= second).to(tl.int32) << 10)
@@ -36,8 +31,10 @@ def _reaching(numbers, first, second, third):
 
 @triton.jit
 def _counts(columns):
-    """The three counts of all columns together."""
-    return tl.reduce((columns & 1023, (columns >> 10) & 1023, columns >> 20), 0, _add)
+    """The three counts of all columns together, each below 2^21."""
+    wide = columns.to(tl.int64)
+    total = tl.sum((wide & 1023) | (((wide >> 10) & 1023) << 21) | ((wide >> 20) << 42))
+    return (total & 0x1FFFFF).to(tl.int32), ((total >> 21) & 0x1FFFFF).to(tl.int32), (total >> 42).to(tl.int32)
 
 
 @triton.jit

@@ -93,7 +93,7 @@ CASES = (
     _case("decode_ragged", [(1, 1), (1, 7), (1, 8), (1, 9), (1, 100), (1, 333)], fused=True),
     _case("decode_empty", [(1, 65), (0, 0), (1, 5), (0, 0)], pad=2, more=3),
     _case("decode_nothing", [(0, 0)]),
-    _case("decode_many", [(1, 1500), (1, 40), (1, 700)], topk=100),
+    _case("decode_many", [(1, 1500), (1, 40), (1, 700)], topk=300),
     _case("decode_all", [(1, 90), (1, 64)], topk=128),
     _case("decode_odd", [(1, 50), (1, 129)], _ODD, 5),
     _case("decode_512", [(1, 1), (0, 0), (1, 64), (1, 333)], _512, 64, block_size=64, fused=True),

@@ -17,7 +17,7 @@ from graphllm.ops.attention.sparse_latent_attention.triton_around import to_late
 from graphllm.ops.attention.sparse_latent_attention.triton_chosen import attend_chosen
 
 Config = Mapping[str, Any]
-_MOST_SHARES = 16
+_MOST_SHARES, _LEAST_ROWS = 16, 64  # of a token's rows, and of a share
 
 
 def plan(site: CallSite) -> Config:
@@ -26,8 +26,8 @@ def plan(site: CallSite) -> Config:
     q, L, V = site.args["q_nope_THN"], site.args["latent_TL"].shape[1], site.args["v_up_HVL"].shape[1]
     rows, wide, H = max(1, site.rows("q_nope_THN")), q.dtype == torch.float32, q.shape[1]
     block_m = min(16 if wide else 64, power_of_2(H))
-    shares = 1
-    while 2 * shares * rows * -(-H // block_m) <= site.target.multiprocessors and shares < _MOST_SHARES:
+    shares, most = 1, min(_MOST_SHARES, site.args["chosen_TK"].shape[1] // _LEAST_ROWS)
+    while 2 * shares * rows * -(-H // block_m) <= site.target.multiprocessors and 2 * shares <= most:
         shares *= 2
     tokens = 16 if rows <= 16 else 32 if rows <= 32 or wide else 64
     narrow = block_m < 64 or site.args["latent_cache"].dtype == torch.float8_e4m3fn
