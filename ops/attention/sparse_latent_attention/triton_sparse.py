@@ -37,8 +37,11 @@ def plan(site: CallSite) -> Config:
             "block_m": block_m, "block_n": 16 if wide else 32 if narrow else 64, "warps": 4 if block_m < 64 else 8,
             "stages": 1 if wide else 3 if narrow else 2,
         },
-        "absorb": {"block_m": tokens, "block_l": min(64, power_of_2(L))},
-        "values": {"block_m": tokens, "block_v": min(64, power_of_2(V)), "block_l": min(64, power_of_2(L))},
+        "absorb": {"block_m": tokens, "block_l": min(64 if wide else 128, power_of_2(L))},
+        "values": {
+            "block_m": tokens, "block_v": min(64 if wide else 128, power_of_2(V)),
+            "block_l": min(128 if tokens <= 32 and not wide else 64, power_of_2(L)),
+        },
     }  # fmt: skip
 
 
