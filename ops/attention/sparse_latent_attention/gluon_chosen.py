@@ -84,7 +84,7 @@ def _bring_rows(
         for half in gl.static_range(2):
             mbarrier.wait(free.index(stage * 2 + half), ((n // STAGES) & 1) ^ 1)
             for part in gl.static_range(TILE // SOME):
-                slot = slots[part]
+                slot = slots[part]  # type: ignore[var-annotated]
                 at = (slot // P).to(gl.int64) * CACHE_BLOCK + (slot % P) * CACHE_POS
                 to = latents.index(stage * 2 + half).slice(part * SOME, SOME, dim=0)
                 _copy(to, cache_ptr + at[:, None] + (half * HALF + e)[None, :])
