@@ -15,7 +15,7 @@ from graphllm.config.fields import switch, whole
 from graphllm.ir import ForwardContext, StateSpec, Weight
 from graphllm.model_defs.common import HF, LARGEST_HEAD
 from graphllm.model_defs.llama import LAYER
-from graphllm.ops.attention.latent_attention import latent_attention, latent_state
+from graphllm.ops.attention.latent_attention import LatentRows, latent_attention, latent_state
 from graphllm.ops.attention.rope import rope
 from graphllm.ops.attention.rope_table.frequencies import softmax_factor
 from graphllm.ops.gemm.linear import linear
@@ -117,17 +117,21 @@ def states(a: Attention) -> tuple[StateSpec, ...]:
     return (latent_state(a.L, a.R),)
 
 
-def attend(a: Attention, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) -> Tensor:
-    """The attention of a layer, from normalized rows to what is added to the stream."""
+def project(a: Attention, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) -> tuple[Tensor, LatentRows]:
+    """Of normalized rows what queries are made of, and what attention takes."""
     merged = linear(h_TD, w.q_kv, getattr(w, "q_kv_bias", None))
     q, latent_TL, k_rope_TR = merged.split((a.Q or a.query_rows, a.L, a.R), 1)
+    source = rms_norm(q, w.q_norm, _EPS) if a.Q else h_TD
     if a.Q:
-        q = linear(rms_norm(q, w.q_norm, _EPS), w.q_b)
+        q = linear(source, w.q_b)
     q_nope_THN, q_rope_THR = q.unflatten(1, (a.H, a.N + a.R)).split((a.N, a.R), 2)
     q_rope_THR = rope(q_rope_THR, *ctx.shared, interleaved=a.interleaved)
     k_rope_TR = rope(k_rope_TR.unsqueeze(1), *ctx.shared, interleaved=a.interleaved).squeeze(1)
-    latent_TL = rms_norm(latent_TL, w.kv_norm, _EPS)
-    out_THV = latent_attention(
-        q_nope_THN, q_rope_THR, latent_TL, k_rope_TR, w.k_up, w.v_up, ctx.state.latent, *ctx.attn, scale=a.scale
-    )
+    return source, LatentRows(q_nope_THN, q_rope_THR, rms_norm(latent_TL, w.kv_norm, _EPS), k_rope_TR)
+
+
+def attend(a: Attention, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) -> Tensor:
+    """The attention of a layer, from normalized rows to what is added to the stream."""
+    _, rows = project(a, w, h_TD, ctx)
+    out_THV = latent_attention(*rows, w.k_up, w.v_up, ctx.state.latent, *ctx.attn, scale=a.scale)
     return linear(out_THV.flatten(1), w.o, getattr(w, "o_bias", None))

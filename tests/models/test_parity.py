@@ -88,6 +88,8 @@ LATENTS = LLAMA | {
     "v_head_dim": 20,
 }  # fmt: skip
 MLA = LATENTS | ROUTED
+# Few heads would often leave scores of zero, of which transformers takes any.
+INDEXED = MLA | {"index_topk": 8, "index_n_heads": 24, "index_head_dim": 20}
 SHORT, LONG = [1.0 + 0.02 * i for i in range(8)], [1.5 + 0.4 * i for i in range(8)]
 GROWN = 10000.0 * (8 * 512 / 100 - 7) ** (16 / 14)  # the base of dynamic NTK for 512 tokens and a factor of 8
 MIXED = ["sliding_attention", "full_attention"]
@@ -212,6 +214,14 @@ ARCHS = (
     Arch("deepseek_v3_halves", "DeepseekV3",
          MLA | {"rope_interleave": False, "attention_bias": True, "norm_topk_prob": False, "n_group": 1,
                 "topk_group": 1, "tie_word_embeddings": True}),
+    Arch("deepseek_v32", "DeepseekV32", INDEXED),
+    Arch("deepseek_v32_odd", "DeepseekV32",
+         INDEXED | _rope("yarn", factor=4.0, original_max_position_embeddings=128, mscale=1.0, mscale_all_dim=1.0)
+         | {"index_topk": 5, "index_n_heads": 21, "index_head_dim": 12, "attention_bias": True, "n_group": 1,
+            "topk_group": 1, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    Arch("glm_moe_dsa", "GlmMoeDsa", INDEXED | {"n_group": 1, "topk_group": 1}),
+    Arch("glm_moe_dsa_shared", "GlmMoeDsa",
+         INDEXED | {"num_hidden_layers": 5, "indexer_types": ["full", "full", "shared", "full", "shared"]}),
     Arch("glm4_moe_lite", "Glm4MoeLite",
          MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
     Arch("youtu", "Youtu", LATENTS | {"tie_word_embeddings": True}),
@@ -280,7 +290,10 @@ RECURRENT = {
     "mamba", "falcon_mamba", "jamba", "olmo_hybrid", "mamba2", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
     "qwen3_next", "qwen3_5",
 }  # fmt: skip
-CHUNKED = {"gpt_oss", "deepseek_v3", "mamba", "jamba", "mamba2", "lfm2", "falcon_h1", "qwen3_next"}
+CHUNKED = {
+    "gpt_oss", "deepseek_v3", "deepseek_v32", "glm_moe_dsa_shared", "mamba", "jamba", "mamba2", "lfm2", "falcon_h1",
+    "qwen3_next",
+}  # fmt: skip
 CLASSES = {
     "GPT2": "GPT2LMHeadModel",
     "Gemma3Text": "Gemma3ForCausalLM",
@@ -335,7 +348,7 @@ EACH = {
     "gemma2", "gemma3", "phi3_longrope", "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "olmoe", "granite",
     "granite_moe", "phimoe_longrope", "gpt_oss", "qwen3_next", "qwen3_5", "gpt2", "opt", "mamba", "falcon_mamba",
     "jamba", "olmo_hybrid", "mamba2", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
-    "zamba2", "deepseek_v2_lite", "deepseek_v3", "minicpm3", "glm4_moe",
+    "zamba2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "glm_moe_dsa_shared", "minicpm3", "glm4_moe",
 }  # fmt: skip
 
 

@@ -43,6 +43,7 @@ DEEPSEEK: dict[str, Any] = {
     "qk_rope_head_dim": 8, "v_head_dim": 40, "first_k_dense_replace": 1, "moe_intermediate_size": 64,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
 }  # fmt: skip
+INDEXED = DEEPSEEK | {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 32}
 ARCHS = {
     "qwen3_next": parity.Arch("qwen3_next", "Qwen3Next", BASE | DELTA),
     "qwen3_5": parity.Arch("qwen3_5", "Qwen3_5Text", BASE | DELTA),
@@ -50,10 +51,11 @@ ARCHS = {
     "lfm2": parity.Arch("lfm2", "Lfm2", BASE | LFM2),
     "nemotron_h": parity.Arch("nemotron_h_moe", "NemotronH", BASE | NEMOTRON),
     "deepseek_v3": parity.Arch("deepseek_v3", "DeepseekV3", BASE | DEEPSEEK),
+    "deepseek_v32": parity.Arch("deepseek_v32", "DeepseekV32", BASE | INDEXED),
 }
 # Parts of names that quantizers leave as they are.
 PLAIN_ONLINE = ("conv1d", "conv.conv", "embed", "gate.weight", "kv_b_proj")
-PLAIN = ("lm_head", "embed", "gate.weight", "shared_expert_gate", "norm", "in_proj_b", "in_proj_a")
+PLAIN = ("lm_head", "embed", "gate.weight", "shared_expert_gate", "norm", "in_proj_b", "in_proj_a", "weights_proj")
 
 
 def _write(arch: parity.Arch, kind: str, folder: Path) -> tuple[Path, Any]:
@@ -100,6 +102,7 @@ KEPT = {
     "lfm2": {"in_proj", "out_proj", "qkv", "o", "gate_up", "down"},
     "nemotron_h": {"in_proj", "out_proj", "qkv", "o", "up", "down", "expert_up", "expert_down"},
     "deepseek_v3": {"q_kv", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down"},
+    "deepseek_v32": {"q_kv", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down", "index_q", "index_k"},
 }
 
 

@@ -1,4 +1,4 @@
-"""Families with recurrent layers, and one with a cache of latents, through `LLM`, beside transformers: greedy tokens
+"""Families with recurrent layers, and two with caches of latents, through `LLM`, beside transformers: greedy tokens
 and the chance of each, where requests share slots, steps and prefixes."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.models import test_parity as parity
 from tests.tiers import ON_GPU
 
 V, N_TOKENS, CACHE = parity.V, 12, 8 << 20
-NAMES = ("mamba2", "granite_hybrid", "deepseek_v3")
+NAMES = ("mamba2", "granite_hybrid", "deepseek_v3", "glm_moe_dsa_shared")
 
 
 @torch.no_grad()

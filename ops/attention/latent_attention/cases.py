@@ -20,7 +20,7 @@ _REASON = (
 _SMALL = (4, 32, 16, 64, 32)  # H, N, R, L, V
 
 
-def _drawn(make: Maker, blocks: int, block_size: int, L: int, R: int, dtype: str) -> torch.Tensor:
+def drawn_cache(make: Maker, blocks: int, block_size: int, L: int, R: int, dtype: str) -> torch.Tensor:
     """A cache with tokens everywhere."""
     if not dtype:
         return make.normal(blocks, block_size, L + R)
@@ -31,7 +31,7 @@ def _drawn(make: Maker, blocks: int, block_size: int, L: int, R: int, dtype: str
     return latent_cache
 
 
-def _numbers(name: str, latent_cache: torch.Tensor, args: Mapping[str, Any]) -> torch.Tensor:
+def numbers(name: str, latent_cache: torch.Tensor, args: Mapping[str, Any]) -> torch.Tensor:
     """What the entries of a cache stand for."""
     blocks = torch.arange(latent_cache.shape[0], device=latent_cache.device)
     return torch.cat(load(latent_cache, blocks, args["latent_TL"].shape[1], torch.float64), 1)
@@ -75,12 +75,12 @@ def _case(
         return {
             "q_nope_THN": q_nope, "q_rope_THR": q_rope, "latent_TL": latents, "k_rope_TR": k_rope,
             "k_up_HNL": make.normal(H, N, L, scale=L**-0.5), "v_up_HVL": make.normal(H, V, L, scale=L**-0.5),
-            "latent_cache": _drawn(make, total, block_size, L, R, cache), **where,
+            "latent_cache": drawn_cache(make, total, block_size, L, R, cache), **where,
             "scale": (N + R) ** -0.5, "ancestors_T": tree_bits(make, sequences, tree, pad),
         }  # fmt: skip
 
     bucket = Bucket(kind, rows, rows, queries)  # type: ignore[arg-type]
-    return Case(name, inputs, _TOLERANCE, _REASON, bucket, size, owned_rows, _numbers)
+    return Case(name, inputs, _TOLERANCE, _REASON, bucket, size, owned_rows, numbers)
 
 
 _FP8: dict[str, Any] = {"cache": "float8_e4m3fn"}

@@ -216,6 +216,7 @@ class LatentBatch {
   }
 
   void write(Range rows) const {
+    if (!a_.latent) return;  // the cache holds them already
     static thread_local Scratch scratch;
     T* row = scratch.get<T>(width());
     for (i64 s = 0; s < a_.S; s++)

@@ -1,0 +1,67 @@
+"""sparse_latent_attention on the CPU: the kernel of latent_attention in latent space, over tables of chosen tokens.
+
+bfloat16 or float32, with a cache of the same or of 8 bits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from graphllm.ir.op import CallSite, by_site, each_alone
+from graphllm.ops.attention.cpu_kernels import kernels_of
+from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
+from graphllm.ops.attention.sparse_latent_attention.op import sparse_latent_attention
+
+_SCHEMA = (
+    "(Tensor q_nope, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor k_up, Tensor v_up, Tensor(a!) latent_cache,"
+    " Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor chosen, Tensor(b!) out, SymInt T, SymInt S,"
+    " SymInt H, SymInt N, SymInt R, SymInt L, SymInt V, SymInt P, SymInt topk, SymInt nope_token, SymInt nope_head,"
+    " SymInt rope_token, SymInt rope_head, SymInt latent_token, SymInt k_rope_token, SymInt k_up_head, SymInt k_up_row,"
+    " SymInt v_up_head, SymInt v_up_row, SymInt cache_block, SymInt cache_slot, SymInt table_stride, SymInt chosen_row,"
+    " float scale, bool invariant) -> ()"
+)
+_kernels = kernels_of("sparse_latent_attention", _SCHEMA, Path(__file__).parent)
+
+
+def _supports(site: CallSite) -> bool:
+    rows = (*site.struct(LatentRows), *site.struct(UpProjections))
+    cache, *tables = (*site.struct(PagedLatents), site.args["chosen_TK"])
+    return (
+        (rows[0].dtype, cache.dtype) in _kernels
+        and all(t.dtype == rows[0].dtype for t in rows)
+        and all(t.dtype == torch.int32 for t in tables)
+        and all(t.stride(-1) == 1 for t in (*rows, cache, *tables))
+    )
+
+
+def _remedy(site: CallSite) -> str:
+    dtype = str(site.args["latent_TL"].dtype).removeprefix("torch.")
+    return f"dtype {dtype}: no attention over latents for a CPU takes it; use bfloat16 or float32"
+
+
+@sparse_latent_attention.impl(
+    "cpu", device="cpu", supports=_supports, configs=by_site, row_order=each_alone, remedy=_remedy
+)
+def cpu_sparse_latent_attention(
+    rows: LatentRows, up: UpProjections, paged: PagedLatents, chosen_TK: Tensor, scale: float, *,
+    invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    """Online softmax over chunks of the chosen tokens, of queries in latent space.
+
+    With AMX or AVX-512, products are of bfloat16, and weights of the softmax and numbers of a cache in 8 bits are
+    rounded to it.
+    """
+    (q_nope_THN, q_rope_THR, latent_TL, k_rope_TR), (k_up_HNL, v_up_HVL) = rows, up
+    (T, H, N), R, L, V = q_nope_THN.shape, q_rope_THR.shape[2], latent_TL.shape[1], v_up_HVL.shape[1]
+    cache, block_table = paged.latent_cache, paged.block_table
+    out_THV = q_nope_THN.new_empty(T, H, V)
+    _kernels[latent_TL.dtype, cache.dtype](
+        *(*rows, *up, *paged, chosen_TK, out_THV, T, paged.seq_lens.shape[0], H, N, R, L, V, cache.shape[1]),
+        *(chosen_TK.shape[1], *q_nope_THN.stride()[:2], *q_rope_THR.stride()[:2]),
+        *(latent_TL.stride(0), k_rope_TR.stride(0), *k_up_HNL.stride()[:2], *v_up_HVL.stride()[:2]),
+        *(*cache.stride()[:2], block_table.stride(0), chosen_TK.stride(0), scale, invariant),
+    )
+    return out_THV
