@@ -1,0 +1,153 @@
+"""MTP layers of DeepSeek-V3's kind and of GLM-4.5's as drafts, in every step of an engine, against transformers' layers
+put together as published checkpoints name their parts; and the text, which drafts must not change: over a cache of
+latents, too, by runs and by trees."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from graphllm.config import ConfigError
+from graphllm.config.token_tree import token_tree
+from graphllm.loading.checkpoint.source import open_source
+from graphllm.program.artifact import Artifact
+from tests.engine.drafts import test_draft_models as drafts
+from tests.engine.drafts.test_draft_models import DRAFTS, LEN, TREE, D, Known, Method, Ranked, V, check_with_few_blocks
+from tests.engine.drafts.test_mtp_of_hybrids import _drawn, _open, _texts
+from tests.tiers import thorough
+
+LAYERS = 2
+SIZES: dict[str, Any] = {
+    "vocab_size": V, "hidden_size": D, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "max_position_embeddings": LEN, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    "first_k_dense_replace": 1, "moe_intermediate_size": 20, "n_routed_experts": 6, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.3, "tie_word_embeddings": False,
+}  # fmt: skip
+LATENTS = {
+    "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": ("DeepseekV3", LATENTS),
+    "glm4_moe": ("Glm4Moe", {"num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe_lite": ("Glm4MoeLite", LATENTS | {"n_group": 1, "mlp_layer_types": ["dense", "sparse"]}),
+}
+
+
+def _config(family: str, **fields: Any) -> Any:
+    name, own = FAMILIES[family]
+    return getattr(transformers, f"{name}Config")(**SIZES | own | fields, attn_implementation="eager")
+
+
+class Mtp:
+    """The parts of an MTP layer: transformers' layer with experts and its last norm, as a model of one layer. own:
+    whether it has another embedding and another head than the model."""
+
+    def __init__(self, family: str, own: bool = False) -> None:
+        fields = {"mlp_layer_types": ["sparse"]} if "mlp_layer_types" in FAMILIES[family][1] else {}
+        one = _config(family, num_hidden_layers=1, first_k_dense_replace=0, **fields)
+        self.layer = _drawn(getattr(transformers, f"{FAMILIES[family][0]}Model")(one), 7)
+        draw = torch.Generator().manual_seed(8)
+        for name, buffer in self.layer.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn(buffer.shape, generator=draw))
+        self.joint = torch.cat([torch.eye(D), 0.2 * torch.randn(D, D, generator=draw)], 1)
+        self.norms = {n: 1 + 0.2 * torch.randn(D, generator=draw) for n in ("enorm", "hnorm")}
+        self.tables = {n: torch.randn(V, D, generator=draw) for n in ("embed_tokens", "shared_head.head")} if own else {}
+        self.eps = one.rms_norm_eps
+
+    def tensors(self, model: Any, stacked: bool) -> dict[str, Tensor]:
+        """As checkpoints have them: also the model's embedding and head. stacked: matrices of experts as one tensor."""
+        start = f"model.layers.{LAYERS}."
+        found = {f"{start}{n}.weight": w for n, w in self.norms.items()} | {f"{start}eh_proj.weight": self.joint}
+        copies = {"embed_tokens": model.model.embed_tokens.weight, "shared_head.head": model.lm_head.weight}
+        found |= {f"{start}{n}.weight": w.clone() for n, w in (copies | self.tables).items()}
+        found[f"{start}shared_head.norm.weight"] = self.layer.norm.weight
+        for name, p in self.layer.state_dict().items():
+            kind, inner = name.rpartition(".")[2], name.removeprefix("layers.0.")
+            if inner == name:
+                continue
+            if stacked or kind not in ("gate_up_proj", "down_proj"):
+                found[start + inner] = p
+                continue
+            parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+            for n, matrix in enumerate(p):
+                of = f"{start}{inner.removesuffix(kind)}{n}."
+                rows = matrix.chunk(len(parts))
+                found |= {f"{of}{part}.weight": m for part, m in zip(parts, rows, strict=True)}
+        return {n: t.contiguous() for n, t in found.items()}
+
+    def run(self, tokens: Tensor, rows: Tensor) -> Tensor:
+        """Hidden states [T, D] of the embeddings of next tokens and of the model's hidden states."""
+
+        def normed(x: Tensor, weight: Tensor) -> Tensor:
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * weight
+
+        joined = torch.cat([normed(tokens, self.norms["enorm"]), normed(rows, self.norms["hnorm"])], -1) @ self.joint.T
+        return self.layer(inputs_embeds=joined[None], use_cache=False).last_hidden_state[0]
+
+
+def _method(mtp: Mtp) -> Method:
+    def run_of(model: Any) -> drafts.Run:
+        tokens = mtp.tables.get("embed_tokens", model.model.embed_tokens.weight)
+        head = mtp.tables.get("shared_head.head", model.lm_head.weight)
+
+        def run(ids: list[int], rows: Tensor) -> tuple[Tensor, Ranked]:
+            x = mtp.run(tokens[ids], rows)
+            return x, drafts.ranked(head @ x[-1])
+
+        return run
+
+    def drafted(model: Any, known: Known, count: int) -> list[int]:
+        return drafts._again(known, count, known.last, run_of(model))
+
+    def behind(model: Any, known: Known, path: Any) -> Ranked:
+        return drafts._behind(known, path, known.last, run_of(model))
+
+    return Method("mtp", {}, {}, drafted, None, behind)
+
+
+def _model(family: str) -> Any:
+    """Random, and mostly one circle of all tokens, so that the MTP layer is often right."""
+    torch.manual_seed(3)
+    model = _drawn(getattr(transformers, f"{FAMILIES[family][0]}ForCausalLM")(_config(family)), 5)
+    model.model.embed_tokens.weight.normal_().mul_(3)
+    model.lm_head.weight[torch.randperm(V).roll(1)] = model.model.embed_tokens.weight / 3
+    return model
+
+
+def _save(model: Any, mtp: Mtp, folder: Path, **fields: Any) -> Path:
+    """With the MTP layer's tensors, which transformers neither reads nor writes."""
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    stored = load_file(file)
+    stacked = any(name.endswith("experts.gate_up_proj") for name in stored)
+    save_file({**stored, **mtp.tensors(model, stacked)}, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1} | fields))
+    return folder
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", thorough("glm4_moe_lite")])
+@torch.no_grad()
+def test_drafts(family: str, tmp_path: Path) -> None:
+    """Prompts in chunks, of many at once, over the ends of blocks, in slots used again; those that begin alike are
+    found in the prefix cache. Drafts are rejected at each place. Then the text alone, with too few blocks."""
+    model, mtp = _model(family), Mtp(family)
+    opened = _open(_save(model, mtp, tmp_path / "model"), _method(mtp))
+    texts = _texts(model, (40, 31, 8, 39, 16, 52, 1))
+    assert drafts._run(opened, model, texts) > 20
+    assert drafts._run(opened, model, texts[3:] + texts[:2]) > 10
+    stats = opened.core.stats()
+    assert stats.prefix_hits > 0
+    print(stats.drafts, stats.draft_tokens, stats.accepted_tokens)
+    opened.core.close()
+    check_with_few_blocks(opened, texts)
