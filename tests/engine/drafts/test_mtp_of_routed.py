@@ -5,7 +5,6 @@ latents, too, by runs and by trees."""
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from torch import Tensor
 from graphllm.config import ConfigError
 from graphllm.config.token_tree import token_tree
 from graphllm.loading.checkpoint.source import open_source
-from graphllm.program.artifact import Artifact
+from tests.artifacts import LIMITS, artifact_of
 from tests.engine.drafts import test_draft_models as drafts
 from tests.engine.drafts.test_draft_models import DRAFTS, LEN, TREE, D, Known, Method, Ranked, V, check_with_few_blocks
 from tests.engine.drafts.test_mtp_of_hybrids import _drawn, _open, _texts
-from tests.tiers import thorough
+from tests.engine.harness import GREEDY, finish, open_core, request
+from tests.tiers import both_tiers, thorough
 
 LAYERS = 2
 SIZES: dict[str, Any] = {
@@ -136,7 +136,13 @@ def _save(model: Any, mtp: Mtp, folder: Path, **fields: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", thorough("glm4_moe_lite")])
+def _rejected(stats: Any) -> list[int]:
+    """How many drafts of each place were the first wrong ones."""
+    kept = [stats.drafts, *stats.accepted_tokens]
+    return [before - after for before, after in zip(kept, kept[1:], strict=False)]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", thorough("glm4_moe"), thorough("glm4_moe_lite")])
 @torch.no_grad()
 def test_drafts(family: str, tmp_path: Path) -> None:
     """Prompts in chunks, of many at once, over the ends of blocks, in slots used again; those that begin alike are
@@ -148,6 +154,84 @@ def test_drafts(family: str, tmp_path: Path) -> None:
     assert drafts._run(opened, model, texts[3:] + texts[:2]) > 10
     stats = opened.core.stats()
     assert stats.prefix_hits > 0
-    print(stats.drafts, stats.draft_tokens, stats.accepted_tokens)
+    assert min(_rejected(stats)) > 0 < stats.accepted_tokens[-1]
     opened.core.close()
     check_with_few_blocks(opened, texts)
+
+
+@torch.no_grad()
+def test_own_tables(tmp_path: Path) -> None:
+    """The layer's embedding and head are those of the checkpoint, but for copies of the model's."""
+    model = _model("deepseek_v3")
+    for own in (False, True):
+        mtp = Mtp("deepseek_v3", own)
+        folder = _save(model, mtp, tmp_path / str(own))
+        found = open_source(folder, draft=folder, method="mtp").checkpoint
+        assert found is not None
+        assert {f"draft:mtp.{n}.weight" in found.tensors for n in ("embed_tokens", "lm_head")} == {own}
+    opened = _open(folder, _method(mtp))
+    assert drafts._run(opened, model, _texts(model, (9, 20))) > 5
+    opened.core.close()
+
+
+@torch.no_grad()
+def test_checkpoints_without_one_such_layer(tmp_path: Path) -> None:
+    model, mtp = _model("glm4_moe"), Mtp("glm4_moe")
+    for count in (0, 2):
+        folder = _save(model, mtp, tmp_path / str(count), num_nextn_predict_layers=count)
+        with pytest.raises(ConfigError, match=f"num_nextn_predict_layers is {count}; MTP needs a checkpoint with one"):
+            _open(folder, _method(mtp))
+
+
+GROWING = str({"top_k": 2, "depth": 3, "drafts": 5})
+
+
+@pytest.mark.parametrize(
+    ("family", "tree", "backend"),
+    [
+        ("deepseek_v3", GROWING, "eager"),
+        *(thorough(family, TREE, "eager") for family in ("deepseek_v3", "glm4_moe")),
+        pytest.param("deepseek_v3", TREE, "inductor", marks=pytest.mark.slow),
+    ],
+)
+@torch.no_grad()
+def test_trees(family: str, tree: str, backend: str, tmp_path: Path) -> None:
+    """Every node's draft, whatever was kept before; and the text, with prefixes found in the cache and with too few
+    blocks."""
+    model, mtp = _model(family), Mtp(family)
+    fields = {"speculative_token_tree": tree, "num_speculative_tokens": 0, "backend": backend}
+    opened = _open(_save(model, mtp, tmp_path / "model"), _method(mtp), **fields)
+    texts = _texts(model, (40, 31, 8, 39, 16, 52, 1) if both_tiers() else (31, 8, 33))
+    assert drafts._run(opened, model, texts, token_tree(tree)) > 5
+    assert drafts._run(opened, model, texts[1:] + texts[:1], token_tree(tree)) > 5
+    stats = opened.core.stats()
+    assert stats.prefix_hits > 0
+    assert min(_rejected(stats)) > 0 < stats.accepted_tokens[-1]
+    opened.core.close()
+    check_with_few_blocks(opened, texts, 10)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.thorough
+@torch.no_grad()
+def test_latents_in_8_bits(dtype: str, tree: str | None, tmp_path: Path) -> None:
+    """The text is that of the same cache without drafts."""
+    model, mtp = _model("deepseek_v3"), Mtp("deepseek_v3")
+    folder = _save(model, mtp, tmp_path / "model")
+    texts = _texts(model, (40, 31, 8, 39))
+    params = GREEDY.__class__(temperature=0.0, max_tokens=24, ignore_eos=True)
+    said = []
+    for fields in ({"num_speculative_tokens": 0}, {"speculative_token_tree": tree} if tree else {}):
+        drafter = None if "num_speculative_tokens" in fields else folder
+        place = artifact_of(
+            open_source(folder, draft=drafter, method=drafter and "mtp"), backend="eager", dtype="float32",
+            kv_cache_dtype=dtype, **LIMITS, **({"num_speculative_tokens": 0 if tree else DRAFTS} | fields)
+        )  # fmt: skip
+        core = open_core(folder, place, 150, draft=drafter)
+        found = finish(core, [request(str(i), t.prompt, params) for i, t in enumerate(texts)])
+        said.append([found[str(i)].tokens for i in range(len(texts))])
+        if drafter:
+            assert sum(core.stats().accepted_tokens) > 5
+        core.close()
+    assert said[0] == said[1]
