@@ -33,22 +33,16 @@ _ONE_LAYER: dict[str, Any] = {
 class Config:
     """block: of the layer, as of a model with no other one.
 
+    V: tokens of the vocabulary.
+    max_len: positions that the checkpoint was made for.
     own_tokens, own_head: whether the embedding and the head are other ones than the model's.
     """
 
     block: deepseek_moe.Config
+    V: int
+    max_len: int
     own_tokens: bool
     own_head: bool
-
-    @property
-    def V(self) -> int:
-        """Tokens of the vocabulary."""
-        return self.block.V
-
-    @property
-    def max_len(self) -> int:
-        """Positions that the checkpoint was made for."""
-        return self.block.max_len
 
 
 def of_family(family: Model, name: str) -> Model:
@@ -60,8 +54,8 @@ def of_family(family: Model, name: str) -> Model:
             raise ConfigError(
                 f"config.json: num_nextn_predict_layers is {count}; MTP needs a checkpoint with one such layer"
             )
-        stored = strings(hf, "tensors")
-        return Config(family.config({**hf, **_ONE_LAYER}), _TOKENS in stored, _HEAD in stored)
+        block, stored = family.config({**hf, **_ONE_LAYER}), strings(hf, "tensors")
+        return Config(block, block.V, block.max_len, _TOKENS in stored, _HEAD in stored)
 
     def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
         D = c.block.D

@@ -30,10 +30,7 @@ def whole(site: CallSite) -> bool:
         if stride != dense:
             return False
         dense *= size
-    return (
-        all(t.dtype == torch.int32 and t.stride(-1) == 1 for t in tables)
-        and site.args["path_SD"].is_contiguous()
-    )
+    return all(t.dtype == torch.int32 and t.stride(-1) == 1 for t in tables) and site.args["path_SD"].is_contiguous()
 
 
 @keep_path.impl("cpu", device="cpu", supports=whole)

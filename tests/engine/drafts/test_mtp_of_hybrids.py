@@ -170,7 +170,8 @@ def check_drafts(family: str, at: Path, pages: int = 10, **fields: Any) -> None:
     stats = opened.core.stats()
     assert stats.prefix_hits > 0
     kept = [stats.drafts, *stats.accepted_tokens]
-    assert all(before > after for before, after in itertools.pairwise(kept)) and kept[-1] > 0
+    assert all(before > after for before, after in itertools.pairwise(kept))
+    assert kept[-1] > 0
     opened.core.close()
     drafts.check_with_few_blocks(opened, texts, pages)
 

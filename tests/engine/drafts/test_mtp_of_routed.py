@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from graphllm import LLM, SamplingParams
 from graphllm.config import ConfigError
 from graphllm.config.token_tree import token_tree
 from graphllm.loading.checkpoint.source import open_source
 from tests.artifacts import LIMITS, artifact_of
 from tests.engine.drafts import test_draft_models as drafts
-from tests.engine.drafts.test_draft_models import DRAFTS, LEN, TREE, D, Known, Method, Ranked, V, check_with_few_blocks
+from tests.engine.drafts.test_draft_models import COUNT, DRAFTS, LEN, TREE, D, Known, Method, Ranked, V
 from tests.engine.drafts.test_mtp_of_hybrids import _drawn, _open, _texts
-from tests.engine.harness import GREEDY, finish, open_core, request
+from tests.engine.harness import GREEDY, finish, open_core, request, verify_all_drafts
 from tests.tiers import both_tiers, thorough
+from tests.weights.quantized import FORMATS
 
 LAYERS = 2
 SIZES: dict[str, Any] = {
@@ -62,7 +65,8 @@ class Mtp:
                 buffer.add_(0.1 * torch.randn(buffer.shape, generator=draw))
         self.joint = torch.cat([torch.eye(D), 0.2 * torch.randn(D, D, generator=draw)], 1)
         self.norms = {n: 1 + 0.2 * torch.randn(D, generator=draw) for n in ("enorm", "hnorm")}
-        self.tables = {n: torch.randn(V, D, generator=draw) for n in ("embed_tokens", "shared_head.head")} if own else {}
+        tables = ("embed_tokens", "shared_head.head") if own else ()
+        self.tables = {n: torch.randn(V, D, generator=draw) for n in tables}
         self.eps = one.rms_norm_eps
 
     def tensors(self, model: Any, stacked: bool) -> dict[str, Tensor]:
@@ -125,13 +129,22 @@ def _model(family: str) -> Any:
     return model
 
 
-def _save(model: Any, mtp: Mtp, folder: Path, **fields: Any) -> Path:
-    """With the MTP layer's tensors, which transformers neither reads nor writes."""
+def _save(model: Any, mtp: Mtp, folder: Path, fp8: bool = False, **fields: Any) -> Path:
+    """With the MTP layer's tensors, which transformers neither reads nor writes. fp8: its linear layers as DeepSeek-V3
+    has them, in float8 by blocks; the layer then has these numbers."""
     model.save_pretrained(folder)
     file = folder / "model.safetensors"
     stored = load_file(file)
-    stacked = any(name.endswith("experts.gate_up_proj") for name in stored)
-    save_file({**stored, **mtp.tensors(model, stacked)}, file, {"format": "pt"})
+    further = mtp.tensors(model, any(name.endswith("experts.gate_up_proj") for name in stored))
+    if fp8:
+        blocks = FORMATS["fp8 blocks"]
+        for name in [n for n in further if re.search(r"_proj\w*\.weight", n) and not n.endswith("eh_proj.weight")]:
+            matrix = further.pop(name)  # a view of the layer's
+            parts, numbers = blocks.encode(matrix)
+            matrix.copy_(numbers)
+            further |= {f"{name.removesuffix('weight')}{n}": t.contiguous() for n, t in parts.items()}
+        fields["quantization_config"] = blocks.config
+    save_file({**stored, **further}, file, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1} | fields))
     return folder
@@ -154,9 +167,10 @@ def check_drafts(family: str, at: Path, pages: int = 12, **fields: Any) -> None:
     stats = opened.core.stats()
     assert stats.prefix_hits > 0
     kept = [stats.drafts, *stats.accepted_tokens]
-    assert all(before > after for before, after in itertools.pairwise(kept)) and kept[-1] > 0
+    assert all(before > after for before, after in itertools.pairwise(kept))
+    assert kept[-1] > 0
     opened.core.close()
-    check_with_few_blocks(opened, texts, pages)
+    drafts.check_with_few_blocks(opened, texts, pages)
 
 
 @torch.no_grad()
@@ -171,6 +185,19 @@ def test_own_tables(tmp_path: Path) -> None:
         assert {f"draft:mtp.{n}.weight" in found.tensors for n in ("embed_tokens", "lm_head")} == {own}
     opened = _open(folder, _method(mtp))
     assert drafts._run(opened, model, _texts(model, (9, 20))) > 5
+    opened.core.close()
+
+
+@pytest.mark.thorough
+@torch.no_grad()
+def test_float8(tmp_path: Path) -> None:
+    """The layer's linear layers stay encoded, but for what joins its inputs, which no checkpoint encodes."""
+    model, mtp = _model("deepseek_v3"), Mtp("deepseek_v3")
+    folder = _save(model, mtp, tmp_path / "model", fp8=True)
+    opened = _open(folder, _method(mtp))
+    assert drafts._run(opened, model, _texts(model, (9, 20, 33))) > 5
+    entries = json.loads((opened.place / "weights.json").read_text())["entries"]
+    assert {"draft.layers.0.o.scales", "draft.layers.0.joint"} <= {e["name"] for e in entries}
     opened.core.close()
 
 
@@ -212,7 +239,7 @@ def check_trees(family: str, tree: str, at: Path, pages: int = 10, **fields: Any
     assert stats.prefix_hits > 0
     assert stats.drafts > stats.accepted_tokens[-1] > 0
     opened.core.close()
-    check_with_few_blocks(opened, texts, pages)
+    drafts.check_with_few_blocks(opened, texts, pages)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
@@ -239,3 +266,27 @@ def test_latents_in_8_bits(dtype: str, tree: str | None, tmp_path: Path) -> None
             assert sum(core.stats().accepted_tokens) > 5
         core.close()
     assert said[0] == said[1]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@torch.no_grad()
+def test_two_ranks(family: str, tmp_path: Path) -> None:
+    """The model's text, and as many drafts and right ones as on one rank. The layer's own head is divided."""
+    model, mtp = _model(family), Mtp(family, own=True)
+    folder = _save(model, mtp, tmp_path / "model")
+    texts, params = _texts(model, (40, 8, 31)), SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    counts = []
+    for degree in (1, 2):
+        options: dict[str, Any] = {"backend": "eager", "target": "cpu", "skip_tokenizer_init": True, **LIMITS}
+        speculation = {"method": "mtp", "num_speculative_tokens": DRAFTS}
+        with LLM(
+            folder, tensor_parallel_size=degree, dtype="float32", speculative_config=speculation, **options
+        ) as llm:
+            core: Any = llm.llm_engine.core
+            verify_all_drafts(core)
+            found = llm.generate([{"prompt_token_ids": t.prompt} for t in texts], params)
+            assert [o.outputs[0].token_ids for o in found] == [t.answer for t in texts]
+            counts.append((core.stats().draft_tokens, core.stats().accepted_tokens))
+    assert counts[0] == counts[1]
+    assert counts[0][0] > 20
