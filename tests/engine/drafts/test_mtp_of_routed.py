@@ -26,7 +26,6 @@ from tests.engine.drafts.test_draft_models import COUNT, DRAFTS, LEN, TREE, D, K
 from tests.engine.drafts.test_mtp_of_hybrids import _drawn, _open, _texts
 from tests.engine.harness import GREEDY, finish, open_core, request, verify_all_drafts
 from tests.tiers import both_tiers, thorough
-from tests.weights.quantized import FORMATS
 
 LAYERS = 2
 SIZES: dict[str, Any] = {
@@ -137,6 +136,8 @@ def _save(model: Any, mtp: Mtp, folder: Path, fp8: bool = False, **fields: Any) 
     stored = load_file(file)
     further = mtp.tensors(model, any(name.endswith("experts.gate_up_proj") for name in stored))
     if fp8:
+        from tests.weights.quantized import FORMATS  # of packages that a machine with a GPU may lack
+
         blocks = FORMATS["fp8 blocks"]
         for name in [n for n in further if re.search(r"_proj\w*\.weight", n) and not n.endswith("eh_proj.weight")]:
             matrix = further.pop(name)  # a view of the layer's
