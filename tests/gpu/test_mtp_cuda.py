@@ -29,6 +29,16 @@ def test_trees_over_latents(tree: str, tmp_path: Path) -> None:
     routed.check_trees("deepseek_v3", tree, tmp_path, **ON_GPU)
 
 
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+@torch.no_grad()
+def test_text_in_bfloat16(tree: str | None, cache: str, tmp_path: Path) -> None:
+    """Latents of 512 numbers and 16 heads: the kernels of DeepSeek's own sizes."""
+    fields = {**ON_GPU, "dtype": "bfloat16", "block_size": 64, "kv_cache_dtype": cache}
+    del fields["pages"]
+    routed.check_text(tmp_path, tree, **fields)
+
+
 @torch.no_grad()
 def test_hybrids(tmp_path: Path) -> None:
     hybrids.check_drafts("qwen3_next", tmp_path, **ON_GPU)

@@ -22,14 +22,14 @@ from graphllm.config.token_tree import token_tree
 from graphllm.loading.checkpoint.source import open_source
 from tests.artifacts import LIMITS, artifact_of
 from tests.engine.drafts import test_draft_models as drafts
-from tests.engine.drafts.test_draft_models import COUNT, DRAFTS, LEN, TREE, D, Known, Method, Ranked, V
+from tests.engine.drafts.test_draft_models import COUNT, DRAFTS, LEN, TREE, Known, Method, Ranked, V
 from tests.engine.drafts.test_mtp_of_hybrids import _drawn, _open, _texts
 from tests.engine.harness import GREEDY, finish, open_core, request, verify_all_drafts
 from tests.tiers import both_tiers, thorough
 
 LAYERS = 2
 SIZES: dict[str, Any] = {
-    "vocab_size": V, "hidden_size": D, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
     "max_position_embeddings": LEN, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     "first_k_dense_replace": 1, "moe_intermediate_size": 20, "n_routed_experts": 6, "n_shared_experts": 1,
     "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.3, "tie_word_embeddings": False,
@@ -41,6 +41,21 @@ LATENTS = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3", LATENTS),
     "glm4_moe": ("Glm4Moe", {"num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
+    "wide": (
+        "DeepseekV3",
+        {
+            "hidden_size": 256,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "intermediate_size": 256,
+            "moe_intermediate_size": 64,
+        },
+    ),
     "glm4_moe_lite": ("Glm4MoeLite", LATENTS | {"n_group": 1, "mlp_layer_types": ["dense", "sparse"]}),
 }
 
@@ -62,6 +77,7 @@ class Mtp:
         for name, buffer in self.layer.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(0.1 * torch.randn(buffer.shape, generator=draw))
+        D = one.hidden_size
         self.joint = torch.cat([torch.eye(D), 0.2 * torch.randn(D, D, generator=draw)], 1)
         self.norms = {n: 1 + 0.2 * torch.randn(D, generator=draw) for n in ("enorm", "hnorm")}
         tables = ("embed_tokens", "shared_head.head") if own else ()
@@ -241,6 +257,31 @@ def check_trees(family: str, tree: str, at: Path, pages: int = 10, **fields: Any
     assert stats.drafts > stats.accepted_tokens[-1] > 0
     opened.core.close()
     drafts.check_with_few_blocks(opened, texts, pages)
+
+
+def check_text(at: Path, tree: str | None, **fields: Any) -> None:
+    """Of a model whose next token is never in doubt, so that rounding changes nothing, with an MTP layer that knows
+    three of four tokens."""
+    model, mtp = _model("wide"), Mtp("wide")
+    wrong = model.model.embed_tokens.weight.clone()
+    wrong[::4] = wrong[::4].roll(1, 0)
+    mtp.tables["embed_tokens"] = wrong
+    speculation = {"speculative_token_tree": tree, "num_speculative_tokens": 0} if tree else {}
+    opened = _open(_save(model, mtp, at / "model"), _method(mtp), **speculation, **fields)
+    texts = _texts(model, (40, 31, 8, 39, 16, 52, 1))
+    params = GREEDY.__class__(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    found = finish(opened.core, [request(str(i), t.prompt, params) for i, t in enumerate(texts)])
+    assert [found[str(i)].tokens for i in range(len(texts))] == [t.answer for t in texts]
+    stats = opened.core.stats()
+    assert stats.drafts > stats.accepted_tokens[0] > stats.accepted_tokens[-1] > 0
+    opened.core.close()
+
+
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.thorough
+@torch.no_grad()
+def test_text_in_bfloat16(tree: str | None, tmp_path: Path) -> None:
+    check_text(tmp_path, tree, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
