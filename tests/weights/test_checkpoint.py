@@ -115,6 +115,15 @@ def test_layers_after_the_last_one_only_draft(tmp_path: Path, more: int | None) 
     assert set(found.tensors) == {names[0], own, *names[2:]}
 
 
+def test_no_further_layer(tmp_path: Path) -> None:
+    """As in checkpoints that transformers has written, whatever their config.json says."""
+    save_file({"model.layers.0.norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 1, "num_nextn_predict_layers": 1}))
+    files = ModelFiles.read(tmp_path)
+    with pytest.raises(WeightError, match="no tensors of a further layer that drafts"):
+        open_tensors(files, "auto", files)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_tables_of_a_further_layer_that_are_the_models_own(tmp_path: Path, tied: bool) -> None:
     """Copies are not read; a head is one of the embedding, where the model has no head of its own."""

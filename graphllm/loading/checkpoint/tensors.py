@@ -40,7 +40,12 @@ def open_tensors(files: ModelFiles, load_format: str, draft: ModelFiles | None =
         return _joined(own, _text_tensors(draft, load_format))
     if own.checkpoint is None:
         return own
-    return _joined(own, Tensors(replace(own.checkpoint, tensors=drafting_tensors(own.checkpoint.tensors))))
+    if not (further := drafting_tensors(own.checkpoint.tensors)):
+        raise WeightError(
+            files.folder,
+            ["has no tensors of a further layer that drafts (MTP); use a checkpoint with one, or another way to draft"],
+        )
+    return _joined(own, Tensors(replace(own.checkpoint, tensors=further)))
 
 
 def stored_checkpoint(files: ModelFiles) -> Checkpoint:
