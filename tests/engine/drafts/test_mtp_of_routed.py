@@ -221,9 +221,9 @@ def test_float8(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_checkpoints_without_one_such_layer(tmp_path: Path) -> None:
     model, mtp = _model("glm4_moe"), Mtp("glm4_moe")
-    for count, told in ((0, "has no tensors of a further layer"), (2, "num_nextn_predict_layers is 2; MTP needs")):
+    for count, message in ((0, "has no tensors of a further layer"), (2, "num_nextn_predict_layers is 2; MTP needs")):
         folder = _save(model, mtp, tmp_path / str(count), num_nextn_predict_layers=count)
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             _open(folder, _method(mtp))
 
 
