@@ -77,8 +77,8 @@ def of_family(family: Model, name: str) -> Model:
 
     graph = replace(_GRAPH, layer_weights=layer_weights, layer=layer, states=states)
     return replace(
-        family, architectures=(name,), config=config, graphs=(graph,), method="mtp", part_of=family.architectures,
-        inner="block",
+        family, architectures=(name,), config=config, graphs=(graph,), states=lambda c: family.states(c.block),
+        method="mtp", part_of=family.architectures, inner="block",
     )  # fmt: skip
 
 
