@@ -26,11 +26,11 @@ from graphllm.ops.attention.latent_attention.op import latent_attention
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
 from graphllm.ops.attention.latent_attention.triton_absorb import (
     Config,
-    absorbed_problem,
     attend_absorbed,
     is_absorbed,
     plan_decode,
 )
+from graphllm.ops.attention.latent_attention.triton_common import problem
 
 _load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # until Triton 3.6
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # until Triton 3.6
@@ -332,12 +332,14 @@ def launch_attention(
 
 
 def is_wide(site: CallSite) -> bool:
-    """Whether the kernel serves the site: latents of 512 and rotated parts of 64 numbers, in a cache of 16 bits."""
+    """Whether the kernel serves the site: latents of 512 and rotated parts of 64 numbers, in a cache of 16 bits, and no
+    trees of drafts."""
     cache, q_rope = site.args["latent_cache"], site.args["q_rope_THR"]
     sizes = (site.args["latent_TL"].shape[1], q_rope.shape[2]) == (_L, _R)
     halves = cache.dtype == q_rope.dtype and q_rope.dtype in (torch.bfloat16, torch.float16)
     whole = cache.stride(0) % cache.stride(1) == 0 and cache.stride(1) % 8 == 0
-    return runs_gluon(site.target) and sizes and halves and whole and is_absorbed(site)
+    chain = site.args["ancestors_T"] is None
+    return runs_gluon(site.target) and sizes and halves and whole and chain and is_absorbed(site)
 
 
 def wide_configs(site: CallSite) -> list[Config]:
@@ -348,7 +350,7 @@ def wide_configs(site: CallSite) -> list[Config]:
     return [{**kept, "programs": max(1, site.target.multiprocessors // row_tiles), "block_n": 64, "stages": 2}]
 
 
-@latent_attention.impl("gluon_decode", device="cuda", supports=is_wide, configs=wide_configs, remedy=absorbed_problem)
+@latent_attention.impl("gluon_decode", device="cuda", supports=is_wide, configs=wide_configs, remedy=problem)
 def gluon_decode(rows: LatentRows, up: UpProjections, paged: PagedLatents, scale: float, **config: Any) -> Tensor:
     """Decode and verification, absorbed."""
     out_THV = rows.q_nope_THN.new_empty(*rows.q_nope_THN.shape[:2], up.v_up_HVL.shape[1])

@@ -256,12 +256,5 @@ def plan_decode(site: CallSite, most: int, queries: int) -> Config:
 
 
 def is_absorbed(site: CallSite) -> bool:
-    """Whether the site is decode or verification without trees, of a kind that the kernels of this folder serve."""
-    return site.bucket.kind == "decode" and not absorbed_problem(site)
-
-
-def absorbed_problem(site: CallSite) -> str:
-    """Why the kernels of decode do not serve a site, and what a user can do; empty where they do."""
-    if site.bucket.kind == "decode" and site.args["ancestors_T"] is not None:
-        return "trees of drafts: no kernel of latent attention for a GPU takes them; use drafts in a row"
-    return problem(site)
+    """Whether the site is decode or verification, of a kind that the kernels of this folder serve."""
+    return site.bucket.kind == "decode" and not problem(site)
