@@ -44,6 +44,7 @@ class Attention:
     scale: factor of the products of queries and keys.
     bias: whether the projections from the stream to latents, and that back to it, have one.
     interleaved: whether neighbours are rotated together, else entries half of R apart.
+    rotary: whether the R numbers are rotated at all, by the tables that every layer reads.
     """
 
     D: int
@@ -56,6 +57,7 @@ class Attention:
     scale: float
     bias: bool
     interleaved: bool
+    rotary: bool = True
 
     @property
     def query_rows(self) -> int:
@@ -124,8 +126,9 @@ def attend(a: Attention, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) 
     if a.Q:
         q = linear(rms_norm(q, w.q_norm, _EPS), w.q_b)
     q_nope_THN, q_rope_THR = q.unflatten(1, (a.H, a.N + a.R)).split((a.N, a.R), 2)
-    q_rope_THR = rope(q_rope_THR, *ctx.shared, interleaved=a.interleaved)
-    k_rope_TR = rope(k_rope_TR.unsqueeze(1), *ctx.shared, interleaved=a.interleaved).squeeze(1)
+    if a.rotary:
+        q_rope_THR = rope(q_rope_THR, *ctx.shared, interleaved=a.interleaved)
+        k_rope_TR = rope(k_rope_TR.unsqueeze(1), *ctx.shared, interleaved=a.interleaved).squeeze(1)
     latent_TL = rms_norm(latent_TL, w.kv_norm, _EPS)
     out_THV = latent_attention(
         q_nope_THN, q_rope_THR, latent_TL, k_rope_TR, w.k_up, w.v_up, ctx.state.latent, *ctx.attn, scale=a.scale
