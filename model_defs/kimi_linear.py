@@ -1,8 +1,8 @@
 """Kimi Linear: three of four layers are delta nets whose decays are of each key channel, the others attend over latents
 and know no positions; then experts as DeepSeek-V3 has them.
 
-Decays and output gates of a delta net come from one narrow projection each, which every rank computes. Source: Kimi Team
-2025, "Kimi Linear".
+Decays and output gates of a delta net come from a narrow projection each, which every rank computes. Source: Kimi
+Team 2025, "Kimi Linear".
 """
 
 from __future__ import annotations
@@ -60,12 +60,16 @@ def from_hf(hf: HF) -> Config:
     note(hf, *_NAMES)
     hf = _DEFAULTS | {_NAMES.get(name, name): value for name, value in hf.items()}
     only(hf, "mla_use_nope", True)
+    only(hf, "mla_use_output_gate", False)
+    only(hf, "attn_res_block_size", None)
     if not switch(hf, "use_grouped_topk", True):
         hf |= {"n_group": 1, "topk_group": 1}
     attention = replace(mla.from_hf(hf, interleaved=False), rotary=False)
     unrotated = {"rope_theta": 10000.0, "rope_parameters": None, "rope_scaling": None}
     dense = llama.from_hf({**hf, **unrotated, "head_dim": attention.R}, "Llama")
     published = section(hf, "linear_attn_config")
+    only(published, "use_full_rank_gate", False)
+    only(published, "gate_lower_bound", None)
     H, E = whole(hf, "linear_num_heads", 32), whole(hf, "linear_head_dim", 128, le=LARGEST_HEAD)
     taps = whole(hf, "linear_conv_kernel_dim", 4, ge=2, le=64)
     types = deepseek_moe.layer_types(_attention_types(hf, published), hf)
@@ -120,23 +124,28 @@ def _feed_forward_weights(c: Config, layer_type: str) -> dict[str, Weight]:
 def _delta_weights(c: Config) -> dict[str, Weight]:
     delta, H, E = llama.LAYER + "self_attn.", c.H_delta, c.E_delta
     rows = H * E
-    taps = tuple(
-        Reshape(Read((f"{delta}{name}_conv1d.weight",), (rows, 1, c.taps)), (rows, c.taps)) for name in "qkv"
-    )
+    taps = tuple(Reshape(Read((f"{delta}{name}_conv1d.weight",), (rows, 1, c.taps)), (rows, c.taps)) for name in "qkv")
     by_head = Weight((H,), dtype="float32", shard="output", heads=(H,))
     stored = Reshape(Read((delta + "A_log",), (1, 1, H, 1)), (H,))
+    narrow = (f"{delta}b_proj.weight", _of_decays("f_a"), f"{delta}g_a_proj.weight")
     return {
-        "inputs": llama.merged("q k v b f_a g_a", delta, (rows, rows, rows, H, E, E), c.D, heads=(H,) * 4 + (1, 1)),
+        "qkv": llama.merged("q k v", delta, (rows,) * 3, c.D, heads=(H,) * 3),
+        "narrow": Weight((H + 2 * E, c.D), narrow, (H, E, E), shard="output", heads=(H, 1, 1)),
+        "decay": Weight((rows, E), (_of_decays("f_b"),), shard="output", heads=(H,)),
         "conv": Weight(
             (3 * rows, c.taps), (), (rows,) * 3, shard="output", heads=(H,) * 3, exact=True, expr=Concat(taps)
         ),
-        "decay": llama.merged("f_b", delta, (rows,), E, heads=(H,)),
         "decay_bias": Weight((rows,), (delta + "dt_bias",), dtype="float32", shard="output", heads=(H,)),
         "rate": replace(by_head, expr=Each("-exp", stored)),
         "gate": llama.merged("g_b", delta, (rows,), E, heads=(H,)),
         "delta_norm": Weight((E,), (delta + "o_norm.weight",)),
         "o": Weight((c.D, rows), (delta + "o_proj.weight",), shard="input"),
     }
+
+
+def _of_decays(name: str) -> tuple[str, ...]:
+    """Names of a projection. Adapters that were made with transformers have it in a module of its own."""
+    return tuple(f"{llama.LAYER}self_attn.{module}{name}_proj.weight" for module in ("", "forget_gate."))
 
 
 def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
@@ -161,9 +170,9 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
 def delta_net(c: Config, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) -> Tensor:
     """A delta net with decays by channel, from normalized rows to what is added to the stream."""
     at, by_head = Slots.of(ctx.inputs), (c.H_delta, c.E_delta)
-    rows = c.H_delta * c.E_delta
-    mixed, beta_TH, decay_TE, gate_TE = linear(h_TD, w.inputs).split((3 * rows, c.H_delta, c.E_delta, c.E_delta), 1)
-    q_THE, k_THE, v_THE = (x.unflatten(1, by_head) for x in causal_conv(mixed, w.conv, ctx.state.conv, at).chunk(3, 1))
+    beta_TH, decay_TE, gate_TE = linear(h_TD, w.narrow).split((c.H_delta, c.E_delta, c.E_delta), 1)
+    mixed = causal_conv(linear(h_TD, w.qkv), w.conv, ctx.state.conv, at)
+    q_THE, k_THE, v_THE = (x.unflatten(1, by_head) for x in mixed.chunk(3, 1))
     steps = torch.nn.functional.softplus(linear(decay_TE, w.decay).float() + w.decay_bias)
     g_THE, beta_TH = w.rate[:, None] * steps.unflatten(1, by_head), torch.sigmoid(beta_TH.float())
     o_THE = gated_delta(q_THE, k_THE, v_THE, g_THE, beta_TH, ctx.state.delta, at, c.E_delta**-0.5, _KEY_EPS)

@@ -43,6 +43,12 @@ DEEPSEEK: dict[str, Any] = {
     "qk_rope_head_dim": 8, "v_head_dim": 40, "first_k_dense_replace": 1, "moe_intermediate_size": 64,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
 }  # fmt: skip
+KIMI: dict[str, Any] = {
+    "num_key_value_heads": 4, "num_hidden_layers": 2, "kv_lora_rank": 64, "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8, "v_head_dim": 32, "moe_intermediate_size": 64, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "linear_num_heads": 4, "linear_head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 ARCHS = {
     "qwen3_next": parity.Arch("qwen3_next", "Qwen3Next", BASE | DELTA),
     "qwen3_5": parity.Arch("qwen3_5", "Qwen3_5Text", BASE | DELTA),
@@ -50,10 +56,11 @@ ARCHS = {
     "lfm2": parity.Arch("lfm2", "Lfm2", BASE | LFM2),
     "nemotron_h": parity.Arch("nemotron_h_moe", "NemotronH", BASE | NEMOTRON),
     "deepseek_v3": parity.Arch("deepseek_v3", "DeepseekV3", BASE | DEEPSEEK),
+    "kimi_linear": parity.Arch("kimi_linear", "KimiLinear", BASE | KIMI),
 }
 # Parts of names that quantizers leave as they are.
-PLAIN_ONLINE = ("conv1d", "conv.conv", "embed", "gate.weight", "kv_b_proj")
-PLAIN = ("lm_head", "embed", "gate.weight", "shared_expert_gate", "norm", "in_proj_b", "in_proj_a")
+PLAIN_ONLINE = ("conv1d", "conv.conv", "embed", "gate.weight", "kv_b_proj", "A_log")
+PLAIN = ("lm_head", "embed", "gate.weight", "shared_expert_gate", "norm", "in_proj_b", "in_proj_a", ".b_proj")
 
 
 def _write(arch: parity.Arch, kind: str, folder: Path) -> tuple[Path, Any]:
@@ -100,6 +107,7 @@ KEPT = {
     "lfm2": {"in_proj", "out_proj", "qkv", "o", "gate_up", "down"},
     "nemotron_h": {"in_proj", "out_proj", "qkv", "o", "up", "down", "expert_up", "expert_down"},
     "deepseek_v3": {"q_kv", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down"},
+    "kimi_linear": {"qkv", "decay", "gate", "o", "q_kv", "gate_up", "down", "shared_gate_up", "shared_down"},
 }
 
 
@@ -128,6 +136,7 @@ def test_checkpoints(name: str, kind: str, tmp_path: Path) -> None:
         ("mamba2", "packed int4"),
         ("nemotron_h", "gptq 4 bits"),
         ("deepseek_v3", "fp8 blocks"),
+        ("kimi_linear", "packed int4"),
     ],
 )
 @torch.no_grad()
