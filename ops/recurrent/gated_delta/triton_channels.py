@@ -5,8 +5,9 @@ of all of its tokens solve a triangular system:
 
     (I + A) D = beta (V - (exp(G) K) S^T),  A_ij = beta_i sum over channels of k_i k_j exp(G_i - G_j) for i > j
 
-so D = U - W S^T. `_solve_kernel` has a program for each chunk and head, and writes U, W and what else does not depend
-on the state. `_carry_kernel` has a program for rows of a head's state, and goes through the chunks.
+so D = U - W S^T. `_sums_kernel` writes G. `_solve_kernel` has a program for each chunk and head, and writes U, W and
+what else does not depend on the state. `_carry_kernel` has a program for rows of a head's state, and goes through the
+chunks.
 
 exp(G_i - G_j) is no product of factors of i and j that all are small numbers. So A is computed in blocks that halve: of
 the 64 tokens, then of both halves, and so on. The later half of a block sees the earlier one across a border; keys and
@@ -33,27 +34,10 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _LEAST = tl.constexpr(-64.0)  # of a gate, in powers of two: beyond float32, and sums of 64 have no large errors
 
 
-@triton.jit
-def _halves(total, b: tl.constexpr):
-    """From sums [64, K] of gates up to each row of a block of b rows: exponents, of rows of later blocks from the border
-    that they have with the block before, of others up to the border with the next one; and sums in blocks of 2b."""
-    shape: tl.constexpr = [CHUNK // (2 * b), 2 * b, total.shape[1]]
-    rows = tl.reshape(total, shape)
-    r = tl.arange(0, 2 * b)[None, :, None]
-    earlier = tl.sum(tl.where(r == b - 1, rows, 0.0), 1)[:, None, :]
-    exponents = tl.where(r >= b, rows, tl.minimum(earlier - rows, 0.0))
-    rows = tl.where(r >= b, rows + earlier, rows)
-    return tl.reshape(exponents, total.shape), tl.reshape(rows, total.shape)
-
-
 @triton.jit(do_not_specialize_on_alignment=["S"])
-def _solve_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, start_ptr, u_ptr, w_ptr, query_ptr, key_ptr, seen_ptr, decay_ptr, scale,
-    norm_eps, S, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
-    V_ROW: tl.constexpr, V_HEAD: tl.constexpr, G_ROW: tl.constexpr, G_HEAD: tl.constexpr, BETA_ROW: tl.constexpr,
-    BETA_HEAD: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    K_PAD: tl.constexpr, V_PAD: tl.constexpr, NORM: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
+def _sums_kernel(
+    g_ptr, start_ptr, sum_ptr, decay_ptr, S, G_ROW: tl.constexpr, G_HEAD: tl.constexpr, H: tl.constexpr,
+    K: tl.constexpr, K_PAD: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0) // H
     head = tl.program_id(0) % H
@@ -61,67 +45,92 @@ def _solve_kernel(
     if s < S:
         i = tl.arange(0, CHUNK)
         e = tl.arange(0, K_PAD)
+        t = tl.load(start_ptr + s) + (chunk - before) * CHUNK + i
+        inside = (t < tl.load(start_ptr + s + 1))[:, None] & (e < K)[None, :]
+        gate = tl.load(g_ptr + (t.to(tl.int64) * G_ROW)[:, None] + head * G_HEAD + e[None, :], mask=inside, other=0.0)
+        gate = tl.maximum(gate.to(tl.float32) * _LOG2E, _LEAST)
+        at = (chunk * H + head).to(tl.int64)
+        tl.store(sum_ptr + at * (CHUNK * K_PAD) + i[:, None] * K_PAD + e[None, :], tl.cumsum(gate, 0))
+        tl.store(decay_ptr + at * K_PAD + e, tl.exp2(tl.sum(gate, 0)))
+
+
+@triton.jit(do_not_specialize_on_alignment=["S"])
+def _solve_kernel(
+    q_ptr, k_ptr, v_ptr, beta_ptr, start_ptr, sum_ptr, u_ptr, w_ptr, query_ptr, key_ptr, seen_ptr, scale, norm_eps, S,
+    Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr,
+    V_HEAD: tl.constexpr, BETA_ROW: tl.constexpr, BETA_HEAD: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr, NORM: tl.constexpr,
+    CHUNKED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0) // H
+    head = tl.program_id(0) % H
+    s, before = find_sequence(start_ptr, chunk, S, CHUNKED, "chunks", BLOCK_S)
+    if s < S:
+        i = tl.arange(0, CHUNK)
         n = tl.arange(0, V_PAD)
         t = tl.load(start_ptr + s) + (chunk - before) * CHUNK + i
         valid = t < tl.load(start_ptr + s + 1)
         t = t.to(tl.int64)
+        at = (chunk * H + head).to(tl.int64)
         key_head = head // SHARE
         k_row = k_ptr + (t * K_ROW)[:, None] + key_head * K_HEAD
         q_row = q_ptr + (t * Q_ROW)[:, None] + key_head * Q_HEAD
-        g_row = g_ptr + (t * G_ROW)[:, None] + head * G_HEAD
-        beta = tl.load(beta_ptr + t * BETA_ROW + head * BETA_HEAD, mask=valid, other=0.0).to(tl.float32)
-        of_k = tl.full([CHUNK], 1.0, tl.float32)
-        of_q = of_k * scale
-        if NORM:
-            inside = valid[:, None] & (e < K)[None, :]
-            wide = tl.load(k_row + e[None, :], mask=inside, other=0.0).to(tl.float32)
-            of_k = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) + norm_eps)
-            wide = tl.load(q_row + e[None, :], mask=inside, other=0.0).to(tl.float32)
-            of_q = scale / tl.sqrt_rn(tl.sum(wide * wide, 1) + norm_eps)
-        at = (chunk * H + head).to(tl.int64)
+        sums = sum_ptr + at * (CHUNK * K_PAD)
         zeros = tl.zeros([CHUNK, CHUNK], tl.float32)
         A = zeros
         seen = zeros
-        diagonal = tl.zeros([CHUNK], tl.float32)
-        for block in tl.range(0, K_PAD // BLOCK_K, num_stages=1):
+        nothing = tl.zeros([CHUNK], tl.float32)
+        of_k = nothing
+        of_q = nothing
+        diagonal = nothing
+        for block in tl.range(K_PAD // BLOCK_K, num_stages=1):
             c = block * BLOCK_K + tl.arange(0, BLOCK_K)
-            in_block = valid[:, None] & (c < K)[None, :]
-            k = tl.load(k_row + c[None, :], mask=in_block, other=0.0).to(tl.float32) * of_k[:, None]
-            q = tl.load(q_row + c[None, :], mask=in_block, other=0.0).to(tl.float32) * of_q[:, None]
-            total = tl.load(g_row + c[None, :], mask=in_block, other=0.0).to(tl.float32)
-            total = tl.maximum(total * _LOG2E, _LEAST)
-            diagonal += tl.sum(q * k, 1)
-            for level in tl.static_range(6):
-                exponents, total = _halves(total, 1 << level)
-                near = tl.exp2(exponents)
-                keys = narrow(k * near, EMULATED)
-                queries = narrow(q * near, EMULATED)
+            inside = valid[:, None] & (c < K)[None, :]
+            k = tl.load(k_row + c[None, :], mask=inside, other=0.0)
+            q = tl.load(q_row + c[None, :], mask=inside, other=0.0)
+            total = tl.load(sums + i[:, None] * K_PAD + c[None, :])
+            of_k += tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
+            of_q += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)
+            diagonal += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
+            for level in tl.range(6, num_stages=1):
+                row = (i >> (level + 1) << (level + 1)) + (1 << level) - 1
+                border = tl.load(sums + row[:, None] * K_PAD + c[None, :])
+                near = tl.exp2(-tl.abs(total - border))
+                keys = narrow(k.to(tl.float32) * near, EMULATED)
+                queries = narrow(q.to(tl.float32) * near, EMULATED)
                 later = (i >> level) % 2 == 1
                 across = later[:, None] & ((i >> level)[:, None] == (i >> level)[None, :] + 1)
                 A += tl.where(across, product(keys, tl.trans(keys), zeros, EMULATED), 0.0)
                 seen += tl.where(across, product(queries, tl.trans(keys), zeros, EMULATED), 0.0)
-            last = tl.sum(tl.where((i == CHUNK - 1)[:, None], total, 0.0), 0)
-            grown = tl.exp2(total)
-            left = tl.exp2(tl.minimum(last[None, :] - total, 0.0))
-            of_block = at * (CHUNK * K_PAD) + i[:, None] * K_PAD + c[None, :]
-            tl.store(query_ptr + of_block, (q * grown).to(query_ptr.dtype.element_ty))
-            tl.store(key_ptr + of_block, (k * left).to(key_ptr.dtype.element_ty))
-            tl.store(w_ptr + of_block, (k * grown).to(w_ptr.dtype.element_ty))  # until the inverse is known
-            tl.store(decay_ptr + at * K_PAD + c, tl.exp2(last))
-        seen = tl.where(i[:, None] == i[None, :], diagonal[:, None], seen)
+        if NORM:
+            of_k = 1.0 / tl.sqrt_rn(of_k + norm_eps)
+            of_q = scale / tl.sqrt_rn(of_q + norm_eps)
+        else:
+            of_k = nothing + 1.0
+            of_q = nothing + scale
+        seen = tl.where(i[:, None] == i[None, :], diagonal[:, None], seen) * (of_q[:, None] * of_k[None, :])
         places = i[:, None] * CHUNK + i[None, :]
         tl.store(seen_ptr + at * (CHUNK * CHUNK) + places, seen.to(seen_ptr.dtype.element_ty))
-        inverse = narrow(inverse_of(A * beta[:, None], "ieee" if EMULATED else "tf32") * beta[None, :], EMULATED)
+        beta = tl.load(beta_ptr + t * BETA_ROW + head * BETA_HEAD, mask=valid, other=0.0).to(tl.float32)
+        inverse = inverse_of(A * ((beta * of_k)[:, None] * of_k[None, :]), "ieee" if EMULATED else "tf32")
+        inverse = narrow(inverse * beta[None, :], EMULATED)
         in_values = valid[:, None] & (n < V)[None, :]
         v = tl.load(v_ptr + (t * V_ROW)[:, None] + head * V_HEAD + n[None, :], mask=in_values, other=0.0)
-        u = product(inverse, narrow(v.to(tl.float32), EMULATED), tl.zeros([CHUNK, V_PAD], tl.float32), EMULATED)
-        of_values = at * (CHUNK * V_PAD) + i[:, None] * V_PAD + n[None, :]
-        tl.store(u_ptr + of_values, u.to(u_ptr.dtype.element_ty))
-        tl.debug_barrier()  # other threads wrote what is read here
-        of_keys = at * (CHUNK * K_PAD) + i[:, None] * K_PAD + e[None, :]
-        w = product(inverse, tl.load(w_ptr + of_keys), tl.zeros([CHUNK, K_PAD], tl.float32), EMULATED)
-        tl.debug_barrier()
-        tl.store(w_ptr + of_keys, w.to(w_ptr.dtype.element_ty))
+        u = product(inverse, v, tl.zeros([CHUNK, V_PAD], tl.float32), EMULATED)
+        tl.store(u_ptr + at * (CHUNK * V_PAD) + i[:, None] * V_PAD + n[None, :], u.to(u_ptr.dtype.element_ty))
+        for block in tl.range(K_PAD // BLOCK_K, num_stages=1):
+            c = block * BLOCK_K + tl.arange(0, BLOCK_K)
+            inside = valid[:, None] & (c < K)[None, :]
+            of_block = at * (CHUNK * K_PAD) + i[:, None] * K_PAD + c[None, :]
+            k = tl.load(k_row + c[None, :], mask=inside, other=0.0).to(tl.float32) * of_k[:, None]
+            q = tl.load(q_row + c[None, :], mask=inside, other=0.0).to(tl.float32) * of_q[:, None]
+            total = tl.load(sums + i[:, None] * K_PAD + c[None, :])
+            last = tl.load(sums + (CHUNK - 1) * K_PAD + c)
+            grown = tl.exp2(total)
+            tl.store(query_ptr + of_block, (q * grown).to(query_ptr.dtype.element_ty))
+            tl.store(key_ptr + of_block, (k * tl.exp2(last[None, :] - total)).to(key_ptr.dtype.element_ty))
+            w = product(inverse, narrow(k * grown, EMULATED), tl.zeros([CHUNK, BLOCK_K], tl.float32), EMULATED)
+            tl.store(w_ptr + of_block, w.to(w_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
@@ -148,7 +157,7 @@ def _carry_kernel(
         entry = state_ptr + tl.load(slot_ptr + s).to(tl.int64) * SLOT + (head * V + rows)[None, :] * K + e[:, None]
         state = tl.load(entry + tl.load(version_ptr + s).to(tl.int64) * VERSION, mask=in_state, other=0.0)
         state = state.to(tl.float32)
-        for chunk in range(0, tl.cdiv(end - first, CHUNK)):
+        for chunk in range(tl.cdiv(end - first, CHUNK)):
             at = ((before + chunk) * H + head).to(tl.int64)
             w = tl.load(w_ptr + at * (CHUNK * K_PAD) + of_keys)
             q = tl.load(query_ptr + at * (CHUNK * K_PAD) + of_keys)
@@ -186,17 +195,21 @@ def launch_solve(
         return q_TGK.new_empty((chunks, H, *shape), dtype=g_THK.dtype if emulated or exact else q_TGK.dtype)
 
     u, (w, queries, keys) = room(64, V_pad), (room(64, K_pad) for _ in range(3))
-    solved = (u, w, queries, keys, room(64, 64), room(K_pad, exact=True))
-    tensors = {"Q": q_TGK, "K": k_TGK, "V": v_THV, "G": g_THK, "BETA": beta_TH}
+    sums, decay = (room(*shape, exact=True) for shape in ((64, K_pad), (K_pad,)))
+    solved = (u, w, queries, keys, room(64, 64))
+    S, common = starts.shape[0] - 1, {"H": H, "K": K, "K_PAD": K_pad, "CHUNKED": chunked, "BLOCK_S": 256}
     launch_triton(
-        _solve_kernel, (chunks * H,),
-        q_TGK, k_TGK, v_THV, g_THK, beta_TH, starts, *solved, scale, norm_eps, starts.shape[0] - 1,
-        **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
-        H=H, SHARE=H // G, K=K, V=V, K_PAD=K_pad, V_PAD=V_pad, NORM=norm_eps > 0, CHUNKED=chunked, BLOCK_S=256,
-        BLOCK_K=min(block_k, K_pad), EMULATED=emulated, num_warps=num_warps,
-        **({"maxnreg": maxnreg} if maxnreg else {}),
+        _sums_kernel, (chunks * H,), g_THK, starts, sums, decay, S, G_ROW=g_THK.stride(0), G_HEAD=g_THK.stride(1),
+        **common, num_warps=4,
     )  # fmt: skip
-    return solved
+    tensors = {"Q": q_TGK, "K": k_TGK, "V": v_THV, "BETA": beta_TH}
+    launch_triton(
+        _solve_kernel, (chunks * H,), q_TGK, k_TGK, v_THV, beta_TH, starts, sums, *solved, scale, norm_eps, S,
+        **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
+        **common, SHARE=H // G, V=V, V_PAD=V_pad, NORM=norm_eps > 0, BLOCK_K=min(block_k, K_pad), EMULATED=emulated,
+        num_warps=num_warps, **({"maxnreg": maxnreg} if maxnreg else {}),
+    )  # fmt: skip
+    return (*solved, decay)
 
 
 def launch_carry(

@@ -1,6 +1,7 @@
 """gated_delta on a GPU: a program has a block of rows of a head's state in registers for all of a sequence's tokens.
 
-Steps with prompts in bfloat16 go by `triton_chunks` and `triton_channels`, which leave short sequences to the kernel here.
+Steps with prompts in bfloat16 go by `triton_chunks` and `triton_channels`, which leave short sequences to the kernel
+here.
 """
 
 # mypy: allow-untyped-defs
@@ -117,8 +118,8 @@ def _delta_kernel(
 
 
 def has_prompts(site: CallSite) -> bool:
-    """Whether `triton_chunks` or `triton_channels` serves the site: steps in bfloat16 in which a sequence may have enough
-    tokens. Sums begin where a step's tokens do, so a deterministic site goes token by token."""
+    """Whether `triton_chunks` or `triton_channels` serves the site: steps in bfloat16 in which a sequence may have
+    enough tokens. Sums begin where a step's tokens do, so a deterministic site goes token by token."""
     q, k, v, state = (site.args[name] for name in ("q_TGK", "k_TGK", "v_THV", "state"))
     bucket = site.bucket
     return (
