@@ -14,7 +14,7 @@ from tests.models import test_parity as parity
 from tests.tiers import ON_GPU
 
 V, N_TOKENS, CACHE = parity.V, 12, 8 << 20
-NAMES = {"mamba2": (), "granite_hybrid": (), "deepseek_v3": (), "kimi_linear": pytest.mark.thorough}
+NAMES: dict[str, Any] = {"mamba2": (), "granite_hybrid": (), "deepseek_v3": (), "kimi_linear": pytest.mark.thorough}
 
 
 @torch.no_grad()
