@@ -266,7 +266,7 @@ def _check_row(row: tuple[float, ...], expected: torch.Tensor) -> None:
 
 
 _FULL = [4, 8, 12, 16, 20, 24, 27]
-KIMI_LINEAR = {
+KIMI_LINEAR: dict[str, Any] = {
     "architectures": ["KimiLinearForCausalLM"], "first_k_dense_replace": 1, "head_dim": 72, "hidden_act": "silu",
     "hidden_size": 2304, "intermediate_size": 9216, "kv_lora_rank": 512,
     "linear_attn_config": {"full_attn_layers": _FULL, "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4,
