@@ -118,8 +118,9 @@ def _solve_kernel(
         v = tl.load(v_ptr + (t * V_ROW)[:, None] + head * V_HEAD + n[None, :], mask=in_values, other=0.0)
         u = product(inverse, v, tl.zeros([CHUNK, V_PAD], tl.float32), EMULATED)
         tl.store(u_ptr + at * (CHUNK * V_PAD) + i[:, None] * V_PAD + n[None, :], u.to(u_ptr.dtype.element_ty))
-        for block in tl.range(K_PAD // BLOCK_K, num_stages=1):
-            c = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        WIDE: tl.constexpr = min(K_PAD, 64)
+        for block in tl.range(K_PAD // WIDE, num_stages=1):
+            c = block * WIDE + tl.arange(0, WIDE)
             inside = valid[:, None] & (c < K)[None, :]
             of_block = at * (CHUNK * K_PAD) + i[:, None] * K_PAD + c[None, :]
             k = tl.load(k_row + c[None, :], mask=inside, other=0.0).to(tl.float32) * of_k[:, None]
@@ -129,7 +130,7 @@ def _solve_kernel(
             grown = tl.exp2(total)
             tl.store(query_ptr + of_block, (q * grown).to(query_ptr.dtype.element_ty))
             tl.store(key_ptr + of_block, (k * tl.exp2(last[None, :] - total)).to(key_ptr.dtype.element_ty))
-            w = product(inverse, narrow(k * grown, EMULATED), tl.zeros([CHUNK, BLOCK_K], tl.float32), EMULATED)
+            w = product(inverse, narrow(k * grown, EMULATED), tl.zeros([CHUNK, WIDE], tl.float32), EMULATED)
             tl.store(w_ptr + of_block, w.to(w_ptr.dtype.element_ty))
 
 
