@@ -73,6 +73,19 @@ SHAPES |= {
         "rope_theta": 10000000.0, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "bfloat16",
         "attention_bias": False,
     },
+    # Kimi-Linear-48B-A3B, of whose 27 layers these are 8, one of them dense: three of four are delta nets.
+    "kimi-linear-8": {
+        "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "hidden_size": 2304,
+        "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 32, "q_lora_rank": None,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True,
+        "linear_attn_config": {"full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7], "head_dim": 128,
+                               "num_heads": 32, "short_conv_kernel_size": 4},
+        "intermediate_size": 9216, "first_k_dense_replace": 1, "num_experts": 256, "num_experts_per_tok": 8,
+        "n_shared_experts": 1, "moe_intermediate_size": 1024, "moe_renormalize": True, "num_expert_group": 1,
+        "topk_group": 1, "moe_router_activation_func": "sigmoid", "routed_scaling_factor": 2.446,
+        "vocab_size": 163840, "model_max_length": 1048576, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "tie_word_embeddings": False, "dtype": "bfloat16",
+    },
     # Granite 4.0 H 350M: layers of Mamba2, four with attention.
     "granite-hybrid-350m": {
         "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_size": 768,

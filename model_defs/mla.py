@@ -44,6 +44,7 @@ class Attention:
     scale: factor of the products of queries and keys.
     bias: whether the projections from the stream to latents, and that back to it, have one.
     interleaved: whether neighbours are rotated together, else entries half of R apart.
+    rotary: whether the R numbers are rotated at all, by the tables that every layer reads.
     """
 
     D: int
@@ -56,6 +57,7 @@ class Attention:
     scale: float
     bias: bool
     interleaved: bool
+    rotary: bool = True
 
     @property
     def query_rows(self) -> int:
@@ -125,8 +127,9 @@ def project(a: Attention, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext)
     if a.Q:
         q = linear(source, w.q_b)
     q_nope_THN, q_rope_THR = q.unflatten(1, (a.H, a.N + a.R)).split((a.N, a.R), 2)
-    q_rope_THR = rope(q_rope_THR, *ctx.shared, interleaved=a.interleaved)
-    k_rope_TR = rope(k_rope_TR.unsqueeze(1), *ctx.shared, interleaved=a.interleaved).squeeze(1)
+    if a.rotary:
+        q_rope_THR = rope(q_rope_THR, *ctx.shared, interleaved=a.interleaved)
+        k_rope_TR = rope(k_rope_TR.unsqueeze(1), *ctx.shared, interleaved=a.interleaved).squeeze(1)
     return source, LatentRows(q_nope_THN, q_rope_THR, rms_norm(latent_TL, w.kv_norm, _EPS), k_rope_TR)
 
 

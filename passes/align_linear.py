@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from graphllm.config import CompileConfig
 from graphllm.ir.graph import TensorSpec
@@ -44,12 +45,24 @@ def align_linear(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassRep
         unit.replace(node, linear, **{**given, "weight_OI": padded})
         x, sizes, dim = cast(tuple[Node, list[int], int], split.args)
         split.args = (x, [*sizes, missing], dim)
-        with unit.shapes.mode:
-            split.meta["val"] = _SPLIT(*fake_values(split.args))
-        for part in split.users:
-            part.meta["val"] = split.meta["val"][part.args[1]]
+        _widen(unit, split)
         notes.append(f"{name}: {missing} rows of zeros")
     return PassReport(len(notes), tuple(notes), plan if notes else None)
+
+
+def _widen(unit: Unit, node: Node) -> None:
+    """New values for a node, and for all that are views of it: their rows are as far apart as the wider tensor's."""
+    old = node.meta["val"]
+    with unit.shapes.mode, torch.no_grad():
+        node.meta["val"] = made = node.target(*fake_values(node.args), **fake_values(node.kwargs))  # type: ignore[operator]
+    if _specs(unit, made) != _specs(unit, old):
+        for user in node.users:
+            if user.op == "call_function":
+                _widen(unit, user)
+
+
+def _specs(unit: Unit, values: Any) -> list[TensorSpec]:
+    return [unit.shapes.spec(value) for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _is_split(node: Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -285,6 +286,63 @@ def _default(theta: float, dim: int) -> torch.Tensor:
 
 def _check_row(row: tuple[float, ...], expected: torch.Tensor) -> None:
     torch.testing.assert_close(torch.tensor(row), expected, rtol=3e-7, atol=0)
+
+
+_FULL = [4, 8, 12, 16, 20, 24, 27]
+KIMI_LINEAR: dict[str, Any] = {
+    "architectures": ["KimiLinearForCausalLM"], "first_k_dense_replace": 1, "head_dim": 72, "hidden_act": "silu",
+    "hidden_size": 2304, "intermediate_size": 9216, "kv_lora_rank": 512,
+    "linear_attn_config": {"full_attn_layers": _FULL, "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4,
+                           "kda_layers": [i for i in range(1, 28) if i not in _FULL]},
+    "mla_use_nope": True, "model_max_length": 1048576, "model_type": "kimi_linear", "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1, "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "num_attention_heads": 32,
+    "num_expert_group": 1, "num_experts": 256, "num_experts_per_token": 8, "num_hidden_layers": 27,
+    "num_key_value_heads": 32, "num_nextn_predict_layers": 0, "num_shared_experts": 1, "q_lora_rank": None,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 10000.0, "routed_scaling_factor": 2.446, "tie_word_embeddings": False, "topk_group": 1,
+    "use_grouped_topk": True, "v_head_dim": 128, "vocab_size": 163840,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("leave_out", ["", "linear_attn_config", "first_k_dense_replace", "num_experts_per_token"])
+def test_kimi_linear_files_mean_what_transformers_reads(leave_out: str) -> None:
+    hf = {name: value for name, value in KIMI_LINEAR.items() if name != leave_out}
+    theirs = transformers.KimiLinearConfig.from_dict(copy.deepcopy(hf))
+    c = MODELS["KimiLinearForCausalLM"].config(hf)
+    fields = {"D": "hidden_size", "F": "intermediate_size", "V": "vocab_size", "N": "num_local_experts",
+              "H": "num_attention_heads", "A": "num_experts_per_tok", "F_expert": "moe_intermediate_size",
+              "routed_scale": "routed_scaling_factor", "groups": "n_group", "kept_groups": "topk_group",
+              "eps": "rms_norm_eps", "tied": "tie_word_embeddings", "max_len": "max_position_embeddings",
+              "renormalize": "norm_topk_prob", "H_delta": "linear_num_heads", "E_delta": "linear_head_dim",
+              "taps": "linear_conv_kernel_dim"}  # fmt: skip
+    assert {n: getattr(c, n) for n in fields} == {n: getattr(theirs, field) for n, field in fields.items()}
+    assert c.F_shared == theirs.n_shared_experts * theirs.moe_intermediate_size
+    sizes = (c.mla.L, c.mla.N, c.mla.R, c.mla.V, c.mla.Q, c.mla.rotary)
+    assert sizes == (theirs.kv_lora_rank, theirs.qk_nope_head_dim, theirs.qk_rope_head_dim, theirs.v_head_dim, 0, False)
+    kinds = zip(theirs.layer_types, theirs.mlp_layer_types, strict=True)
+    ends = {"dense": "", "sparse": "_sparse"}
+    assert list(c.layer_types) == [kind.removesuffix("_attention") + ends[end] for kind, end in kinds]
+    assert key_fields(c)["D"] == c.D
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mla_use_nope": False}, "mla_use_nope is False, which is not supported"),
+        ({"mla_use_output_gate": True}, "mla_use_output_gate is True"),
+        ({"moe_router_activation_func": "softmax"}, "scoring_func is 'softmax'"),
+        (
+            {"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [1, 2]}},
+            "each of 1 to num_hidden_layers = 27",
+        ),
+        ({"linear_attn_config": {"full_attn_layers": [1]}}, "kda_layers is None"),
+        ({"linear_attn_config": {**KIMI_LINEAR["linear_attn_config"], "gate_lower_bound": -5.0}}, "gate_lower_bound"),
+        ({"linear_attn_config": {**KIMI_LINEAR["linear_attn_config"], "num_heads": 0}}, "num_heads is 0"),
+    ],
+)
+def test_kimi_linear_files_that_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MODELS["KimiLinearForCausalLM"].config(KIMI_LINEAR | given)
 
 
 LLAMA = {

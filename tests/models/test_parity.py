@@ -88,8 +88,17 @@ LATENTS = LLAMA | {
     "v_head_dim": 20,
 }  # fmt: skip
 MLA = LATENTS | ROUTED
+<<<<<<< HEAD
 # Few heads would often leave scores of zero, of which transformers takes any.
 INDEXED = MLA | {"index_topk": 8, "index_n_heads": 24, "index_head_dim": 20}
+=======
+KIMI = IDS | ROUTED | {
+    "hidden_size": 56, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "initializer_range": 0.2, "kv_lora_rank": 40, "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 6, "v_head_dim": 20, "num_local_experts": 8, "linear_num_heads": 4, "linear_head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
+>>>>>>> kimi
 SHORT, LONG = [1.0 + 0.02 * i for i in range(8)], [1.5 + 0.4 * i for i in range(8)]
 GROWN = 10000.0 * (8 * 512 / 100 - 7) ** (16 / 14)  # the base of dynamic NTK for 512 tokens and a factor of 8
 MIXED = ["sliding_attention", "full_attention"]
@@ -234,6 +243,11 @@ ARCHS = (
     Arch("dots1", "Dots1",
          LLAMA | ROUTED | {"sliding_window": 40, "max_window_layers": 1, "norm_topk_prob": True,
                            "attention_bias": True}),
+    Arch("kimi_linear", "KimiLinear", KIMI),
+    Arch("kimi_linear_listed", "KimiLinear",
+         KIMI | {"linear_conv_kernel_dim": 3, "linear_num_heads": 12, "linear_head_dim": 20, "num_hidden_layers": 3,
+                 "layer_types": None, "q_lora_rank": 28, "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+                 "linear_attn_config": {"full_attn_layers": [1, 3], "kda_layers": [2]}, "first_k_dense_replace": 2}),
     Arch("gpt2", "GPT2", GPT2),
     Arch("gpt2_untied", "GPT2", GPT2 | {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
     Arch("opt", "OPT", OPT),
@@ -288,12 +302,16 @@ ARCHS = (
 # Sinks, windows and latents in the middle of a prompt; states that go on.
 RECURRENT = {
     "mamba", "falcon_mamba", "jamba", "olmo_hybrid", "mamba2", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
-    "qwen3_next", "qwen3_5",
+    "qwen3_next", "qwen3_5", "kimi_linear",
 }  # fmt: skip
+<<<<<<< HEAD
 CHUNKED = {
     "gpt_oss", "deepseek_v3", "deepseek_v32", "glm_moe_dsa_shared", "mamba", "jamba", "mamba2", "lfm2", "falcon_h1",
     "qwen3_next",
 }  # fmt: skip
+=======
+CHUNKED = {"gpt_oss", "deepseek_v3", "mamba", "jamba", "mamba2", "lfm2", "falcon_h1", "qwen3_next", "kimi_linear"}
+>>>>>>> kimi
 CLASSES = {
     "GPT2": "GPT2LMHeadModel",
     "Gemma3Text": "Gemma3ForCausalLM",
@@ -348,7 +366,11 @@ EACH = {
     "gemma2", "gemma3", "phi3_longrope", "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "olmoe", "granite",
     "granite_moe", "phimoe_longrope", "gpt_oss", "qwen3_next", "qwen3_5", "gpt2", "opt", "mamba", "falcon_mamba",
     "jamba", "olmo_hybrid", "mamba2", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
+<<<<<<< HEAD
     "zamba2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "glm_moe_dsa_shared", "minicpm3", "glm4_moe",
+=======
+    "zamba2", "deepseek_v2_lite", "deepseek_v3", "minicpm3", "glm4_moe", "kimi_linear",
+>>>>>>> kimi
 }  # fmt: skip
 
 

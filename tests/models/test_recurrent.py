@@ -36,6 +36,7 @@ NAMES = (
             "qwen3_next",
             "qwen3_5",
             "olmo_hybrid",
+            "kimi_linear",
         ),
     ),
 )

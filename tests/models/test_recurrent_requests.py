@@ -14,7 +14,9 @@ from tests.models import test_parity as parity
 from tests.tiers import ON_GPU
 
 V, N_TOKENS, CACHE = parity.V, 12, 8 << 20
-NAMES = ("mamba2", "granite_hybrid", "deepseek_v3", "glm_moe_dsa_shared")
+NAMES: dict[str, Any] = {
+    "mamba2": (), "granite_hybrid": (), "deepseek_v3": (), "glm_moe_dsa_shared": (), "kimi_linear": pytest.mark.thorough,
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -42,9 +44,9 @@ def _settings(backend: str) -> dict[str, Any]:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((backend, name), id=f"{backend}-{name}", marks=marks)
+        pytest.param((backend, name), id=f"{backend}-{name}", marks=marks or own)
         for backend, marks in (("eager", ()), ("prebuilt", pytest.mark.thorough), ("inductor", pytest.mark.slow))
-        for name in NAMES
+        for name, own in NAMES.items()
     ],
 )
 def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, LLM]]:

@@ -15,6 +15,7 @@ from graphllm.config import CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, eliminate_dead, verify
 from graphllm.ir.registry import load_ops
 from graphllm.passes.align_linear import align_linear
+from graphllm.rewrite import results_of
 from graphllm.weights.plan.division import Division, WeightPart
 from graphllm.weights.plan.expr import Pad, Read
 from graphllm.weights.plan.plan import Entry, WeightPlan
@@ -28,6 +29,13 @@ Values = dict[str, Any]
 def _split(v: Values) -> tuple[Tensor, ...]:
     first, last = OPS["linear"](v["x"], v["w.router"]).split((v["w.router"].shape[0] - 1, 1), 1)
     return first.softmax(1), last.sigmoid()
+
+
+def _heads(v: Values) -> tuple[Tensor, ...]:
+    """Views of views, and what is dense whatever it is made of."""
+    first, last = OPS["linear"](v["x"], v["w.router"]).split((v["w.router"].shape[0] - 1, 1), 1)
+    one, other = first.unflatten(1, (4, 3)).split((1, 2), 2)
+    return one.transpose(0, 1).squeeze(2), other, other.exp().flatten(1), last.sigmoid()
 
 
 def _whole(v: Values) -> tuple[Tensor, ...]:
@@ -51,6 +59,7 @@ def _plan(rows: int, **more: Any) -> WeightPlan:
     ("fn", "rows", "more", "padded"),
     [
         (_split, 13, {}, 3),
+        (_heads, 13, {}, 3),
         (_split, 16, {}, 0),
         (_whole, 13, {}, 0),
         (_read_twice, 13, {}, 0),
@@ -82,3 +91,5 @@ def test_what_is_padded(
     found = torch.fx.Interpreter(torch.fx.GraphModule(torch.nn.Module(), unit.graph)).run(*arguments)
     for one, other in zip(found, right, strict=True):
         torch.testing.assert_close(one, other)
+    for node, value in zip(results_of(unit), found, strict=True):  # where kernels will look for rows
+        assert node.meta["val"].stride() == value.stride()

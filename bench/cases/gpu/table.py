@@ -184,6 +184,10 @@ def recurrent_layers(c: dict) -> tuple[int, float, int]:
         K, V = c["linear_key_head_dim"], c["linear_value_head_dim"]
         count = L - L // c["full_attention_interval"]
         return D * (2 * G * K + 3 * H * V + 2 * H), 2 * 4.0 * count * H * K * V, count
+    if "linear_attn_config" in c:
+        delta = c["linear_attn_config"]
+        H, E, count = delta["num_heads"], delta["head_dim"], len(delta["kda_layers"])
+        return D * (4 * H * E + H + 2 * E) + 2 * E * H * E, 2 * 4.0 * count * H * E * E, count
     return 0, 0.0, 0
 
 

@@ -65,6 +65,7 @@ def settings(device: str, one_token: bool = False) -> dict[str, Any]:
             "cpp.threads": 1 if one_token else -1,  # a token's norms, rotation and gate are less than a region costs
             "cpp.min_chunk_size": 32768,  # a parallel region costs more than 32k elements of work at batch 1
             "cpp.vec_isa_ok": True,  # do not compile test programs to find out; g++ -march=native knows
+            "reorder_for_peak_memory": False,  # torch 2.13 puts readers before the kernel that fills their buffer
         }
     return common | {
         "triton.unique_kernel_names": True,

@@ -78,9 +78,13 @@ CASES = (
     _case(Step([1, 33, 2, 65], versions=2), (2, 2, 32, 24), norm=False, kept=torch.bfloat16),
     _case(Step([1, 70, 0], versions=2, pad=3), (1, 2, 128, 128)),
     _case(Step([65]), (1, 1, 128, 128), norm=False, kept=torch.bfloat16),
+    _case(Step([1, 70, 0], versions=2, pad=3), (1, 2, 128, 128), channels=True),
+    _case(Step([65]), (1, 1, 128, 128), channels=True, gate=-20.0, norm=False, kept=torch.bfloat16),
     _case(Step([]), bucket=Bucket("mixed", 0, 8)),
     _case(Step([1] * 64), (16, 32, 128, 128), size="real"),
     _case(Step([1] * 8), (16, 32, 128, 128), size="real"),
     _case(Step([1024]), (16, 32, 128, 128), size="real"),
     _case(Step([2048]), (16, 32, 128, 128), size="real"),
+    _case(Step([64]), (32, 32, 128, 128), channels=True, size="real"),
+    _case(Step([2048]), (32, 32, 128, 128), channels=True, size="real"),
 )

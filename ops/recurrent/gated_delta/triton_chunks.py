@@ -1,4 +1,4 @@
-"""gated_delta for prompts on a GPU, in chunks of 64 tokens.
+"""gated_delta for prompts on a GPU with decays of heads, in chunks of 64 tokens.
 
 With g_i the sum of a chunk's gates up to token i and S the state before the chunk, the deltas D of all of its tokens
 solve a triangular system:
@@ -31,7 +31,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _product(a, b, acc, EMULATED: tl.constexpr):
+def product(a, b, acc, EMULATED: tl.constexpr):
     """acc + a @ b in float32. Triton's interpreter (EMULATED) cannot multiply bfloat16."""
     if EMULATED:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
@@ -40,13 +40,13 @@ def _product(a, b, acc, EMULATED: tl.constexpr):
 
 
 @triton.jit
-def _narrow(x, EMULATED: tl.constexpr):
+def narrow(x, EMULATED: tl.constexpr):
     """As a factor of a product. The interpreter would cut, not round."""
     return x if EMULATED else x.to(tl.bfloat16)
 
 
 @triton.jit
-def _inverse(A, PRECISION: tl.constexpr):
+def inverse_of(A, PRECISION: tl.constexpr):
     """(I + A)^-1 of a strictly lower triangular A [64, 64]: row by row in the blocks of 16 on the diagonal; with those
     as D, and L as what is below them, by (I + D L)^-1 D, where D L is nilpotent."""
     b = tl.arange(0, 4)
@@ -103,10 +103,10 @@ def _solve_kernel(
         at = (chunk * H + head).to(tl.int64)
         square = at * (CHUNK * CHUNK) + places
         zeros = tl.zeros([CHUNK, CHUNK], tl.float32)
-        seen = _product(q, tl.trans(k), zeros, EMULATED) * decay * (of_q[:, None] * of_k[None, :])
+        seen = product(q, tl.trans(k), zeros, EMULATED) * decay * (of_q[:, None] * of_k[None, :])
         tl.store(seen_ptr + square, seen.to(seen_ptr.dtype.element_ty))
-        A = _product(k, tl.trans(k), zeros, EMULATED) * decay * ((beta * of_k)[:, None] * of_k[None, :])
-        inverse = _inverse(tl.where(i[:, None] > i[None, :], A, 0.0), "ieee" if EMULATED else "tf32") * beta[None, :]
+        A = product(k, tl.trans(k), zeros, EMULATED) * decay * ((beta * of_k)[:, None] * of_k[None, :])
+        inverse = inverse_of(tl.where(i[:, None] > i[None, :], A, 0.0), "ieee" if EMULATED else "tf32") * beta[None, :]
         tl.store(inverse_ptr + square, inverse.to(inverse_ptr.dtype.element_ty))
         row = factor_ptr + at * (4 * CHUNK) + i
         grown = tl.exp2(total)
@@ -128,14 +128,14 @@ def _factors(factor_ptr, at):
 @triton.jit
 def _advance(state, k, q, v, inverse, seen, of_k, of_q, of_delta, of_state, EMULATED: tl.constexpr):
     """The state after a chunk, and what it answers."""
-    held = _narrow(state, EMULATED)
+    held = narrow(state, EMULATED)
     zeros = tl.zeros([CHUNK, state.shape[1]], tl.float32)
-    known = _product(k, held, zeros, EMULATED) * of_k[:, None]
-    unknown = _narrow(v.to(tl.float32) - known, EMULATED)
-    delta = _product(inverse, unknown, zeros, EMULATED)
-    state = _product(tl.trans(k), _narrow(delta * of_delta[:, None], EMULATED), state * of_state, EMULATED)
-    answer = _product(q, held, zeros, EMULATED) * of_q[:, None]
-    return state, _product(seen, _narrow(delta, EMULATED), answer, EMULATED)
+    known = product(k, held, zeros, EMULATED) * of_k[:, None]
+    unknown = narrow(v.to(tl.float32) - known, EMULATED)
+    delta = product(inverse, unknown, zeros, EMULATED)
+    state = product(tl.trans(k), narrow(delta * of_delta[:, None], EMULATED), state * of_state, EMULATED)
+    answer = product(q, held, zeros, EMULATED) * of_q[:, None]
+    return state, product(seen, narrow(delta, EMULATED), answer, EMULATED)
 
 
 @triton.jit(do_not_specialize_on_alignment=["S", "T", "CHUNKS"])
@@ -236,14 +236,14 @@ def _carry_kernel(
 def _advance_rows(state, k, q, v, inverse, seen, of_k, of_q, of_delta, of_state, EMULATED: tl.constexpr):
     """The state [V, K] after a chunk, and what it answers [V, 64]: results stay in registers as the next product's
     left factor."""
-    held = _narrow(state, EMULATED)
+    held = narrow(state, EMULATED)
     zeros = tl.zeros([state.shape[0], CHUNK], tl.float32)
-    known = _product(held, tl.trans(k), zeros, EMULATED) * of_k[None, :]
-    unknown = _narrow(tl.trans(v).to(tl.float32) - known, EMULATED)
-    delta = _product(unknown, tl.trans(inverse), zeros, EMULATED)
-    state = _product(_narrow(delta * of_delta[None, :], EMULATED), k, state * of_state, EMULATED)
-    answer = _product(held, tl.trans(q), zeros, EMULATED) * of_q[None, :]
-    return state, _product(_narrow(delta, EMULATED), tl.trans(seen), answer, EMULATED)
+    known = product(held, tl.trans(k), zeros, EMULATED) * of_k[None, :]
+    unknown = narrow(tl.trans(v).to(tl.float32) - known, EMULATED)
+    delta = product(unknown, tl.trans(inverse), zeros, EMULATED)
+    state = product(narrow(delta * of_delta[None, :], EMULATED), k, state * of_state, EMULATED)
+    answer = product(held, tl.trans(q), zeros, EMULATED) * of_q[None, :]
+    return state, product(narrow(delta, EMULATED), tl.trans(seen), answer, EMULATED)
 
 
 @triton.jit(do_not_specialize_on_alignment=["S", "T", "CHUNKS"])
@@ -415,8 +415,16 @@ def _configs(site: CallSite) -> list[dict[str, int]]:
     return [{"block_v": 32, "turned": 0}, *turned]
 
 
+<<<<<<< HEAD
 @gated_delta.impl("triton_chunks", device="cuda", supports=has_prompts, configs=_configs)
 @exporting
+=======
+def _supports(site: CallSite) -> bool:
+    return site.args["g"].dim() == 2 and has_prompts(site)
+
+
+@gated_delta.impl("triton_chunks", device="cuda", supports=_supports, configs=_configs)
+>>>>>>> kimi
 def triton_chunks(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots, scale: float,
     norm_eps: float, exports: Tensor | None, *, block_v: int, turned: int,

@@ -1,6 +1,7 @@
 """gated_delta on a GPU: a program has a block of rows of a head's state in registers for all of a sequence's tokens.
 
-Steps with prompts in bfloat16 go by `triton_chunks`, which leaves short sequences to the kernel here.
+Steps with prompts in bfloat16 go by `triton_chunks` and `triton_channels`, which leave short sequences to the kernel
+here.
 """
 
 # mypy: allow-untyped-defs
@@ -127,15 +128,14 @@ def _delta_kernel(
 
 
 def has_prompts(site: CallSite) -> bool:
-    """Whether `triton_chunks` serves the site: steps in bfloat16 with decays of heads, in which a sequence may have
+    """Whether `triton_chunks` or `triton_channels` serves the site: steps in bfloat16 in which a sequence may have
     enough tokens. Sums begin where a step's tokens do, so a deterministic site goes token by token."""
-    q, k, v, g, state = (site.args[name] for name in ("q_TGK", "k_TGK", "v_THV", "g", "state"))
+    q, k, v, state = (site.args[name] for name in ("q_TGK", "k_TGK", "v_THV", "state"))
     bucket = site.bucket
     return (
         not site.deterministic
         and bucket.kind == "mixed"
         and bucket.hi >= CHUNKED
-        and g.dim() == 2
         and all(t.dtype == torch.bfloat16 for t in (q, k, v))
         and tuple(state.shape[3:]) == _CHUNKED_SIZES
         and _plain(site)

@@ -35,6 +35,11 @@ LATENTS: dict[str, Any] = {
     "v_head_dim": 20, "first_k_dense_replace": 1, "moe_intermediate_size": 36, "n_routed_experts": 4, "n_group": 1,
     "topk_group": 1,
 }  # fmt: skip
+KIMI: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20,
+    "moe_intermediate_size": 36, "num_local_experts": 4, "linear_head_dim": 12, "linear_num_heads": 6,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 LAYERS = ["linear_attention", "full_attention", "moe", "mlp"]
 # transformers' name and fields, the modules that an adapter changes (PEFT refuses out_proj of some), and tensors
 # of all experts.
@@ -76,6 +81,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
         ["experts.gate_up_proj"],
     ),
     "deepseek_v3": ("DeepseekV3", LATENTS, ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"], []),
+    "kimi_linear": (
+        "KimiLinear",
+        KIMI,
+        ["q_proj", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "o_proj", "kv_a_proj_with_mqa", "up_proj"],
+        ["experts.gate_up_proj", "experts.down_proj"],
+    ),
 }  # fmt: skip
 
 
