@@ -60,6 +60,7 @@ def _bring_tiles(
     n = 0
     for i in range(gl.program_id(0), count, gl.num_programs(0)):
         expert, first, begin, pairs = _tile(tiles_ptr, i, ROWS, GATED)
+        last = (pairs - 1) // BLOCK_T
         sources = ()
         for b in gl.static_range(TOKENS):
             at = begin + b * BLOCK_T + t
@@ -73,7 +74,8 @@ def _bring_tiles(
             if COPIED:
                 mbarrier.expect(arrived, BLOCK_N * BLOCK_K * 2)
             else:
-                mbarrier.expect(arrived, (BLOCK_N + TOKENS * BLOCK_T) * BLOCK_K * 2)
+                for b in gl.static_range(TOKENS):
+                    mbarrier.expect(arrived, (BLOCK_N + (b + 1) * BLOCK_T) * BLOCK_K * 2, pred=last == b)
             for p in gl.static_range(BLOCK_N // PART):
                 row = expert * ROWS + first + p // 2 * PART + p % 2 * (ROWS // 2)
                 to = w_smem.index(stage).slice(p * PART, PART, dim=0)
@@ -84,7 +86,7 @@ def _bring_tiles(
                     there = (b * BLOCK_T + t < pairs).expand_dims(1)
                     copy(to, sources[b] + step * BLOCK_K, mask=there.broadcast_to([BLOCK_T, BLOCK_K]))
                 else:
-                    _load_tile(rows, [begin + b * BLOCK_T, step * BLOCK_K], arrived, to)
+                    _load_tile(rows, [begin + b * BLOCK_T, step * BLOCK_K], arrived, to, pred=b <= last)
             if COPIED:
                 async_copy.mbarrier_arrive(arrived, increment_count=False)
             n += 1
@@ -199,7 +201,7 @@ def _multiply(
                     acc, expert, first, begin + GROUP * BLOCK_T, pairs - GROUP * BLOCK_T, order_ptr, bias_ptr,
                     scale_ptr, out_ptr, ROWS, FIRST, GATED, BIAS, ACTIVATION, LIMIT,
                 )
-            elif last == 2:
+            if TOKENS > 2 and last == 2:
                 acc, part = _sums(
                     x_smem, w_smem, full, free, n, GROUP, last, K, COPIED, TOKENS, STAGES, GROUP, True, True
                 )
