@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from graphllm.ops.moe.fused_moe import cpu, tuning  # noqa: F401
+from graphllm.ops.moe.fused_moe import cpu  # noqa: F401
 from graphllm.ops.moe.fused_moe.op import fused_moe
 
 if importlib.util.find_spec("triton"):

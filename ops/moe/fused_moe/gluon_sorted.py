@@ -196,29 +196,29 @@ def _multiply(
             if last == 1:
                 acc, _ = _sums(
                     x_smem, w_smem, full, free, n, GROUP, last, K, COPIED, TOKENS, STAGES, GROUP, True, False
-                )
+                )  # fmt: skip
                 _write(
                     acc, expert, first, begin + GROUP * BLOCK_T, pairs - GROUP * BLOCK_T, order_ptr, bias_ptr,
                     scale_ptr, out_ptr, ROWS, FIRST, GATED, BIAS, ACTIVATION, LIMIT,
-                )
+                )  # fmt: skip
             if TOKENS > 2 and last == 2:
                 acc, part = _sums(
                     x_smem, w_smem, full, free, n, GROUP, last, K, COPIED, TOKENS, STAGES, GROUP, True, True
-                )
+                )  # fmt: skip
                 _write(
                     acc, expert, first, begin + GROUP * BLOCK_T, BLOCK_T, order_ptr, bias_ptr,
                     scale_ptr, out_ptr, ROWS, FIRST, GATED, BIAS, ACTIVATION, LIMIT,
-                )
+                )  # fmt: skip
                 _write(
                     part, expert, first + GROUP * (64 if GATED else 128), begin + 2 * BLOCK_T, pairs - 2 * BLOCK_T,
                     order_ptr, bias_ptr, scale_ptr, out_ptr, ROWS, FIRST, GATED, BIAS, ACTIVATION, LIMIT,
-                )
+                )  # fmt: skip
         if last == 0:
             _, part = _sums(x_smem, w_smem, full, free, n, 0, 0, K, COPIED, TOKENS, STAGES, GROUP, False, True)
             _write(
                 part, expert, first + GROUP * (64 if GATED else 128), begin, pairs, order_ptr, bias_ptr, scale_ptr,
                 out_ptr, ROWS, FIRST, GATED, BIAS, ACTIVATION, LIMIT,
-            )
+            )  # fmt: skip
         n += K // BLOCK_K
 
 
@@ -236,7 +236,7 @@ def hopper_sorted_kernel(
     FIRST: gl.constexpr,  # of the two products: with an activation, from tokens; else scaled
     COPIED: gl.constexpr,  # rows of x come by copies of the threads, not by the TMA unit, which gathers none
     GATED: gl.constexpr, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, TILES: gl.constexpr, COUNTS: gl.constexpr,
-    TOKENS: gl.constexpr,  # blocks of a tile: 1 or 3
+    TOKENS: gl.constexpr,  # blocks of a tile: 1, 2 or 3
     STAGES: gl.constexpr,
 ):  # fmt: skip
     # In this order: see the kernel of `gluon_product`, which writes descriptors before it waits.
@@ -246,10 +246,9 @@ def hopper_sorted_kernel(
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     one: gl.constexpr = mbarrier.MBarrierLayout()
-    if COUNTS:
-        if gl.program_id(0) == 0:
-            flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-            gl.store(counts_ptr + gl.arange(0, COUNTS, layout=flat), gl.zeros([COUNTS], gl.int32, layout=flat))
+    if COUNTS and gl.program_id(0) == 0:
+        flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        gl.store(counts_ptr + gl.arange(0, COUNTS, layout=flat), gl.zeros([COUNTS], gl.int32, layout=flat))
     weights = tma.make_tensor_descriptor(
         weight_ptr, [N * ROWS, K], [K, 1], [64 if GATED else BLOCK_N, BLOCK_K], swizzled
     )
