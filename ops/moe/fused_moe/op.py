@@ -131,8 +131,8 @@ def _(x_TD: Tensor) -> Tensor:
 
 @fused_moe.tuning_inputs
 def even_routing(experts: Experts, route: Route, lora: ExpertLora | None) -> dict[str, Tensor]:
-    """Experts of each token and their weights, and adapters, on the device of the given tensors and of their shapes. All
-    tokens choose at random, as a trained router nearly does over many, and have one adapter after the other, if any."""
+    """Experts of each token and their weights, and adapters, on the device of the given tensors and of their shapes.
+    All tokens choose at random, as a trained router nearly does over many, and have one adapter after the other."""
     (T, A), N, device = route.experts_TA.shape, experts.sizes[0], route.experts_TA.device
     chosen = torch.rand((T, N), device=device).topk(A, -1).indices.to(torch.int32)
     weights = torch.softmax(torch.randn_like(route.weights_TA), -1)
