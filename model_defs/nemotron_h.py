@@ -179,7 +179,7 @@ def _dense_weights(c: Config, of: str, F: int) -> dict[str, Weight]:
 def _expert_weights(c: Config, of: str) -> dict[str, Weight]:
     inner = c.latent or c.D
     weights = {
-        "router": Weight((c.N, c.D), (of + "gate.weight",), exact=True),
+        "router": Weight((c.N, c.D), (of + "gate.weight",), exact=True, dtype="float32"),
         "correction": Weight((c.N,), (of + "gate.e_score_correction_bias",), dtype="float32"),
         "expert_up": single_experts(of + "experts.", ("up_proj",), c.N, c.F_expert, inner, "output"),
         "expert_down": single_experts(of + "experts.", ("down_proj",), c.N, inner, c.F_expert, "input"),
@@ -210,9 +210,13 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
 
 
 def experts(c: Config, w: SimpleNamespace, h_TD: Tensor) -> Tensor:
-    """The experts of a layer but the shared one, from normalized rows to what is added to the stream."""
+    """The experts of a layer but the shared one, from normalized rows to what is added to the stream.
+
+    They are chosen in float32.
+    """
+    logits_TN = linear(h_TD.to(w.router.dtype), w.router)
     weights_TA, experts_TA = moe_route(
-        linear(h_TD, w.router), c.A, "sigmoid", c.renormalize, c.routed_scale, c.groups, c.kept_groups, w.correction
+        logits_TN, c.A, "sigmoid", c.renormalize, c.routed_scale, c.groups, c.kept_groups, w.correction
     )
     if c.latent:
         h_TD = linear(h_TD, w.to_latent, getattr(w, "to_latent_bias", None))

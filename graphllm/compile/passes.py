@@ -29,6 +29,7 @@ from graphllm.passes.quantize_moe import quantize_moe
 from graphllm.passes.scale_cache import scale_cache
 from graphllm.passes.select_early import select_early
 from graphllm.passes.shard import shard
+from graphllm.passes.widen_linear import widen_linear
 from graphllm.rewrite import Pass, registered_passes
 
 # Raises ConfigError for linked pieces, each with a bucket, that the settings cannot have. The last argument:
@@ -77,6 +78,7 @@ PIPELINE = Pipeline(
         quantize_moe,
         join_shared_expert,
         align_linear,
+        widen_linear,
         scale_cache,
         attend_tree,
         fuse_attention,

@@ -174,6 +174,17 @@ constexpr int kRegs = kLanes / kRegLanes;
 using Reg = Wide<kRegLanes>::Floats;
 using RegInts = Wide<kRegLanes>::Ints;
 
+// a * b + c, rounded once. Sums made of it keep their order; the compiler may regroup others, and does where it unrolls a loop.
+inline Reg multiply_add(Reg a, Reg b, Reg c) {
+#if defined(GRAPHLLM_AVX512)
+  return (Reg)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Reg)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
 template <typename P, typename V>
 inline P reg_of(const V& values, int index) {
   P out;

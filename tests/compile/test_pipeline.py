@@ -145,9 +145,10 @@ def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
             "05-quantize_moe",
             "06-join_shared_expert",
             "07-align_linear",
-            "08-scale_cache",
-            "09-attend_tree",
-            "10-fuse_attention",
+            "08-widen_linear",
+            "09-scale_cache",
+            "10-attend_tree",
+            "11-fuse_attention",
         )
         for unit in units
     ]
@@ -245,6 +246,7 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
             "quantize_moe",
             "join_shared_expert",
             "align_linear",
+            "widen_linear",
             "scale_cache",
             "attend_tree",
             "fuse_attention",

@@ -127,7 +127,7 @@ struct FewFloats {
           for (int i = 0; i < kTokens; i++) {
             const Reg key = load_reg(keys + i * slot + e);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) sum[i][r] += key * load_reg(query + r * E + e);
+            for (int r = 0; r < R; r++) sum[i][r] = multiply_add(key, load_reg(query + r * E + e), sum[i][r]);
           }
 #pragma GCC unroll 8
         for (int i = 0; i < kTokens; i++)
@@ -182,7 +182,7 @@ struct FewFloats {
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int c = 0; c < C; c++) sum[r][c] += value[c] * weights[r * kPiece + t];
+        for (int c = 0; c < C; c++) sum[r][c] = multiply_add(value[c], Reg{} + weights[r * kPiece + t], sum[r][c]);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)

@@ -202,7 +202,7 @@ struct Floats {
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 2
-        for (int p = 0; p < kUsed; p++) sum[r][p] += left[kDown ? r : r * stride] * column[p];
+        for (int p = 0; p < kUsed; p++) sum[r][p] = multiply_add(Reg{} + left[kDown ? r : r * stride], column[p], sum[r][p]);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; r++)

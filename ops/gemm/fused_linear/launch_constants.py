@@ -35,6 +35,7 @@ _DIRECT = (  # block_n, warps, steps of a warp with weights under way
 _PLAIN_DIRECT = ((16, 4, 2, 256), (32, 4, 2, 128))  # of plain weights, and entries of a row in a step
 _MOST_PLAIN = 1 << 24  # numbers of a plain matrix that is read so: of larger ones tiles are as fast
 _MOST_DIRECT = 16  # rows of x
+_MOST_STEPS = 20  # of a warp: each is code of its own, and twice as many take five times as long to compile
 _SPLITS = (1, 2, 4, 8)
 SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
 
@@ -218,5 +219,6 @@ def _direct_configs(site: CallSite) -> list[Config]:
          "stages": 1, "token_tiles": 1, "direct": steps, "norm": norm}
         for block_n, warps, steps, span in tried
         if (warps - 1) * span < inner and (steps == 2 or (steps - 1) * warps * span < inner)
+        and inner <= _MOST_STEPS * warps * span
         for norm in norms
     ]  # fmt: skip
