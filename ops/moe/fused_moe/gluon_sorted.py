@@ -37,9 +37,10 @@ _load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 
 
 @gluon.jit
-def _tile(tiles_ptr, i, ROWS: gl.constexpr, GATED: gl.constexpr):
-    """The i-th item of work: expert, first column, first place and pairs."""
+def _tile(tiles_ptr, i, count, ROWS: gl.constexpr, GATED: gl.constexpr):
+    """The i-th item of work, or the last one: expert, first column, first place and pairs."""
     BLOCKS: gl.constexpr = (ROWS + BLOCK_N - 1) // BLOCK_N
+    i = gl.minimum(i, count - 1)
     tile = tiles_ptr + i // BLOCKS * 3
     first = i % BLOCKS * (BLOCK_N // 2 if GATED else BLOCK_N)
     return gl.load(tile), first, gl.load(tile + 1), gl.load(tile + 2)
@@ -58,8 +59,9 @@ def _bring_tiles(
     k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout)).expand_dims(0)
     t = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, layout))
     n = 0
+    expert, first, begin, pairs = _tile(tiles_ptr, gl.program_id(0), count, ROWS, GATED)
     for i in range(gl.program_id(0), count, gl.num_programs(0)):
-        expert, first, begin, pairs = _tile(tiles_ptr, i, ROWS, GATED)
+        following = _tile(tiles_ptr, i + gl.num_programs(0), count, ROWS, GATED)  # so that nobody waits for it later
         last = (pairs - 1) // BLOCK_T
         sources = ()
         for b in gl.static_range(TOKENS):
@@ -90,6 +92,7 @@ def _bring_tiles(
             if COPIED:
                 async_copy.mbarrier_arrive(arrived, increment_count=False)
             n += 1
+        expert, first, begin, pairs = following
 
 
 @gluon.jit
@@ -101,10 +104,8 @@ def _sums(
     """A group's products of the block ``whole`` with all rows of a tile of weights and, or, of the block ``shared``
     with its half of them. The first step is in the n-th stage."""
     HALF: gl.constexpr = BLOCK_N // 2
-    all_columns: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    half_of_them: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    acc = gl.zeros([BLOCK_T, BLOCK_N if WHOLE else 1], gl.float32, layout=all_columns)
-    part = gl.zeros([BLOCK_T, HALF if SHARED else 1], gl.float32, layout=half_of_them)
+    acc = gl.zeros([BLOCK_T, BLOCK_N if WHOLE else 1], gl.float32, layout=_sums_layout(BLOCK_N))
+    part = gl.zeros([BLOCK_T, HALF if SHARED else 1], gl.float32, layout=_sums_layout(HALF))
     for step in range(K // BLOCK_K):
         stage = n % STAGES
         mbarrier.wait(full.index(stage), (n // STAGES) & 1)
@@ -140,17 +141,38 @@ def _wide(columns):
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns])
 
 
+@triton.constexpr_function
+def _sums_layout(columns):
+    """64 rows of sums by four warps."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def _places(begin, pairs, order_ptr, scale_ptr, FIRST: gl.constexpr, GATED: gl.constexpr, COLUMNS: gl.constexpr):
+    """Of a block's rows the places in the result, and factors: read before the products, which last longer."""
+    row = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, _wide(COLUMNS // 2 if GATED else COLUMNS)))
+    place = begin + row
+    scale = 1.0
+    if not FIRST:
+        place = gl.load(order_ptr + place, mask=row < pairs, other=0)
+        r = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, _sums_layout(COLUMNS)))
+        pair = gl.load(order_ptr + begin + r, mask=r < pairs, other=0)
+        scale = gl.load(scale_ptr + pair, mask=r < pairs, other=0.0)
+    return place, scale, pairs
+
+
 @gluon.jit
 def _write(
-    acc, expert, first, begin, pairs, order_ptr, bias_ptr, scale_ptr, out_ptr,
+    acc, rows, expert, first, bias_ptr, out_ptr,
     ROWS: gl.constexpr, FIRST: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
     LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """A block of sums [64, columns of weights] becomes that of ``pairs`` of the places from ``begin`` on."""
+    """A block of sums [64, columns of weights] becomes that of the rows of `_places`."""
     COLUMNS: gl.constexpr = acc.shape[1] // 2 if GATED else acc.shape[1]
     WIDTH: gl.constexpr = ROWS // 2 if GATED else ROWS
     sums: gl.constexpr = acc.type.layout
     wide: gl.constexpr = _wide(COLUMNS)
+    place, scale, pairs = rows
     row = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, wide))
     column = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, wide))
     if BIAS:
@@ -161,7 +183,6 @@ def _write(
         up = c // 64 % 2 * WIDTH if GATED else 0
         bias = gl.load(bias_ptr + expert * ROWS + at + up, mask=at < WIDTH, other=0.0)
         acc += bias.to(gl.float32).expand_dims(0)
-    place = begin + row
     if GATED:
         parts = acc.reshape([BLOCK_T, COLUMNS // 64, 2, 64]).permute((0, 1, 3, 2))
         gate, up = parts.split()
@@ -170,10 +191,7 @@ def _write(
         out = gl.maximum(acc, 0.0)
         out = out * out
     else:
-        place = gl.load(order_ptr + place, mask=row < pairs, other=0)
-        r = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, sums))
-        pair = gl.load(order_ptr + begin + r, mask=r < pairs, other=0)
-        out = acc * gl.load(scale_ptr + pair, mask=r < pairs, other=0.0).expand_dims(1)
+        out = acc * scale.expand_dims(1)
     out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), wide)
     to = out_ptr + (place.to(gl.int64) * WIDTH).expand_dims(1) + column.expand_dims(0)
     gl.store(to, out, mask=(row < pairs).expand_dims(1) & (column < WIDTH).expand_dims(0))
@@ -188,38 +206,36 @@ def _multiply(
     """What a group of four warps does: of each tile one block alone if there are two or three, and its half of the last
     one if there are one or three."""
     x_smem, w_smem, full, free, order_ptr, tiles_ptr, count, bias_ptr, scale_ptr, out_ptr = work
+    HALF: gl.constexpr = BLOCK_N // 2
     n = 0
+    expert, first, begin, pairs = _tile(tiles_ptr, gl.program_id(0), count, ROWS, GATED)
     for i in range(gl.program_id(0), count, gl.num_programs(0)):
-        expert, first, begin, pairs = _tile(tiles_ptr, i, ROWS, GATED)
+        following = _tile(tiles_ptr, i + gl.num_programs(0), count, ROWS, GATED)
         last = (pairs - 1) // BLOCK_T
+        half = first + GROUP * (HALF // 2 if GATED else HALF)
         if TOKENS > 1:
+            own = begin + GROUP * BLOCK_T
             if last == 1:
+                rows = _places(own, pairs - GROUP * BLOCK_T, order_ptr, scale_ptr, FIRST, GATED, BLOCK_N)
                 acc, _ = _sums(
                     x_smem, w_smem, full, free, n, GROUP, last, K, COPIED, TOKENS, STAGES, GROUP, True, False
                 )  # fmt: skip
-                _write(
-                    acc, expert, first, begin + GROUP * BLOCK_T, pairs - GROUP * BLOCK_T, order_ptr, bias_ptr,
-                    scale_ptr, out_ptr, ROWS, FIRST, GATED, BIAS, ACTIVATION, LIMIT,
-                )  # fmt: skip
+                _write(acc, rows, expert, first, bias_ptr, out_ptr, ROWS, FIRST, GATED, BIAS, ACTIVATION, LIMIT)
             if TOKENS > 2 and last == 2:
+                rows = _places(own, BLOCK_T, order_ptr, scale_ptr, FIRST, GATED, BLOCK_N)
+                others = begin + 2 * BLOCK_T
+                more = _places(others, pairs - 2 * BLOCK_T, order_ptr, scale_ptr, FIRST, GATED, HALF)
                 acc, part = _sums(
                     x_smem, w_smem, full, free, n, GROUP, last, K, COPIED, TOKENS, STAGES, GROUP, True, True
                 )  # fmt: skip
-                _write(
-                    acc, expert, first, begin + GROUP * BLOCK_T, BLOCK_T, order_ptr, bias_ptr,
-                    scale_ptr, out_ptr, ROWS, FIRST, GATED, BIAS, ACTIVATION, LIMIT,
-                )  # fmt: skip
-                _write(
-                    part, expert, first + GROUP * (64 if GATED else 128), begin + 2 * BLOCK_T, pairs - 2 * BLOCK_T,
-                    order_ptr, bias_ptr, scale_ptr, out_ptr, ROWS, FIRST, GATED, BIAS, ACTIVATION, LIMIT,
-                )  # fmt: skip
+                _write(acc, rows, expert, first, bias_ptr, out_ptr, ROWS, FIRST, GATED, BIAS, ACTIVATION, LIMIT)
+                _write(part, more, expert, half, bias_ptr, out_ptr, ROWS, FIRST, GATED, BIAS, ACTIVATION, LIMIT)
         if last == 0:
+            rows = _places(begin, pairs, order_ptr, scale_ptr, FIRST, GATED, HALF)
             _, part = _sums(x_smem, w_smem, full, free, n, 0, 0, K, COPIED, TOKENS, STAGES, GROUP, False, True)
-            _write(
-                part, expert, first + GROUP * (64 if GATED else 128), begin, pairs, order_ptr, bias_ptr, scale_ptr,
-                out_ptr, ROWS, FIRST, GATED, BIAS, ACTIVATION, LIMIT,
-            )  # fmt: skip
+            _write(part, rows, expert, half, bias_ptr, out_ptr, ROWS, FIRST, GATED, BIAS, ACTIVATION, LIMIT)
         n += K // BLOCK_K
+        expert, first, begin, pairs = following
 
 
 @gluon.jit
