@@ -12,6 +12,7 @@ from graphllm.ir import Cost, nbytes, op
 from graphllm.ops.encodings.encoded_weights import decoded
 from graphllm.ops.lora.add_lora.op import adapted
 from graphllm.ops.lora.add_lora.operands import LowRank
+from graphllm.ops.lora.add_lora.tuning import every_adapter
 from graphllm.ops.moe.fused_moe.operands import LORA_TABLES, ExpertLora, Experts, Residual, Route
 from graphllm.ops.norms.rms_norm import rms_norm
 
@@ -126,3 +127,17 @@ def activate(gate_up: Tensor, activation: str, limit: float) -> Tensor:
 @fused_moe.fake
 def _(x_TD: Tensor) -> Tensor:
     return x_TD.new_empty(x_TD.shape)
+
+
+@fused_moe.tuning_inputs
+def even_routing(experts: Experts, route: Route, lora: ExpertLora | None) -> dict[str, Tensor]:
+    """Experts of each token and their weights, and adapters, on the device of the given tensors and of their shapes.
+    All tokens choose at random, as a trained router nearly does over many, and have one adapter after the other."""
+    (T, A), N, device = route.experts_TA.shape, experts.sizes[0], route.experts_TA.device
+    chosen = torch.rand((T, N), device=device).topk(A, -1).indices.to(torch.int32)
+    weights = torch.softmax(torch.randn_like(route.weights_TA), -1)
+    return {
+        "experts_TA": chosen,
+        "weights_TA": weights,
+        **(every_adapter(lora.adapter_ids_T, lora.down_lora_a_LNrF) if lora else {}),
+    }

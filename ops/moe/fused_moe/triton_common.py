@@ -96,8 +96,8 @@ def _add_kernel(
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for a in tl.static_range(A):
-        if tl.load(experts_ptr + token * A + a) >= 0:
-            total += tl.load(y_ptr + (token * A + a) * D + d, mask=d < D, other=0.0).to(tl.float32)
+        width = tl.where(tl.load(experts_ptr + token * A + a) >= 0, D, 0)  # a branch would end each load first
+        total += tl.load(y_ptr + (token * A + a) * D + d, mask=d < width, other=0.0).to(tl.float32)
     if RESIDUAL:
         total += tl.load(residual_ptr + token * D + d, mask=d < D, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
