@@ -51,7 +51,7 @@ def _make_plan(
     Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PROGRAMS: tl.constexpr, MIN_TILES: tl.constexpr,
     EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """Write the plan: of each program its first sequence [PROGRAMS], then the tiles before each sequence [S + 1]."""
+    """Write the plan: of each program its first sequence [PROGRAMS], of each sequence the tiles before it [S + 1]."""
     total = 0
     for base in range(0, S, BLOCK_S):
         s = base + tl.arange(0, BLOCK_S)
@@ -84,20 +84,21 @@ def _rows_of(query_start_ptr, row, S, Q: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
 def _absorb_kernel(
-    q_ptr, k_up_ptr, latent_ptr, k_rope_ptr, cache_ptr,
-    absorbed_ptr,  # [S * Q, H, L]
+    q_ptr, q_rope_ptr, k_up_ptr, latent_ptr, k_rope_ptr, cache_ptr,
+    absorbed_ptr,  # [S * Q, H, L + R]
     plan_ptr,  # [PROGRAMS + S + 1] int32
     table_ptr, query_start_ptr, seq_len_ptr, S,
-    Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, UP_HEAD: tl.constexpr, UP_ROW: tl.constexpr, LATENT_ROW: tl.constexpr,
-    K_ROPE_ROW: tl.constexpr, CACHE_BLOCK: tl.constexpr, CACHE_POS: tl.constexpr, TABLE_ROW: tl.constexpr,
-    WRITE: tl.constexpr,  # store the step's latents into the cache (else it holds them already)
+    Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, ROPE_ROW: tl.constexpr, ROPE_HEAD: tl.constexpr, UP_HEAD: tl.constexpr,
+    UP_ROW: tl.constexpr, LATENT_ROW: tl.constexpr, K_ROPE_ROW: tl.constexpr, CACHE_BLOCK: tl.constexpr,
+    CACHE_POS: tl.constexpr, TABLE_ROW: tl.constexpr,
     H: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr,
     R_PAD: tl.constexpr, P: tl.constexpr,
     Q: tl.constexpr,  # most query tokens of a sequence
     BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,  # rows of a program
     BLOCK_L: tl.constexpr,
-    STORED: tl.constexpr,  # tokens that a program stores
+    STORED: tl.constexpr,  # tokens that a program stores in the cache
+    STORING: tl.constexpr,  # programs that do so for BLOCK_M tokens; 0: the cache holds them already
     EMULATED: tl.constexpr,
 ):  # fmt: skip
     if not EMULATED:
@@ -116,23 +117,28 @@ def _absorb_kernel(
         )  # fmt: skip
         if not EMULATED:
             tl.extra.cuda.gdc_wait()
-        at = (token.to(tl.int64) * Q_ROW + head * Q_HEAD)[:, None] + n[None, :]
+        token = token.to(tl.int64)
+        at = (token * Q_ROW + head * Q_HEAD)[:, None] + n[None, :]
         q = tl.load(q_ptr + at, mask=exists[:, None] & (n < N)[None, :], other=0.0)
+        to = absorbed_ptr + ((row.to(tl.int64) * H + head) * (L + R))[:, None]
+        if column % COLUMNS == 0:
+            r = tl.arange(0, R_PAD)
+            inside = exists[:, None] & (r < R)[None, :]
+            rotated = tl.load(q_rope_ptr + (token * ROPE_ROW + head * ROPE_HEAD)[:, None] + r[None, :], mask=inside)
+            tl.store(to + L + r[None, :], rotated, mask=inside)
         absorbed = multiply(q, weights, tl.zeros([BLOCK_M, BLOCK_L], tl.float32), EMULATED)
-        to = absorbed_ptr + ((row.to(tl.int64) * H + head) * L)[:, None] + c[None, :]
-        tl.store(to, absorbed.to(absorbed_ptr.dtype.element_ty), mask=exists[:, None] & (c < L)[None, :])
-    elif column < H * COLUMNS + BLOCK_M // STORED:
+        tl.store(to + c[None, :], absorbed.to(absorbed_ptr.dtype.element_ty), mask=exists[:, None] & (c < L)[None, :])
+    elif column < H * COLUMNS + STORING:
         row = tl.program_id(1) * BLOCK_M + (column - H * COLUMNS) * STORED + tl.arange(0, STORED)
         s, token, exists = _rows_of(query_start_ptr, row, S, Q)
         position = tl.load(seq_len_ptr + s, mask=exists, other=0) + token
         position -= tl.load(query_start_ptr + s + 1, mask=exists, other=0)
         block = tl.load(table_ptr + s.to(tl.int64) * TABLE_ROW + position // P, mask=exists, other=0).to(tl.int64)
+        slot = block * CACHE_BLOCK + (position % P) * CACHE_POS
         if not EMULATED:
             tl.extra.cuda.gdc_wait()
-        if WRITE:
-            slot = block * CACHE_BLOCK + (position % P) * CACHE_POS
-            store_latents(latent_ptr, k_rope_ptr, cache_ptr, token.to(tl.int64), slot, exists, LATENT_ROW, K_ROPE_ROW,
-                          L, L_PAD, R, R_PAD, EMULATED)  # fmt: skip
+        store_latents(latent_ptr, k_rope_ptr, cache_ptr, token.to(tl.int64), slot, exists, LATENT_ROW, K_ROPE_ROW, L,
+                      L_PAD, R, R_PAD, EMULATED)  # fmt: skip
     elif tl.program_id(1) == 0:
         _make_plan(plan_ptr, query_start_ptr, seq_len_ptr, S, Q, BLOCK_N, BLOCK_S, PROGRAMS, MIN_TILES, EMULATED)
     elif not EMULATED:
@@ -144,9 +150,8 @@ def _values_kernel(
     part_ptr,  # [PROGRAMS + S, Q, H, L]
     lse_ptr,  # float32 [PROGRAMS + S, Q, H], in units of log2
     v_up_ptr, plan_ptr, out_ptr, query_start_ptr, S,
-    UP_HEAD: tl.constexpr, UP_ROW: tl.constexpr, H: tl.constexpr, V: tl.constexpr, L: tl.constexpr, Q: tl.constexpr,
-    MIN_TILES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_L: tl.constexpr,
+    UP_HEAD: tl.constexpr, UP_ROW: tl.constexpr, H: tl.constexpr, V: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr,
+    Q: tl.constexpr, MIN_TILES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
     PARTS: tl.constexpr,  # read at once
     EMULATED: tl.constexpr,
 ):  # fmt: skip
@@ -155,11 +160,11 @@ def _values_kernel(
     COLUMNS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // COLUMNS
     v = tl.program_id(0) % COLUMNS * BLOCK_V + tl.arange(0, BLOCK_V)
-    c = tl.arange(0, BLOCK_L)
+    c = tl.arange(0, L_PAD)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     s, token, exists = _rows_of(query_start_ptr, row, S, Q)
-    weights_ptr = v_up_ptr + head * UP_HEAD + (v * UP_ROW)[:, None] + c[None, :]
-    weights = tl.load(weights_ptr, mask=(v < V)[:, None] & (c < L)[None, :], other=0.0)
+    up = v_up_ptr + head * UP_HEAD + (v * UP_ROW)[:, None] + c[None, :]
+    weights = tl.load(up, mask=(v < V)[:, None] & (c < L)[None, :], other=0.0)
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
     share = share_of(tl.load(plan_ptr + PROGRAMS + S), PROGRAMS, MIN_TILES)
@@ -170,37 +175,34 @@ def _values_kernel(
     cell = (((first + s).to(tl.int64) * Q + row % Q) * H + head)[:, None]
     j = tl.arange(0, PARTS)[None, :]
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    joined = tl.zeros([BLOCK_M, L_PAD], tl.float32)
     for i in range(0, tl.max(parts), PARTS):
-        lse = tl.load(lse_ptr + cell + (i + j) * (Q * H), mask=i + j < parts[:, None], other=float("-inf"))
-        top = tl.maximum(top, tl.max(lse, axis=1))
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    for offset in tl.static_range(0, L, BLOCK_L):
-        if offset > 0:
-            weights = tl.load(weights_ptr + offset, mask=(v < V)[:, None] & (offset + c < L)[None, :], other=0.0)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        joined = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
-        for i in range(0, tl.max(parts), PARTS):
-            known = i + j < parts[:, None]
-            at = cell + (i + j) * (Q * H)
-            share_of_part = tl.exp2(tl.load(lse_ptr + at, mask=known, other=float("-inf")) - top[:, None])
-            share_of_part = tl.where(known, share_of_part, 0.0)
-            inside = known[:, :, None] & (offset + c < L)[None, None, :]
-            found = tl.load(part_ptr + at[:, :, None] * L + (offset + c)[None, None, :], mask=inside, other=0.0)
-            total += tl.sum(share_of_part, axis=1)
-            joined += tl.sum(found.to(tl.float32) * share_of_part[:, :, None], axis=1)
-        joined = joined / tl.where(total > 0, total, 1.0)[:, None]
-        if BLOCK_M < 16:
-            acc += tl.sum(joined[:, None, :] * weights.to(tl.float32)[None, :, :], axis=2)
-        else:
-            acc = multiply(joined.to(weights.dtype), tl.trans(weights), acc, EMULATED)
+        known = i + j < parts[:, None]
+        at = cell + (i + j) * (Q * H)
+        lse = tl.load(lse_ptr + at, mask=known, other=float("-inf"))
+        inside = known[:, :, None] & (c < L)[None, None, :]
+        found = tl.load(part_ptr + at[:, :, None] * L + c[None, None, :], mask=inside, other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, axis=1))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        rescale, factors = tl.exp2(top - shift), tl.exp2(lse - shift[:, None])
+        top = new_top
+        total = total * rescale + tl.sum(factors, axis=1)
+        joined = joined * rescale[:, None] + tl.sum(found.to(tl.float32) * factors[:, :, None], axis=1)
+    joined = joined / tl.where(total > 0, total, 1.0)[:, None]
+    if BLOCK_M < 16:
+        result = tl.sum(joined[:, None, :] * weights.to(tl.float32)[None, :, :], axis=2)
+    else:
+        nothing = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        result = multiply(joined.to(weights.dtype), tl.trans(weights), nothing, EMULATED)
     out = out_ptr + ((token.to(tl.int64) * H + head) * V)[:, None] + v[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=exists[:, None] & (v < V)[None, :])
+    tl.store(out, result.to(out_ptr.dtype.element_ty), mask=exists[:, None] & (v < V)[None, :])
 
 
 def attend_absorbed(
     attend: Callable[..., None], rows: LatentRows, up: UpProjections, paged: PagedLatents, out_THV: Tensor,
     scale: float, *, write: bool, queries: int, programs: int, min_tiles: int, block_n: int, absorb_m: int,
-    absorb_l: int, values_m: int, values_v: int, values_l: int, parts_at_once: int, **config: int,
+    absorb_l: int, values_m: int, values_v: int, parts_at_once: int, **config: int,
 ) -> None:  # fmt: skip
     """Attend for sequences of one to ``queries`` query tokens; the others are not touched.
 
@@ -208,60 +210,55 @@ def attend_absorbed(
     write: whether the step's latents are stored in the cache, which else holds them already.
     programs: of the attention kernel that divide the tokens, each at least ``min_tiles`` tiles of ``block_n``.
     absorb_m, absorb_l: rows of queries, and numbers of the latent, of a program of the first kernel.
-    values_m, values_v: rows and values of a program of the last kernel.
-    values_l, parts_at_once: numbers of the latent, and parts, that it reads at once.
+    values_m, values_v: rows and values of a program of the last kernel, which reads ``parts_at_once``.
     """
     (q_nope, q_rope, latent, k_rope), (k_up, v_up) = rows, up
     (H, N, L), V, R, S = k_up.shape, v_up.shape[1], q_rope.shape[2], paged.seq_lens.shape[0]
-    absorbed = q_nope.new_empty(S * queries, H, L)
+    absorbed = q_nope.new_empty(S * queries, H, L + R)
     parts = q_nope.new_empty(programs + S, queries, H, L)
     lse = torch.empty((programs + S, queries, H), dtype=torch.float32, device=q_nope.device)
     plan = torch.empty(programs + S + 1, dtype=torch.int32, device=q_nope.device)
     _, table, query_start, seq_lens = paged
     cache = cache_constants(paged, L, R)
     shares = {"Q": queries, "MIN_TILES": min_tiles, "PROGRAMS": programs}
+    stored = absorb_m // _STORED if write else 0
     launch_triton(
-        _absorb_kernel, (H * -(-L // absorb_l) + absorb_m // _STORED + 1, (S * queries + absorb_m - 1) // absorb_m),
-        q_nope, k_up, latent, k_rope, paged.latent_cache, absorbed, plan, table, query_start, seq_lens, S,
-        Q_ROW=q_nope.stride(0), Q_HEAD=q_nope.stride(1), UP_HEAD=k_up.stride(0), UP_ROW=k_up.stride(1),
-        LATENT_ROW=latent.stride(0), K_ROPE_ROW=k_rope.stride(0), WRITE=write, H=H, N=N, N_PAD=power_of_2(N),
-        BLOCK_N=block_n, BLOCK_S=512, BLOCK_M=absorb_m, BLOCK_L=absorb_l, STORED=_STORED, num_warps=4,
-        **cache, **shares,
+        _absorb_kernel, (H * -(-L // absorb_l) + stored + 1, (S * queries + absorb_m - 1) // absorb_m),
+        q_nope, q_rope, k_up, latent, k_rope, paged.latent_cache, absorbed, plan, table, query_start, seq_lens, S,
+        Q_ROW=q_nope.stride(0), Q_HEAD=q_nope.stride(1), ROPE_ROW=q_rope.stride(0), ROPE_HEAD=q_rope.stride(1),
+        UP_HEAD=k_up.stride(0), UP_ROW=k_up.stride(1), LATENT_ROW=latent.stride(0), K_ROPE_ROW=k_rope.stride(0),
+        H=H, N=N, N_PAD=power_of_2(N), BLOCK_N=block_n, BLOCK_S=512, BLOCK_M=absorb_m, BLOCK_L=absorb_l,
+        STORED=_STORED, STORING=stored, num_warps=4, **cache, **shares,
     )  # fmt: skip
-    attend(absorbed, q_rope, paged, plan, parts, lse, scale, block_n=block_n, **shares, **config)
+    attend(absorbed, paged, plan, parts, lse, scale, block_n=block_n, **shares, **config)
     launch_triton(
         _values_kernel, (H * -(-V // values_v), (S * queries + values_m - 1) // values_m),
         parts, lse, v_up, plan, out_THV, query_start, S, UP_HEAD=v_up.stride(0), UP_ROW=v_up.stride(1), H=H, V=V, L=L,
-        BLOCK_M=values_m, BLOCK_V=values_v, BLOCK_L=values_l, PARTS=parts_at_once, EMULATED=cache["EMULATED"],
-        num_warps=4, **shares,
+        L_PAD=cache["L_PAD"], BLOCK_M=values_m, BLOCK_V=values_v, PARTS=parts_at_once, EMULATED=cache["EMULATED"],
+        num_warps=8, **shares,
     )  # fmt: skip
 
 
-def plan_decode(site: CallSite, most: int, queries: int) -> Config:
-    """Launch constants of `attend_absorbed` and `triton_decode` for up to ``most`` sequences of up to ``queries`` query
-    tokens. Few rows of queries are joined many parts at once, because a loop over parts waits for memory in each turn.
-    On an H200 three stages were faster, but for tiles of 32 rows."""
-    H = site.args["q_nope_THN"].shape[1]
-    q, L, V = site.args["q_nope_THN"], site.args["latent_TL"].shape[1], site.args["v_up_HVL"].shape[1]
-    rows, block_m, wide = most * queries, min(64, power_of_2(queries * H)), q.dtype.itemsize == 4
-    values = (1, 16, 512, 16) if rows <= 4 else (16, 64, 128, 2)
+def plan_absorbed(site: CallSite, most: int, queries: int) -> Config:
+    """Launch constants of `attend_absorbed` but for the attention kernel's, for up to ``most`` sequences of up to
+    ``queries`` query tokens. Of few rows many parts are read at once, because each turn of a loop waits for memory."""
+    L, V = site.args["latent_TL"].shape[1], site.args["v_up_HVL"].shape[1]
+    rows, wide = most * queries, site.args["q_nope_THN"].dtype.itemsize == 4
+    values_m, values_v, at_once = (1, 16, 16) if rows <= 4 else (16, 32, 2 if wide else 4)
     return {
-        "queries": queries, "programs": site.target.multiprocessors * (2 if block_m == 16 else 1), "min_tiles": 1,
-        "block_m": block_m, "block_n": 16 if wide else 32, "warps": 4 if block_m < 64 else 8,
-        "stages": 2 if wide or block_m == 32 else 3,
-        "absorb_m": 16 if rows <= 16 else 32 if rows <= 32 or wide else 64, "absorb_l": min(64, power_of_2(L)),
-        "values_m": values[0], "values_v": min(values[1], power_of_2(V)), "values_l": min(values[2], power_of_2(L)),
-        "parts_at_once": values[3],
+        "queries": queries, "min_tiles": 1, "absorb_m": 16 if rows <= 16 else 32 if rows <= 32 or wide else 64,
+        "absorb_l": min(64, power_of_2(L)), "values_m": values_m, "values_v": min(values_v, power_of_2(V)),
+        "parts_at_once": at_once,
     }  # fmt: skip
 
 
 def is_absorbed(site: CallSite) -> bool:
     """Whether the site is decode or verification without trees, of a kind that the kernels of this folder serve."""
-    return site.bucket.kind == "decode" and not absorbed_problem(site)
+    return not absorbed_problem(site) and site.bucket.kind == "decode"
 
 
 def absorbed_problem(site: CallSite) -> str:
-    """Why the kernels of decode do not serve a site, and what a user can do; empty where they do."""
+    """Why it is not, and what a user can do; empty where it is, or where the step has prompts."""
     if site.bucket.kind == "decode" and site.args["ancestors_T"] is not None:
         return "trees of drafts: no kernel of latent attention for a GPU takes them; use drafts in a row"
     return problem(site)

@@ -23,19 +23,18 @@ from graphllm.ops.attention.latent_attention.triton_absorb import (
     absorbed_problem,
     attend_absorbed,
     is_absorbed,
-    plan_decode,
+    plan_absorbed,
     share_of,
 )
 from graphllm.ops.attention.latent_attention.triton_common import cache_constants, load_latents
-from graphllm.ops.attention.paged_attention.triton_common import multiply, plus_tile, tile_blocks
+from graphllm.ops.attention.paged_attention.triton_common import multiply, plus_tile, power_of_2, tile_blocks
 
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
 def _latent_kernel(
-    q_ptr,  # [S * Q, H, L], see `triton_absorb`
-    q_rope_ptr, cache_ptr, part_ptr, lse_ptr, plan_ptr, table_ptr, query_start_ptr, seq_len_ptr, S,
-    ROPE_ROW: tl.constexpr, ROPE_HEAD: tl.constexpr, CACHE_BLOCK: tl.constexpr, CACHE_POS: tl.constexpr,
-    TABLE_ROW: tl.constexpr,
+    q_ptr,  # [S * Q, H, L + R], see `triton_absorb`
+    cache_ptr, part_ptr, lse_ptr, plan_ptr, table_ptr, query_start_ptr, seq_len_ptr, S,
+    CACHE_BLOCK: tl.constexpr, CACHE_POS: tl.constexpr, TABLE_ROW: tl.constexpr,
     SCALE: tl.constexpr,  # of q.k, times log2(e)
     H: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, P: tl.constexpr,
     Q: tl.constexpr, MIN_TILES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -58,16 +57,15 @@ def _latent_kernel(
         begin = tl.load(plan_ptr + PROGRAMS + s)
         end = tl.minimum(tl.load(plan_ptr + PROGRAMS + s + 1), last)
         if tile < end:
-            first_row = tl.load(query_start_ptr + s)
-            queries = tl.load(query_start_ptr + s + 1) - first_row
+            queries = tl.load(query_start_ptr + s + 1) - tl.load(query_start_ptr + s)
             length = tl.load(seq_len_ptr + s)
             table_row = table_ptr + s.to(tl.int64) * TABLE_ROW
             cache_block = tile_blocks(table_row, tile - begin, length, P, BLOCK_N)
             valid = (query < queries)[:, None]
             own = (s.to(tl.int64) * Q + query) * H + head
-            q = tl.load(q_ptr + (own * L)[:, None] + c[None, :], mask=valid & in_l, other=0.0)
-            rope_row = q_rope_ptr + ((first_row + query).to(tl.int64) * ROPE_ROW + head * ROPE_HEAD)[:, None]
-            q_rope = tl.load(rope_row + r[None, :], mask=valid & in_r, other=0.0)
+            q_row = q_ptr + (own * (L + R))[:, None]
+            q = tl.load(q_row + c[None, :], mask=valid & in_l, other=0.0)
+            q_rope = tl.load(q_row + L + r[None, :], mask=valid & in_r, other=0.0)
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, L_PAD], tl.float32)
@@ -89,27 +87,27 @@ def _latent_kernel(
 
 
 def launch_attention(
-    absorbed: Tensor, q_rope: Tensor, paged: PagedLatents, plan: Tensor, parts: Tensor, lse: Tensor, scale: float, *,
+    absorbed: Tensor, paged: PagedLatents, plan: Tensor, parts: Tensor, lse: Tensor, scale: float, *,
     block_m: int, block_n: int, warps: int, stages: int, PROGRAMS: int, **shares: int,
 ) -> None:  # fmt: skip
     """Attention in latent space, by parts. shares: how a sequence's tiles are divided, see `triton_absorb`."""
-    (_, Q, H, L), R = parts.shape, q_rope.shape[2]
-    latent_cache, *where = paged
+    (_, Q, H, L), (latent_cache, *where) = parts.shape, paged
     launch_triton(
         _latent_kernel, (-(-Q * H // block_m), PROGRAMS),
-        absorbed, q_rope, latent_cache, parts, lse, plan, *where, paged.seq_lens.shape[0],
-        ROPE_ROW=q_rope.stride(0), ROPE_HEAD=q_rope.stride(1), SCALE=scale * math.log2(math.e), H=H, PROGRAMS=PROGRAMS,
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **cache_constants(paged, L, R), **shares,
+        absorbed, latent_cache, parts, lse, plan, *where, paged.seq_lens.shape[0], SCALE=scale * math.log2(math.e), H=H,
+        PROGRAMS=PROGRAMS, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages,
+        **cache_constants(paged, L, absorbed.shape[2] - L), **shares,
     )  # fmt: skip
 
 
-def launch_decode(
-    rows: LatentRows, up: UpProjections, paged: PagedLatents, out_THV: Tensor, scale: float, *, write: bool,
-    **config: Any,
-) -> None:  # fmt: skip
-    """Attend for the sequences that have one to ``queries`` query tokens (see `plan_decode`); the others are not
-    touched. write: see `attend_absorbed`."""
-    attend_absorbed(launch_attention, rows, up, paged, out_THV, scale, write=write, **config)
+def plan_decode(site: CallSite, most: int, queries: int) -> Config:
+    """Launch constants for up to ``most`` sequences of up to ``queries`` query tokens."""
+    wide = site.args["q_nope_THN"].dtype.itemsize == 4
+    block_m = min(16 if wide else 64, power_of_2(queries * site.args["q_nope_THN"].shape[1]))
+    return {
+        **plan_absorbed(site, most, queries), "programs": site.target.multiprocessors * (2 if block_m == 16 else 1),
+        "block_m": block_m, "block_n": 16 if wide else 32, "warps": 4 if block_m < 64 else 8, "stages": 3,
+    }  # fmt: skip
 
 
 def decode_configs(site: CallSite) -> list[Config]:
@@ -123,5 +121,5 @@ def decode_configs(site: CallSite) -> list[Config]:
 def triton_decode(rows: LatentRows, up: UpProjections, paged: PagedLatents, scale: float, **config: Any) -> Tensor:
     """Decode and verification, absorbed."""
     out_THV = rows.q_nope_THN.new_empty(*rows.q_nope_THN.shape[:2], up.v_up_HVL.shape[1])
-    launch_decode(rows, up, paged, out_THV, scale, write=True, **config)
+    attend_absorbed(launch_attention, rows, up, paged, out_THV, scale, write=True, **config)
     return out_THV
