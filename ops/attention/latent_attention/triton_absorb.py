@@ -30,10 +30,15 @@ Config = Mapping[str, Any]
 _STORED = 8
 
 
+RECORD = tl.constexpr(8)  # numbers that the plan has for a program
+
+
 @triton.jit
-def share_of(total, PROGRAMS: tl.constexpr, MIN_TILES: tl.constexpr):
-    """Tiles of a program."""
-    return tl.maximum((total + PROGRAMS - 1) // PROGRAMS, MIN_TILES)
+def _first_program(tile, total, PROGRAMS: tl.constexpr):
+    """The first program whose tiles begin at ``tile`` or later. Program p of as many as have tiles begins at p / their
+    number of all tiles."""
+    total = tl.maximum(total, 1)
+    return (tile * tl.minimum(PROGRAMS, total) + total - 1) // total
 
 
 @triton.jit
@@ -47,30 +52,64 @@ def _tiles_of(query_start_ptr, seq_len_ptr, s, S, Q: tl.constexpr, BLOCK_N: tl.c
 
 @triton.jit
 def _make_plan(
-    plan_ptr, query_start_ptr, seq_len_ptr, S,
-    Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PROGRAMS: tl.constexpr, MIN_TILES: tl.constexpr,
-    EMULATED: tl.constexpr,
+    plan_ptr, table_ptr, query_start_ptr, seq_len_ptr, S,
+    TABLE_ROW: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    PROGRAMS: tl.constexpr, PROGRAMS_PAD: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """Write the plan: of each program its first sequence [PROGRAMS], of each sequence the tiles before it [S + 1]."""
+    """Write the plan: of each program where it begins [PROGRAMS, RECORD], see `first_item`, then of each sequence the
+    tiles before it [S + 1]."""
     total = 0
     for base in range(0, S, BLOCK_S):
         s = base + tl.arange(0, BLOCK_S)
         total += tl.sum(_tiles_of(query_start_ptr, seq_len_ptr, s, S, Q, BLOCK_N))
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
-    tl.store(plan_ptr + PROGRAMS + S, total)
-    share = share_of(total, PROGRAMS, MIN_TILES)
+    before_ptr = plan_ptr + PROGRAMS * RECORD
+    tl.store(before_ptr + S, total)
+    programs = tl.minimum(PROGRAMS, total)
+    p = tl.arange(0, PROGRAMS_PAD)
+    idle = (p >= programs) & (p < PROGRAMS)
+    for i in tl.static_range(RECORD):
+        tl.store(plan_ptr + p * RECORD + i, tl.zeros([PROGRAMS_PAD], tl.int32), mask=idle)
     before = 0
     for base in range(0, S, BLOCK_S):
         s = base + tl.arange(0, BLOCK_S)
         tiles = _tiles_of(query_start_ptr, seq_len_ptr, s, S, Q, BLOCK_N)
         ends = before + tl.cumsum(tiles)
-        tl.store(plan_ptr + PROGRAMS + s, ends - tiles, mask=s < S)
-        first = (ends - tiles + share - 1) // share
-        beyond = (ends + share - 1) // share
+        begins = ends - tiles
+        tl.store(before_ptr + s, begins, mask=s < S)
+        first = _first_program(begins, total, PROGRAMS)
+        beyond = _first_program(ends, total, PROGRAMS)
+        start = tl.load(query_start_ptr + s, mask=s < S, other=0)
+        tokens = tl.load(query_start_ptr + s + 1, mask=s < S, other=0) - start
+        length = tl.load(seq_len_ptr + s, mask=s < S, other=0)
         for i in range(tl.max(beyond - first)):
-            tl.store(plan_ptr + first + i, s, mask=first + i < beyond)
+            p = first + i
+            some = p < beyond
+            tile = p * total // tl.maximum(programs, 1)
+            at = table_ptr + s.to(tl.int64) * TABLE_ROW + (tile - begins) * BLOCK_N // P
+            record = plan_ptr + p * RECORD
+            tl.store(record, tile, mask=some)
+            tl.store(record + 1, (p + 1) * total // tl.maximum(programs, 1), mask=some)
+            tl.store(record + 2, s, mask=some)
+            tl.store(record + 3, begins, mask=some)
+            tl.store(record + 4, ends, mask=some)
+            tl.store(record + 5, tokens, mask=some)
+            tl.store(record + 6, length, mask=some)
+            tl.store(record + 7, tl.load(at, mask=some, other=0), mask=some)
         before += tl.sum(tiles)
+
+
+@triton.jit
+def first_item(plan_ptr, program):
+    """What the plan has of a program: its first tile of all, one past its last, its first sequence, that one's first
+    tile and one past its last, its query tokens, its length, and the block of the cache where the first tile begins.
+    All are zero for a program without tiles."""
+    at = plan_ptr + program * RECORD
+    return (
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5),
+        tl.load(at + 6), tl.load(at + 7),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -86,7 +125,7 @@ def _rows_of(query_start_ptr, row, S, Q: tl.constexpr):
 def _absorb_kernel(
     q_ptr, q_rope_ptr, k_up_ptr, latent_ptr, k_rope_ptr, cache_ptr,
     absorbed_ptr,  # [S * Q, H, L + R]
-    plan_ptr,  # [PROGRAMS + S + 1] int32
+    plan_ptr,  # int32, see `_make_plan`
     table_ptr, query_start_ptr, seq_len_ptr, S,
     Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, ROPE_ROW: tl.constexpr, ROPE_HEAD: tl.constexpr, UP_HEAD: tl.constexpr,
     UP_ROW: tl.constexpr, LATENT_ROW: tl.constexpr, K_ROPE_ROW: tl.constexpr, CACHE_BLOCK: tl.constexpr,
@@ -94,7 +133,7 @@ def _absorb_kernel(
     H: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr,
     R_PAD: tl.constexpr, P: tl.constexpr,
     Q: tl.constexpr,  # most query tokens of a sequence
-    BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr, PROGRAMS: tl.constexpr, PROGRAMS_PAD: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,  # rows of a program
     BLOCK_L: tl.constexpr,
     STORED: tl.constexpr,  # tokens that a program stores in the cache
@@ -140,7 +179,8 @@ def _absorb_kernel(
         store_latents(latent_ptr, k_rope_ptr, cache_ptr, token.to(tl.int64), slot, exists, LATENT_ROW, K_ROPE_ROW, L,
                       L_PAD, R, R_PAD, EMULATED)  # fmt: skip
     elif tl.program_id(1) == 0:
-        _make_plan(plan_ptr, query_start_ptr, seq_len_ptr, S, Q, BLOCK_N, BLOCK_S, PROGRAMS, MIN_TILES, EMULATED)
+        _make_plan(plan_ptr, table_ptr, query_start_ptr, seq_len_ptr, S, TABLE_ROW, P, Q, BLOCK_N, BLOCK_S, PROGRAMS,
+                   PROGRAMS_PAD, EMULATED)  # fmt: skip
     elif not EMULATED:
         tl.extra.cuda.gdc_wait()
 
@@ -151,7 +191,7 @@ def _values_kernel(
     lse_ptr,  # float32 [PROGRAMS + S, Q, H], in units of log2
     v_up_ptr, plan_ptr, out_ptr, query_start_ptr, S,
     UP_HEAD: tl.constexpr, UP_ROW: tl.constexpr, H: tl.constexpr, V: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr,
-    Q: tl.constexpr, MIN_TILES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+    Q: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
     PARTS: tl.constexpr,  # read at once
     EMULATED: tl.constexpr,
 ):  # fmt: skip
@@ -167,11 +207,12 @@ def _values_kernel(
     weights = tl.load(up, mask=(v < V)[:, None] & (c < L)[None, :], other=0.0)
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
-    share = share_of(tl.load(plan_ptr + PROGRAMS + S), PROGRAMS, MIN_TILES)
-    begin = tl.load(plan_ptr + PROGRAMS + s, mask=exists, other=0)
-    end = tl.load(plan_ptr + PROGRAMS + s + 1, mask=exists, other=0)
-    first = begin // share
-    parts = tl.where(exists, (end - 1) // share + 1 - first, 0)
+    before_ptr = plan_ptr + PROGRAMS * RECORD
+    total_tiles = tl.load(before_ptr + S)
+    begin = tl.load(before_ptr + s, mask=exists, other=0)
+    end = tl.load(before_ptr + s + 1, mask=exists, other=0)
+    first = _first_program(begin + 1, total_tiles, PROGRAMS) - 1
+    parts = tl.where(exists, _first_program(end, total_tiles, PROGRAMS) - first, 0)
     cell = (((first + s).to(tl.int64) * Q + row % Q) * H + head)[:, None]
     j = tl.arange(0, PARTS)[None, :]
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -201,14 +242,14 @@ def _values_kernel(
 
 def attend_absorbed(
     attend: Callable[..., None], rows: LatentRows, up: UpProjections, paged: PagedLatents, out_THV: Tensor,
-    scale: float, *, write: bool, queries: int, programs: int, min_tiles: int, block_n: int, absorb_m: int,
-    absorb_l: int, values_m: int, values_v: int, parts_at_once: int, **config: int,
+    scale: float, *, write: bool, queries: int, programs: int, block_n: int, absorb_m: int, absorb_l: int,
+    values_m: int, values_v: int, parts_at_once: int, **config: int,
 ) -> None:  # fmt: skip
     """Attend for sequences of one to ``queries`` query tokens; the others are not touched.
 
     attend: what attends in latent space, called as `launch_attention` of `triton_decode`.
     write: whether the step's latents are stored in the cache, which else holds them already.
-    programs: of the attention kernel that divide the tokens, each at least ``min_tiles`` tiles of ``block_n``.
+    programs: of the attention kernel that divide the tokens, in tiles of ``block_n``.
     absorb_m, absorb_l: rows of queries, and numbers of the latent, of a program of the first kernel.
     values_m, values_v: rows and values of a program of the last kernel, which reads ``parts_at_once``.
     """
@@ -217,17 +258,17 @@ def attend_absorbed(
     absorbed = q_nope.new_empty(S * queries, H, L + R)
     parts = q_nope.new_empty(programs + S, queries, H, L)
     lse = torch.empty((programs + S, queries, H), dtype=torch.float32, device=q_nope.device)
-    plan = torch.empty(programs + S + 1, dtype=torch.int32, device=q_nope.device)
+    plan = torch.empty(programs * RECORD.value + S + 1, dtype=torch.int32, device=q_nope.device)
     _, table, query_start, seq_lens = paged
     cache = cache_constants(paged, L, R)
-    shares = {"Q": queries, "MIN_TILES": min_tiles, "PROGRAMS": programs}
+    shares = {"Q": queries, "PROGRAMS": programs}
     stored = absorb_m // _STORED if write else 0
     launch_triton(
         _absorb_kernel, (H * -(-L // absorb_l) + stored + 1, (S * queries + absorb_m - 1) // absorb_m),
         q_nope, q_rope, k_up, latent, k_rope, paged.latent_cache, absorbed, plan, table, query_start, seq_lens, S,
         Q_ROW=q_nope.stride(0), Q_HEAD=q_nope.stride(1), ROPE_ROW=q_rope.stride(0), ROPE_HEAD=q_rope.stride(1),
         UP_HEAD=k_up.stride(0), UP_ROW=k_up.stride(1), LATENT_ROW=latent.stride(0), K_ROPE_ROW=k_rope.stride(0),
-        H=H, N=N, N_PAD=power_of_2(N), BLOCK_N=block_n, BLOCK_S=512, BLOCK_M=absorb_m, BLOCK_L=absorb_l,
+        H=H, N=N, N_PAD=power_of_2(N), PROGRAMS_PAD=power_of_2(programs), BLOCK_N=block_n, BLOCK_S=512, BLOCK_M=absorb_m, BLOCK_L=absorb_l,
         STORED=_STORED, STORING=stored, num_warps=4, **cache, **shares,
     )  # fmt: skip
     attend(absorbed, paged, plan, parts, lse, scale, block_n=block_n, **shares, **config)
@@ -246,7 +287,7 @@ def plan_absorbed(site: CallSite, most: int, queries: int) -> Config:
     rows, wide = most * queries, site.args["q_nope_THN"].dtype.itemsize == 4
     values_m, values_v, at_once = (1, 16, 16) if rows <= 4 else (16, 32, 2 if wide else 4)
     return {
-        "queries": queries, "min_tiles": 1, "absorb_m": 16 if rows <= 16 else 32 if rows <= 32 or wide else 64,
+        "queries": queries, "absorb_m": 16 if rows <= 16 else 32 if rows <= 32 or wide else 64,
         "absorb_l": min(64, power_of_2(L)), "values_m": values_m, "values_v": min(values_v, power_of_2(V)),
         "parts_at_once": at_once,
     }  # fmt: skip

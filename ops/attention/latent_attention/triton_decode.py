@@ -19,12 +19,13 @@ from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.attention.latent_attention.op import latent_attention
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
 from graphllm.ops.attention.latent_attention.triton_absorb import (
+    RECORD,
     Config,
     absorbed_problem,
     attend_absorbed,
+    first_item,
     is_absorbed,
     plan_absorbed,
-    share_of,
 )
 from graphllm.ops.attention.latent_attention.triton_common import cache_constants, load_latents
 from graphllm.ops.attention.paged_attention.triton_common import multiply, plus_tile, power_of_2, tile_blocks
@@ -37,7 +38,7 @@ def _latent_kernel(
     CACHE_BLOCK: tl.constexpr, CACHE_POS: tl.constexpr, TABLE_ROW: tl.constexpr,
     SCALE: tl.constexpr,  # of q.k, times log2(e)
     H: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, P: tl.constexpr,
-    Q: tl.constexpr, MIN_TILES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     EMULATED: tl.constexpr,
 ):  # fmt: skip
     if not EMULATED:
@@ -48,14 +49,11 @@ def _latent_kernel(
     query, head = m // H, m % H
     c, r = tl.arange(0, L_PAD), tl.arange(0, R_PAD)
     in_l, in_r = (c < L)[None, :], (r < R)[None, :]
-    total_tiles = tl.load(plan_ptr + PROGRAMS + S)
-    share = share_of(total_tiles, PROGRAMS, MIN_TILES)
-    tile = program * share
-    last = tl.minimum(tile + share, total_tiles)
-    s = tl.load(plan_ptr + program, mask=tile < last, other=0)
+    tile, last, s, _begin, _end, _tokens, _length, _block = first_item(plan_ptr, program)
+    before_ptr = plan_ptr + PROGRAMS * RECORD
     while tile < last:
-        begin = tl.load(plan_ptr + PROGRAMS + s)
-        end = tl.minimum(tl.load(plan_ptr + PROGRAMS + s + 1), last)
+        begin = tl.load(before_ptr + s)
+        end = tl.minimum(tl.load(before_ptr + s + 1), last)
         if tile < end:
             queries = tl.load(query_start_ptr + s + 1) - tl.load(query_start_ptr + s)
             length = tl.load(seq_len_ptr + s)

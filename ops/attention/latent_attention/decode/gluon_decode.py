@@ -55,14 +55,12 @@ _L, _R = 512, 64
 def _score(
     queries, q_rotated, latents, rotated, weights, factors, arrived, read, full, free, given, taken, program, first_m,
     lse_ptr, plan_ptr, query_start_ptr, seq_len_ptr, S,
-    SCALE: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, PROGRAMS: gl.constexpr, MIN_TILES: gl.constexpr,
-    STAGES: gl.constexpr,
+    SCALE: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What the group of warps does that multiplies queries with keys: it gives weights of tiles to the other groups,
     and with them what their sums are to be multiplied by; after a sequence's last tile, one over the weights' sum."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    tile, last, s = first_item(plan_ptr, program, S, PROGRAMS, MIN_TILES)
-    begin, end, tokens, length = sequence(plan_ptr, query_start_ptr, seq_len_ptr, s, S, PROGRAMS)
+    tile, last, s, begin, end, tokens, length, _block = first_item(plan_ptr, program)
     n = 0
     step = 0
     item = 0
@@ -120,14 +118,13 @@ def _score(
 @gluon.jit
 def _sum_values(
     latents, weights, factors, free, given, taken, program, first_m, part_ptr, plan_ptr, query_start_ptr, seq_len_ptr,
-    S, H: gl.constexpr, Q: gl.constexpr, PROGRAMS: gl.constexpr, MIN_TILES: gl.constexpr, STAGES: gl.constexpr,
+    S, H: gl.constexpr, Q: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
     FIRST: gl.constexpr,
 ):  # fmt: skip
     """What a group of warps does that sums one half of the latents, two groups of numbers from FIRST on."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GROUP, 16])
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
-    tile, last, s = first_item(plan_ptr, program, S, PROGRAMS, MIN_TILES)
-    begin, end, tokens, length = sequence(plan_ptr, query_start_ptr, seq_len_ptr, s, S, PROGRAMS)
+    tile, last, s, begin, end, tokens, length, _block = first_item(plan_ptr, program)
     m = first_m + gl.arange(0, TILE, layout=of_rows)
     n = 0
     step = 0
@@ -180,7 +177,7 @@ def hopper_latent_kernel(
     q_ptr, cache_ptr, part_ptr, lse_ptr, plan_ptr, table_ptr, query_start_ptr, seq_len_ptr, S,
     CACHE_BLOCK: gl.constexpr, CACHE_POS: gl.constexpr, TABLE_ROW: gl.constexpr,
     SCALE: gl.constexpr,  # of q.k, times log2(e)
-    H: gl.constexpr, P: gl.constexpr, Q: gl.constexpr, MIN_TILES: gl.constexpr, PROGRAMS: gl.constexpr,
+    H: gl.constexpr, P: gl.constexpr, Q: gl.constexpr, PROGRAMS: gl.constexpr,
     ROWS: gl.constexpr,  # query rows that are read for a program
     ROW_TILES: gl.constexpr,  # programs for all query rows of a sequence
     STAGES: gl.constexpr,  # tiles in shared memory
@@ -225,21 +222,21 @@ def hopper_latent_kernel(
         [
             (_score, (
                 queries, q_rotated, latents, rotated, weights, factors, arrived, read, full, free, given, taken,
-                program, first_m, lse_ptr, plan_ptr, query_start_ptr, seq_len_ptr, S, SCALE, H, Q, PROGRAMS, MIN_TILES,
+                program, first_m, lse_ptr, plan_ptr, query_start_ptr, seq_len_ptr, S, SCALE, H, Q, PROGRAMS,
                 STAGES,
             )),
             (_sum_values, (
                 latents, weights, factors, free, given, taken, program, first_m, part_ptr, plan_ptr, query_start_ptr,
-                seq_len_ptr, S, H, Q, PROGRAMS, MIN_TILES, STAGES, 0,
+                seq_len_ptr, S, H, Q, PROGRAMS, STAGES, 0,
             )),
             (_sum_values, (
                 latents, weights, factors, free, given, taken, program, first_m, part_ptr, plan_ptr, query_start_ptr,
-                seq_len_ptr, S, H, Q, PROGRAMS, MIN_TILES, STAGES, 2,
+                seq_len_ptr, S, H, Q, PROGRAMS, STAGES, 2,
             )),
             (convert_tiles if NARROW else bring_tiles, (
                 entries, q_entries, queries, q_rotated, latents, rotated, arrived, read, full, free, program, first_m,
                 plan_ptr, table_ptr, query_start_ptr, seq_len_ptr, S, CACHE_BLOCK, CACHE_POS, TABLE_ROW, P, Q * H, ROWS,
-                PROGRAMS, MIN_TILES, STAGES,
+                PROGRAMS, STAGES,
             )),
         ],
         [4, 4, 4 if NARROW else 1],  # warps of the groups after the first, and of what fills shared memory

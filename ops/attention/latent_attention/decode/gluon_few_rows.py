@@ -43,13 +43,11 @@ def _attend(
     queries, q_rotated, latents, rotated, weights, arrived, read, full, free, program, part_ptr, lse_ptr, plan_ptr,
     query_start_ptr, seq_len_ptr, S,
     SCALE: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, ROWS: gl.constexpr, PROGRAMS: gl.constexpr,
-    MIN_TILES: gl.constexpr,
 ):  # fmt: skip
     """What a group of warps does with the tokens of a program of the plan."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     of_rows: gl.constexpr = gl.SliceLayout(0, layout)
-    tile, last, s = first_item(plan_ptr, program, S, PROGRAMS, MIN_TILES)
-    begin, end, tokens, length = sequence(plan_ptr, query_start_ptr, seq_len_ptr, s, S, PROGRAMS)
+    tile, last, s, begin, end, tokens, length, _block = first_item(plan_ptr, program)
     m = gl.arange(0, ROWS, layout=of_rows)
     n = 0
     item = 0
@@ -130,7 +128,7 @@ def hopper_few_rows_kernel(
     q_ptr, cache_ptr, part_ptr, lse_ptr, plan_ptr, table_ptr, query_start_ptr, seq_len_ptr, S,
     CACHE_BLOCK: gl.constexpr, CACHE_POS: gl.constexpr, TABLE_ROW: gl.constexpr,
     SCALE: gl.constexpr,  # of q.k, times log2(e)
-    H: gl.constexpr, P: gl.constexpr, Q: gl.constexpr, MIN_TILES: gl.constexpr,
+    H: gl.constexpr, P: gl.constexpr, Q: gl.constexpr,
     PROGRAMS: gl.constexpr,  # of the plan, two for each of the grid
     ROWS: gl.constexpr,  # query rows of a sequence at most, 16 or 32
 ):  # fmt: skip
@@ -177,22 +175,22 @@ def hopper_few_rows_kernel(
             (_attend, (
                 queries0, q_rotated.index(0), latents0, rotated0.index(0), weights.index(0), arrived.index(0),
                 read.index(0), full0, free0, program0, part_ptr, lse_ptr, plan_ptr, query_start_ptr, seq_len_ptr, S,
-                SCALE, H, Q, ROWS, PROGRAMS, MIN_TILES,
+                SCALE, H, Q, ROWS, PROGRAMS,
             )),
             (_attend, (
                 queries1, q_rotated.index(1), latents1, rotated1.index(0), weights.index(1), arrived.index(1),
                 read.index(1), full1, free1, program1, part_ptr, lse_ptr, plan_ptr, query_start_ptr, seq_len_ptr, S,
-                SCALE, H, Q, ROWS, PROGRAMS, MIN_TILES,
+                SCALE, H, Q, ROWS, PROGRAMS,
             )),
             (convert_tiles if NARROW else bring_tiles, (
                 entries, q_entries, queries0, q_rotated.index(0), latents0, rotated0, arrived.index(0),
                 read.index(0), full0, free0, program0, 0, plan_ptr, table_ptr, query_start_ptr, seq_len_ptr, S,
-                CACHE_BLOCK, CACHE_POS, TABLE_ROW, P, Q * H, ROWS, PROGRAMS, MIN_TILES, 1,
+                CACHE_BLOCK, CACHE_POS, TABLE_ROW, P, Q * H, ROWS, PROGRAMS, 1,
             )),
             (convert_tiles if NARROW else bring_tiles, (
                 entries, q_entries, queries1, q_rotated.index(1), latents1, rotated1, arrived.index(1),
                 read.index(1), full1, free1, program1, 0, plan_ptr, table_ptr, query_start_ptr, seq_len_ptr, S,
-                CACHE_BLOCK, CACHE_POS, TABLE_ROW, P, Q * H, ROWS, PROGRAMS, MIN_TILES, 1,
+                CACHE_BLOCK, CACHE_POS, TABLE_ROW, P, Q * H, ROWS, PROGRAMS, 1,
             )),
         ],
         [4, 4, 4] if NARROW else [4, 1, 1],  # warps of the groups after the first

@@ -14,12 +14,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
+from graphllm.ops.attention.latent_attention.triton_absorb import RECORD as _RECORD
 from graphllm.program.specs import LATENT_GROUP
 
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # until Triton 3.6
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # until Triton 3.6
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared  # the same
 
+RECORD = gl.constexpr(_RECORD.value)
 TILE = gl.constexpr(64)  # tokens
 LATENT = gl.constexpr(512)
 GROUP = gl.constexpr(LATENT_GROUP)
@@ -30,14 +32,13 @@ _PIECES = gl.constexpr(4)
 
 
 @gluon.jit
-def first_item(plan_ptr, program, S, PROGRAMS: gl.constexpr, MIN_TILES: gl.constexpr):
-    """A program's first tile of all, one past its last, and its first sequence."""
-    total = gl.load(plan_ptr + PROGRAMS + S)
-    s = gl.load(plan_ptr + program)
-    share = gl.maximum((total + PROGRAMS - 1) // PROGRAMS, MIN_TILES)
-    tile = program * share
-    last = gl.minimum(tile + share, total)
-    return tile, last, gl.where(tile < last, s, 0)
+def first_item(plan_ptr, program):
+    """As in `triton_absorb`."""
+    at = plan_ptr + program * RECORD
+    return (
+        gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4), gl.load(at + 5),
+        gl.load(at + 6), gl.load(at + 7),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -45,8 +46,8 @@ def sequence(plan_ptr, query_start_ptr, seq_len_ptr, s, S, PROGRAMS: gl.constexp
     """A sequence's first tile of all, one past its last, its query tokens and its length. Groups of warps ask for a
     sequence while they are at the one before, because loads take long."""
     s = gl.minimum(s, S - 1)
-    begin = gl.load(plan_ptr + PROGRAMS + s)
-    end = gl.load(plan_ptr + PROGRAMS + s + 1)
+    begin = gl.load(plan_ptr + PROGRAMS * RECORD + s)
+    end = gl.load(plan_ptr + PROGRAMS * RECORD + s + 1)
     tokens = gl.load(query_start_ptr + s + 1) - gl.load(query_start_ptr + s)
     return begin, end, tokens, gl.load(seq_len_ptr + s)
 
@@ -60,7 +61,7 @@ def _cache_rows(
     rows = ()
     for part in gl.static_range(PARTS):
         position = i * TILE + part * (TILE // PARTS)
-        block = gl.load(table_row + gl.minimum(position, length - 1) // P)
+        block = gl.load(table_row + gl.maximum(gl.minimum(position, length - 1), 0) // P)
         rows = rows + (block * (CACHE_BLOCK // CACHE_POS) + position % P,)  # type: ignore[assignment]
     return rows
 
@@ -82,7 +83,7 @@ def bring_tiles(
     entries, q_entries, queries, q_rotated, latents, rotated, arrived, read, full, free, program, first_m, plan_ptr,
     table_ptr, query_start_ptr, seq_len_ptr, S,
     CACHE_BLOCK: gl.constexpr, CACHE_POS: gl.constexpr, TABLE_ROW: gl.constexpr, P: gl.constexpr, QH: gl.constexpr,
-    ROWS: gl.constexpr, PROGRAMS: gl.constexpr, MIN_TILES: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What the warp that fills shared memory does, as far ahead as there is room.
 
@@ -90,8 +91,11 @@ def bring_tiles(
     first_m: the program's first query row of a sequence's QH, of which it has ROWS."""
     PARTS: gl.constexpr = TILE // P if P < TILE else 1
     TOKENS: gl.constexpr = TILE // PARTS
-    tile, last, s = first_item(plan_ptr, program, S, PROGRAMS, MIN_TILES)
-    begin, end, tokens, length = sequence(plan_ptr, query_start_ptr, seq_len_ptr, s, S, PROGRAMS)
+    tile, last, s, begin, end, tokens, length, block = first_item(plan_ptr, program)
+    if PARTS == 1:
+        rows = (block * (CACHE_BLOCK // CACHE_POS) + (tile - begin) * TILE % P,)
+    else:
+        rows = _cache_rows(table_ptr + s.to(gl.int64) * TABLE_ROW, tile - begin, length, CACHE_BLOCK, CACHE_POS, P, PARTS)
     n = 0
     item = 0
     while tile < last:
@@ -99,7 +103,6 @@ def bring_tiles(
         end = gl.minimum(end, last)
         table_row = table_ptr + s.to(gl.int64) * TABLE_ROW
         if tile < end:
-            rows = _cache_rows(table_row, tile - begin, length, CACHE_BLOCK, CACHE_POS, P, PARTS)
             _bring_queries(q_entries, queries, q_rotated, arrived, read, s * QH + first_m, item, ROWS)
             item += 1
             for i in range(tile - begin, end - begin):
@@ -122,6 +125,8 @@ def bring_tiles(
         tile = gl.maximum(tile, end)
         s += 1
         begin, end, tokens, length = following
+        table_row = table_ptr + gl.minimum(s, S - 1).to(gl.int64) * TABLE_ROW
+        rows = _cache_rows(table_row, 0, length, CACHE_BLOCK, CACHE_POS, P, PARTS)
 
 
 @gluon.jit
@@ -196,7 +201,7 @@ def convert_tiles(
     cache_ptr, q_entries, queries, q_rotated, latents, rotated, arrived, read, full, free, program, first_m, plan_ptr,
     table_ptr, query_start_ptr, seq_len_ptr, S,
     CACHE_BLOCK: gl.constexpr, CACHE_POS: gl.constexpr, TABLE_ROW: gl.constexpr, P: gl.constexpr, QH: gl.constexpr,
-    ROWS: gl.constexpr, PROGRAMS: gl.constexpr, MIN_TILES: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What the group of warps does that fills shared memory from a cache in 8 bits, a group of numbers at a time. The
     next two are on their way to registers, the next two tiles to the L2 cache. Arguments are those of `bring_tiles`."""
@@ -206,8 +211,11 @@ def convert_tiles(
     words = cache_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     r = gl.arange(0, ROTATED, layout=gl.SliceLayout(0, wide))[None, :]
     t = gl.arange(0, _PIECE, layout=gl.SliceLayout(1, wide))[:, None]
-    tile, last, s = first_item(plan_ptr, program, S, PROGRAMS, MIN_TILES)
-    begin, end, tokens, length = sequence(plan_ptr, query_start_ptr, seq_len_ptr, s, S, PROGRAMS)
+    tile, last, s, begin, end, tokens, length, block = first_item(plan_ptr, program)
+    if PARTS == 1:
+        rows = (block * (CACHE_BLOCK // CACHE_POS) + (tile - begin) * TILE % P,)
+    else:
+        rows = _cache_rows(table_ptr + s.to(gl.int64) * TABLE_ROW, tile - begin, length, CACHE_BLOCK, CACHE_POS, P, PARTS)
     n = 0
     item = 0
     while tile < last:
@@ -215,7 +223,6 @@ def convert_tiles(
         end = gl.minimum(end, last)
         table_row = table_ptr + s.to(gl.int64) * TABLE_ROW
         if tile < end:
-            rows = _cache_rows(table_row, tile - begin, length, CACHE_BLOCK, CACHE_POS, P, PARTS)
             rows1 = _cache_rows(table_row, tile - begin + 1, length, CACHE_BLOCK, CACHE_POS, P, PARTS)
             rows2 = _cache_rows(table_row, tile - begin + 2, length, CACHE_BLOCK, CACHE_POS, P, PARTS)
             first = _load_group(words, rows, 0, CACHE_POS, layout)
@@ -255,6 +262,8 @@ def convert_tiles(
         tile = gl.maximum(tile, end)
         s += 1
         begin, end, tokens, length = following
+        table_row = table_ptr + gl.minimum(s, S - 1).to(gl.int64) * TABLE_ROW
+        rows = _cache_rows(table_row, 0, length, CACHE_BLOCK, CACHE_POS, P, PARTS)
 
 
 @gluon.jit
