@@ -268,8 +268,8 @@ def attend_absorbed(
         q_nope, q_rope, k_up, latent, k_rope, paged.latent_cache, absorbed, plan, table, query_start, seq_lens, S,
         Q_ROW=q_nope.stride(0), Q_HEAD=q_nope.stride(1), ROPE_ROW=q_rope.stride(0), ROPE_HEAD=q_rope.stride(1),
         UP_HEAD=k_up.stride(0), UP_ROW=k_up.stride(1), LATENT_ROW=latent.stride(0), K_ROPE_ROW=k_rope.stride(0),
-        H=H, N=N, N_PAD=power_of_2(N), PROGRAMS_PAD=power_of_2(programs), BLOCK_N=block_n, BLOCK_S=512, BLOCK_M=absorb_m, BLOCK_L=absorb_l,
-        STORED=_STORED, STORING=stored, num_warps=4, **cache, **shares,
+        PROGRAMS_PAD=power_of_2(programs), H=H, N=N, N_PAD=power_of_2(N), BLOCK_N=block_n, BLOCK_S=512,
+        BLOCK_M=absorb_m, BLOCK_L=absorb_l, STORED=_STORED, STORING=stored, num_warps=4, **cache, **shares,
     )  # fmt: skip
     attend(absorbed, paged, plan, parts, lse, scale, block_n=block_n, **shares, **config)
     launch_triton(

@@ -7,7 +7,6 @@ memory; a warp brings tiles by the TMA unit. Parts of a tile come and go one by 
 """
 
 # mypy: allow-untyped-defs
-# ruff: noqa: RUF005, RUF059  (Gluon unpacks all or nothing)
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 """Decode of latent attention on Hopper for up to 32 query rows of a sequence: tokens are the rows of all products.
 
-The tensor cores take 64 rows at least. Where queries are fewer, products have the tokens of a tile as rows in scores and
-the numbers of latents as rows in sums, so a tile costs a fraction of what `gluon_decode` pays. Two groups of warps have
-tokens, a tile in shared memory, queries and sums of their own; while one computes, the other one's tile arrives.
+The tensor cores take 64 rows at least. Where queries are fewer, the rows of products are the tokens of a tile in scores
+and the numbers of latents in sums, so a tile costs a fraction of what `gluon_decode` pays. Two groups of warps have
+tokens, a tile in shared memory, queries and sums of their own; while one computes, the tile of the other arrives.
 """
 
 # mypy: allow-untyped-defs
-# ruff: noqa: RUF005, RUF059  (Gluon unpacks all or nothing)
 
 from __future__ import annotations
 

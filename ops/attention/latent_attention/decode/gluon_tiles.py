@@ -19,7 +19,8 @@ from graphllm.program.specs import LATENT_GROUP
 
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # until Triton 3.6
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # until Triton 3.6
-_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared  # the same
+_OLD = not hasattr(async_copy, "async_load")  # until Triton 3.6
+_copy = async_copy.async_copy_global_to_shared if _OLD else async_copy.async_load
 
 RECORD = gl.constexpr(_RECORD.value)
 TILE = gl.constexpr(64)  # tokens
@@ -95,7 +96,8 @@ def bring_tiles(
     if PARTS == 1:
         rows = (block * (CACHE_BLOCK // CACHE_POS) + (tile - begin) * TILE % P,)
     else:
-        rows = _cache_rows(table_ptr + s.to(gl.int64) * TABLE_ROW, tile - begin, length, CACHE_BLOCK, CACHE_POS, P, PARTS)
+        table_row = table_ptr + s.to(gl.int64) * TABLE_ROW
+        rows = _cache_rows(table_row, tile - begin, length, CACHE_BLOCK, CACHE_POS, P, PARTS)
     n = 0
     item = 0
     while tile < last:
@@ -215,7 +217,8 @@ def convert_tiles(
     if PARTS == 1:
         rows = (block * (CACHE_BLOCK // CACHE_POS) + (tile - begin) * TILE % P,)
     else:
-        rows = _cache_rows(table_ptr + s.to(gl.int64) * TABLE_ROW, tile - begin, length, CACHE_BLOCK, CACHE_POS, P, PARTS)
+        table_row = table_ptr + s.to(gl.int64) * TABLE_ROW
+        rows = _cache_rows(table_row, tile - begin, length, CACHE_BLOCK, CACHE_POS, P, PARTS)
     n = 0
     item = 0
     while tile < last:
