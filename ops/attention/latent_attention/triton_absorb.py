@@ -67,10 +67,10 @@ def _make_plan(
     before_ptr = plan_ptr + PROGRAMS * RECORD
     tl.store(before_ptr + S, total)
     programs = tl.minimum(PROGRAMS, total)
-    p = tl.arange(0, PROGRAMS_PAD)
-    idle = (p >= programs) & (p < PROGRAMS)
-    for i in tl.static_range(RECORD):
-        tl.store(plan_ptr + p * RECORD + i, tl.zeros([PROGRAMS_PAD], tl.int32), mask=idle)
+    other = tl.arange(0, PROGRAMS_PAD)
+    idle = (other >= programs) & (other < PROGRAMS)
+    for field in tl.static_range(RECORD):
+        tl.store(plan_ptr + other * RECORD + field, tl.zeros([PROGRAMS_PAD], tl.int32), mask=idle)
     before = 0
     for base in range(0, S, BLOCK_S):
         s = base + tl.arange(0, BLOCK_S)
