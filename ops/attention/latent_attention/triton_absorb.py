@@ -231,11 +231,14 @@ def _values_kernel(
         total = total * rescale + tl.sum(factors, axis=1)
         joined = joined * rescale[:, None] + tl.sum(found.to(tl.float32) * factors[:, :, None], axis=1)
     joined = joined / tl.where(total > 0, total, 1.0)[:, None]
-    if BLOCK_M < 16:
+    if BLOCK_M == 1:
         result = tl.sum(joined[:, None, :] * weights.to(tl.float32)[None, :, :], axis=2)
-    else:
-        nothing = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-        result = multiply(joined.to(weights.dtype), tl.trans(weights), nothing, EMULATED)
+    else:  # a product has 16 rows at least
+        ROWS: tl.constexpr = max(BLOCK_M, 16)
+        joined = tl.broadcast_to(joined.to(weights.dtype)[None, :, :], [ROWS // BLOCK_M, BLOCK_M, L_PAD])
+        joined = tl.reshape(joined, [ROWS, L_PAD])
+        result = multiply(joined, tl.trans(weights), tl.zeros([ROWS, BLOCK_V], tl.float32), EMULATED)
+        result = tl.max(tl.reshape(result, [ROWS // BLOCK_M, BLOCK_M, BLOCK_V]), axis=0)
     out = out_ptr + ((token.to(tl.int64) * H + head) * V)[:, None] + v[None, :]
     tl.store(out, result.to(out_ptr.dtype.element_ty), mask=exists[:, None] & (v < V)[None, :])
 
@@ -243,7 +246,7 @@ def _values_kernel(
 def attend_absorbed(
     attend: Callable[..., None], rows: LatentRows, up: UpProjections, paged: PagedLatents, out_THV: Tensor,
     scale: float, *, write: bool, queries: int, programs: int, block_n: int, absorb_m: int, absorb_l: int,
-    values_m: int, values_v: int, parts_at_once: int, **config: int,
+    values_m: int, values_v: int, values_warps: int, parts_at_once: int, **config: int,
 ) -> None:  # fmt: skip
     """Attend for sequences of one to ``queries`` query tokens; the others are not touched.
 
@@ -251,7 +254,8 @@ def attend_absorbed(
     write: whether the step's latents are stored in the cache, which else holds them already.
     programs: of the attention kernel that divide the tokens, in tiles of ``block_n``.
     absorb_m, absorb_l: rows of queries, and numbers of the latent, of a program of the first kernel.
-    values_m, values_v: rows and values of a program of the last kernel, which reads ``parts_at_once``.
+    values_m, values_v, values_warps: rows, values and warps of a program of the last kernel, which reads
+    ``parts_at_once``.
     """
     (q_nope, q_rope, latent, k_rope), (k_up, v_up) = rows, up
     (H, N, L), V, R, S = k_up.shape, v_up.shape[1], q_rope.shape[2], paged.seq_lens.shape[0]
@@ -276,7 +280,7 @@ def attend_absorbed(
         _values_kernel, (H * -(-V // values_v), (S * queries + values_m - 1) // values_m),
         parts, lse, v_up, plan, out_THV, query_start, S, UP_HEAD=v_up.stride(0), UP_ROW=v_up.stride(1), H=H, V=V, L=L,
         L_PAD=cache["L_PAD"], BLOCK_M=values_m, BLOCK_V=values_v, PARTS=parts_at_once, EMULATED=cache["EMULATED"],
-        num_warps=8, **shares,
+        num_warps=values_warps, **shares,
     )  # fmt: skip
 
 
@@ -289,7 +293,7 @@ def plan_absorbed(site: CallSite, most: int, queries: int) -> Config:
     return {
         "queries": queries, "absorb_m": 16 if rows <= 16 else 32 if rows <= 32 or wide else 64,
         "absorb_l": min(64, power_of_2(L)), "values_m": values_m, "values_v": min(values_v, power_of_2(V)),
-        "parts_at_once": at_once,
+        "values_warps": 8, "parts_at_once": at_once,
     }  # fmt: skip
 
 
