@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from graphllm.ir import CallSite
-from graphllm.ops.attention.latent_attention import triton_decode
-from graphllm.ops.attention.latent_attention.decode import gluon_decode
+from graphllm.ops.attention.latent_attention.decode import gluon_decode, triton_decode
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
 from graphllm.ops.attention.latent_attention.triton_absorb import Config, attend_absorbed
 
