@@ -1,5 +1,5 @@
-"""Latent attention of prompts whose keys and values are made in several chunks, or fit into none; and how decode divides
-tokens among programs."""
+"""Latent attention of prompts whose keys and values are made in several chunks, or fit into none; how decode
+divides tokens among programs."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ _L, _R = 512, 64
 
 @gluon.jit
 def _score(
-    queries, q_rotated, latents, rotated, weights, factors, arrived, read, full, free, given, taken, program, first_m,
-    lse_ptr, plan_ptr, query_start_ptr, seq_len_ptr, S,
+    queries, q_rotated, latents, rotated, weights, factors, arrived, read, full, given, taken, program, first_m, lse_ptr,
+    plan_ptr, query_start_ptr, seq_len_ptr, S,
     SCALE: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What the group of warps does that multiplies queries with keys: it gives weights of tiles to the other groups,
@@ -82,10 +82,9 @@ def _score(
                     scores = hopper.warpgroup_mma(queries.index(g), keys, scores, use_acc=g > 0, is_async=True)
                 scores = hopper.warpgroup_mma(q_rotated, rotated.index(stage).permute((1, 0)), scores, is_async=True)
                 scores = hopper.warpgroup_mma_wait(0, deps=[scores])
-                barrier()
-                for g in gl.static_range(GROUPS):
-                    mbarrier.arrive(free.index(stage * GROUPS + g), count=1)
-                mbarrier.arrive(read, count=1, pred=i == end - begin - 1)
+                if i == end - begin - 1:
+                    barrier()
+                    mbarrier.arrive(read, count=1)
                 at = i * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
                 scores = gl.where(at[None, :] < visible[:, None], scores, float("-inf"))
                 new_top = gl.maximum(top, gl.max(scores, 1) * SCALE)
@@ -151,8 +150,7 @@ def _sum_values(
                 low, high = hopper.warpgroup_mma_wait(0, deps=[low, high])
                 barrier()
                 mbarrier.arrive(taken, count=1)
-                mbarrier.arrive(free.index(at), count=1)
-                mbarrier.arrive(free.index(at + 1), count=1)
+                mbarrier.arrive(free.index(at // 2), count=1)
                 n += 1
                 step += 1
             mbarrier.wait(given, step & 1)
@@ -201,12 +199,13 @@ def hopper_latent_kernel(
     arrived = gl.allocate_shared_memory(gl.int64, [1], one)
     read = gl.allocate_shared_memory(gl.int64, [1], one)
     full = gl.allocate_shared_memory(gl.int64, [STAGES * GROUPS, 1], one)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES * GROUPS, 1], one)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], one)
     given = gl.allocate_shared_memory(gl.int64, [1], one)
     taken = gl.allocate_shared_memory(gl.int64, [1], one)
     for i in gl.static_range(STAGES * GROUPS):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
+    for i in gl.static_range(STAGES * 2):  # whoever sums values has weights of all scores: those are read, too
+        mbarrier.init(free.index(i), count=1)
     mbarrier.init(arrived, count=1)
     mbarrier.init(read, count=1)
     mbarrier.init(given, count=1)
@@ -220,9 +219,8 @@ def hopper_latent_kernel(
     gl.warp_specialize(
         [
             (_score, (
-                queries, q_rotated, latents, rotated, weights, factors, arrived, read, full, free, given, taken,
-                program, first_m, lse_ptr, plan_ptr, query_start_ptr, seq_len_ptr, S, SCALE, H, Q, PROGRAMS,
-                STAGES,
+                queries, q_rotated, latents, rotated, weights, factors, arrived, read, full, given, taken, program,
+                first_m, lse_ptr, plan_ptr, query_start_ptr, seq_len_ptr, S, SCALE, H, Q, PROGRAMS, STAGES,
             )),
             (_sum_values, (
                 latents, weights, factors, free, given, taken, program, first_m, part_ptr, plan_ptr, query_start_ptr,

@@ -71,8 +71,9 @@ def _attend(
                     scores = hopper.warpgroup_mma(latents.index(g), of_queries, scores, use_acc=g > 0, is_async=True)
                 scores = hopper.warpgroup_mma(rotated, q_rotated.permute((1, 0)), scores, is_async=True)
                 scores = hopper.warpgroup_mma_wait(0, deps=[scores])
-                barrier()
-                mbarrier.arrive(read, count=1, pred=i == end - begin - 1)
+                if i == end - begin - 1:
+                    barrier()
+                    mbarrier.arrive(read, count=1)
                 at = i * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
                 scores = gl.where(at[:, None] < visible[None, :], scores, float("-inf"))
                 new_top = gl.maximum(top, gl.max(scores, 0) * SCALE)
@@ -99,11 +100,9 @@ def _attend(
                 sum0, sum1 = hopper.warpgroup_mma_wait(2, deps=[sum0, sum1])
                 barrier()
                 mbarrier.arrive(free.index(0), count=1)
-                mbarrier.arrive(free.index(1), count=1)
                 sum2, sum3 = hopper.warpgroup_mma_wait(0, deps=[sum2, sum3])
                 barrier()
-                mbarrier.arrive(free.index(2), count=1)
-                mbarrier.arrive(free.index(3), count=1)
+                mbarrier.arrive(free.index(1), count=1)
                 n += 1
             total = gl.sum(totals, 0)
             factor = (1.0 / gl.where(total > 0, total, 1.0))[None, :]
@@ -153,14 +152,14 @@ def hopper_few_rows_kernel(
     read = gl.allocate_shared_memory(gl.int64, [2, 1], one)
     full0 = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], one)
     full1 = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], one)
-    free0 = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], one)
-    free1 = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], one)
+    free0 = gl.allocate_shared_memory(gl.int64, [2, 1], one)
+    free1 = gl.allocate_shared_memory(gl.int64, [2, 1], one)
     for i in gl.static_range(GROUPS):
         mbarrier.init(full0.index(i), count=1)
         mbarrier.init(full1.index(i), count=1)
+    for i in gl.static_range(2):
         mbarrier.init(free0.index(i), count=1)
         mbarrier.init(free1.index(i), count=1)
-    for i in gl.static_range(2):
         mbarrier.init(arrived.index(i), count=1)
         mbarrier.init(read.index(i), count=1)
     hopper.fence_async_shared()

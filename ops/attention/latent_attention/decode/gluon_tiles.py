@@ -1,7 +1,7 @@
 """What the Hopper kernels of decode share: who has which tiles of the cache, and the warps that bring them.
 
 A tile has 64 tokens, in four groups of 128 numbers of their latents; the rotated parts come with the last group. Groups
-come and go one by one. Queries of a sequence come as soon as those of the one before have been read.
+come one by one and go two by two. Queries of a sequence come as soon as those of the one before have been read.
 """
 
 # mypy: allow-untyped-defs
@@ -88,7 +88,7 @@ def bring_tiles(
 ):  # fmt: skip
     """What the warp that fills shared memory does, as far ahead as there is room.
 
-    arrived, read: barriers of queries. full, free: of groups of tiles.
+    arrived, read: barriers of queries. full: of groups of tiles. free: of halves, two groups each.
     first_m: the program's first query row of a sequence's QH, of which it has ROWS."""
     PARTS: gl.constexpr = TILE // P if P < TILE else 1
     TOKENS: gl.constexpr = TILE // PARTS
@@ -112,7 +112,8 @@ def bring_tiles(
                 stage = n % STAGES
                 for g in gl.static_range(GROUPS):
                     bar = full.index(stage * GROUPS + g)
-                    mbarrier.wait(free.index(stage * GROUPS + g), ((n // STAGES) & 1) ^ 1)
+                    if g % 2 == 0:
+                        mbarrier.wait(free.index(stage * 2 + g // 2), ((n // STAGES) & 1) ^ 1)
                     mbarrier.expect(bar, TILE * (GROUP + (ROTATED if g == GROUPS - 1 else 0)) * 2)
                     for part in gl.static_range(PARTS):
                         for column in gl.static_range(0, GROUP, 64):
@@ -242,7 +243,7 @@ def convert_tiles(
                     for part in gl.static_range(PARTS):
                         of_third = of_third + (gl.where(g < GROUPS - 2, rows[part], rows1[part]),)  # type: ignore
                     third = _load_group(words, of_third, (g + 2) % GROUPS, CACHE_POS, layout)
-                    mbarrier.wait(free.index(stage * GROUPS + g), ((n // STAGES) & 1) ^ 1)
+                    mbarrier.wait(free.index(stage * 2 + g // 2), ((n // STAGES) & 1) ^ 1)
                     if g == GROUPS - 1:
                         for j in gl.static_range(_PIECES):
                             entry = _piece(words, rows, j, CACHE_POS) + LATENT // 4 + GROUPS
