@@ -62,7 +62,7 @@ def test_programs_have_equal_shares(sequences: list[tuple[int, int]], programs: 
 
     absorb.attend_absorbed(
         attend, rows, up, paged, torch.zeros(T, H, V), 1.0, write=False, queries=2, programs=programs, block_n=tile,
-        absorb_m=16, absorb_l=16, values_m=16, values_v=16, values_warps=4, parts_at_once=2,
+        absorb_m=16, absorb_l=16, values_m=16, values_v=16, values_l=16, values_warps=4, parts_at_once=2,
     )  # fmt: skip
     tiles = [-(-length // tile) if 0 < n <= 2 else 0 for n, length in sequences]
     before = [0, *accumulate(tiles)]

@@ -42,12 +42,12 @@ def _first_program(tile, total, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
-def _tiles_of(query_start_ptr, seq_len_ptr, s, S, Q: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tiles of sequences, none of what has no query token or more than Q."""
+def _sequences(query_start_ptr, seq_len_ptr, s, S, Q: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of sequences their tiles, none if they have no query token or more than Q, their query tokens and lengths."""
     known = s < S
-    queries = tl.load(query_start_ptr + s + 1, mask=known, other=0) - tl.load(query_start_ptr + s, mask=known, other=0)
+    tokens = tl.load(query_start_ptr + s + 1, mask=known, other=0) - tl.load(query_start_ptr + s, mask=known, other=0)
     length = tl.load(seq_len_ptr + s, mask=known, other=0)
-    return tl.where((queries > 0) & (queries <= Q), (length + BLOCK_N - 1) // BLOCK_N, 0)
+    return tl.where((tokens > 0) & (tokens <= Q), (length + BLOCK_N - 1) // BLOCK_N, 0), tokens, length
 
 
 @triton.jit
@@ -57,47 +57,49 @@ def _make_plan(
     PROGRAMS: tl.constexpr, PROGRAMS_PAD: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """Write the plan: of each program where it begins [PROGRAMS, RECORD], see `first_item`, then of each sequence the
-    tiles before it [S + 1]."""
+    tiles before it [S + 1]. Each program's sequence is found by bisection, so nothing is read one after the other."""
     total = 0
     for base in range(0, S, BLOCK_S):
         s = base + tl.arange(0, BLOCK_S)
-        total += tl.sum(_tiles_of(query_start_ptr, seq_len_ptr, s, S, Q, BLOCK_N))
-    if not EMULATED:
-        tl.extra.cuda.gdc_wait()
-    before_ptr = plan_ptr + PROGRAMS * RECORD
-    tl.store(before_ptr + S, total)
+        total += tl.sum(_sequences(query_start_ptr, seq_len_ptr, s, S, Q, BLOCK_N)[0])
     programs = tl.minimum(PROGRAMS, total)
-    other = tl.arange(0, PROGRAMS_PAD)
-    idle = (other >= programs) & (other < PROGRAMS)
-    for field in tl.static_range(RECORD):
-        tl.store(plan_ptr + other * RECORD + field, tl.zeros([PROGRAMS_PAD], tl.int32), mask=idle)
+    p = tl.arange(0, PROGRAMS_PAD)
+    tile = p * total // tl.maximum(programs, 1)
+    last = (p + 1) * total // tl.maximum(programs, 1)
+    before_ptr = plan_ptr + PROGRAMS * RECORD
+    record = plan_ptr + p * RECORD
     before = 0
     for base in range(0, S, BLOCK_S):
         s = base + tl.arange(0, BLOCK_S)
-        tiles = _tiles_of(query_start_ptr, seq_len_ptr, s, S, Q, BLOCK_N)
+        tiles, tokens, length = _sequences(query_start_ptr, seq_len_ptr, s, S, Q, BLOCK_N)
         ends = before + tl.cumsum(tiles)
-        begins = ends - tiles
-        tl.store(before_ptr + s, begins, mask=s < S)
-        first = _first_program(begins, total, PROGRAMS)
-        beyond = _first_program(ends, total, PROGRAMS)
-        start = tl.load(query_start_ptr + s, mask=s < S, other=0)
-        tokens = tl.load(query_start_ptr + s + 1, mask=s < S, other=0) - start
-        length = tl.load(seq_len_ptr + s, mask=s < S, other=0)
-        for i in range(tl.max(beyond - first)):
-            p = first + i
-            some = p < beyond
-            tile = p * total // tl.maximum(programs, 1)
-            at = table_ptr + s.to(tl.int64) * TABLE_ROW + (tile - begins) * BLOCK_N // P
-            record = plan_ptr + p * RECORD
-            tl.store(record, tile, mask=some)
-            tl.store(record + 1, (p + 1) * total // tl.maximum(programs, 1), mask=some)
-            tl.store(record + 2, s, mask=some)
-            tl.store(record + 3, begins, mask=some)
-            tl.store(record + 4, ends, mask=some)
-            tl.store(record + 5, tokens, mask=some)
-            tl.store(record + 6, length, mask=some)
-            tl.store(record + 7, tl.load(at, mask=some, other=0), mask=some)
+        passed = tl.zeros([PROGRAMS_PAD], tl.int32)  # sequences that end before the program begins
+        step: tl.constexpr = BLOCK_S // 2
+        for halving in tl.static_range(10):
+            if step >> halving > 0:
+                more = passed + (step >> halving)
+                passed = tl.where(tl.gather(ends, more - 1, 0) <= tile, more, passed)
+        begin = tl.gather(ends - tiles, passed, 0)
+        end = tl.gather(ends, passed, 0)
+        some = (p < programs) & (tile >= begin) & (tile < end)
+        at = table_ptr + (base + passed).to(tl.int64) * TABLE_ROW + (tile - begin) * BLOCK_N // P
+        block = tl.load(at, mask=some, other=0)
+        if not EMULATED:
+            tl.extra.cuda.gdc_wait()
+        tl.store(before_ptr + s, ends - tiles, mask=s < S)
+        tl.store(record, tile, mask=some)
+        tl.store(record + 1, last, mask=some)
+        tl.store(record + 2, base + passed, mask=some)
+        tl.store(record + 3, begin, mask=some)
+        tl.store(record + 4, end, mask=some)
+        tl.store(record + 5, tl.gather(tokens, passed, 0), mask=some)
+        tl.store(record + 6, tl.gather(length, passed, 0), mask=some)
+        tl.store(record + 7, block, mask=some)
         before += tl.sum(tiles)
+    tl.store(before_ptr + S, total)
+    idle = (p >= programs) & (p < PROGRAMS)
+    for field in tl.static_range(RECORD):
+        tl.store(record + field, tl.zeros([PROGRAMS_PAD], tl.int32), mask=idle)
 
 
 @triton.jit
@@ -190,54 +192,68 @@ def _values_kernel(
     part_ptr,  # [PROGRAMS + S, Q, H, L]
     lse_ptr,  # float32 [PROGRAMS + S, Q, H], in units of log2
     v_up_ptr, plan_ptr, out_ptr, query_start_ptr, S,
-    UP_HEAD: tl.constexpr, UP_ROW: tl.constexpr, H: tl.constexpr, V: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr,
-    Q: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+    UP_HEAD: tl.constexpr, UP_ROW: tl.constexpr, H: tl.constexpr, V: tl.constexpr, L: tl.constexpr, Q: tl.constexpr,
+    PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_L: tl.constexpr,
     PARTS: tl.constexpr,  # read at once
     EMULATED: tl.constexpr,
 ):  # fmt: skip
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     COLUMNS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    ROWS: tl.constexpr = max(BLOCK_M, 16)  # of a product
     head = tl.program_id(0) // COLUMNS
     v = tl.program_id(0) % COLUMNS * BLOCK_V + tl.arange(0, BLOCK_V)
-    c = tl.arange(0, L_PAD)
+    c = tl.arange(0, BLOCK_L)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     s, token, exists = _rows_of(query_start_ptr, row, S, Q)
     up = v_up_ptr + head * UP_HEAD + (v * UP_ROW)[:, None] + c[None, :]
     weights = tl.load(up, mask=(v < V)[:, None] & (c < L)[None, :], other=0.0)
-    if not EMULATED:
-        tl.extra.cuda.gdc_wait()
-    before_ptr = plan_ptr + PROGRAMS * RECORD
+    before_ptr = plan_ptr + PROGRAMS * RECORD  # was there when the kernel before this one began
     total_tiles = tl.load(before_ptr + S)
     begin = tl.load(before_ptr + s, mask=exists, other=0)
     end = tl.load(before_ptr + s + 1, mask=exists, other=0)
     first = _first_program(begin + 1, total_tiles, PROGRAMS) - 1
     parts = tl.where(exists, _first_program(end, total_tiles, PROGRAMS) - first, 0)
-    cell = (((first + s).to(tl.int64) * Q + row % Q) * H + head)[:, None]
+    most = tl.max(parts)
+    at = (((first + s).to(tl.int64) * Q + row % Q) * H + head)[:, None] + tl.arange(0, PARTS)[None, :] * (Q * H)
     j = tl.arange(0, PARTS)[None, :]
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    joined = tl.zeros([BLOCK_M, L_PAD], tl.float32)
-    for i in range(0, tl.max(parts), PARTS):
-        known = i + j < parts[:, None]
-        at = cell + (i + j) * (Q * H)
-        lse = tl.load(lse_ptr + at, mask=known, other=float("-inf"))
-        inside = known[:, :, None] & (c < L)[None, None, :]
-        found = tl.load(part_ptr + at[:, :, None] * L + c[None, None, :], mask=inside, other=0.0)
-        new_top = tl.maximum(top, tl.max(lse, axis=1))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        rescale, factors = tl.exp2(top - shift), tl.exp2(lse - shift[:, None])
-        top = new_top
-        total = total * rescale + tl.sum(factors, axis=1)
-        joined = joined * rescale[:, None] + tl.sum(found.to(tl.float32) * factors[:, :, None], axis=1)
-    joined = joined / tl.where(total > 0, total, 1.0)[:, None]
-    if BLOCK_M == 1:
-        result = tl.sum(joined[:, None, :] * weights.to(tl.float32)[None, :, :], axis=2)
-    else:  # a product has 16 rows at least
-        ROWS: tl.constexpr = max(BLOCK_M, 16)
-        joined = tl.broadcast_to(joined.to(weights.dtype)[None, :, :], [ROWS // BLOCK_M, BLOCK_M, L_PAD])
-        joined = tl.reshape(joined, [ROWS, L_PAD])
-        result = multiply(joined, tl.trans(weights), tl.zeros([ROWS, BLOCK_V], tl.float32), EMULATED)
+    known = j < parts[:, None]
+    if not EMULATED:
+        tl.extra.cuda.gdc_wait()
+    found = tl.load(part_ptr + at[:, :, None] * L + c, mask=known[:, :, None] & (c < L)[None, None, :], other=0.0)
+    lse = tl.load(lse_ptr + at, mask=known, other=float("-inf"))
+    top = tl.max(lse, axis=1)
+    for i in range(PARTS, most, PARTS):
+        more = tl.load(lse_ptr + at + i * (Q * H), mask=i + j < parts[:, None], other=float("-inf"))
+        top = tl.maximum(top, tl.max(more, axis=1))
+    top = tl.where(top == float("-inf"), 0.0, top)[:, None]
+    factors = tl.exp2(lse - top)
+    total = tl.sum(factors, axis=1)
+    for i in range(PARTS, most, PARTS):
+        more = tl.load(lse_ptr + at + i * (Q * H), mask=i + j < parts[:, None], other=float("-inf"))
+        total += tl.sum(tl.exp2(more - top), axis=1)
+    share = (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+    result = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    for offset in tl.static_range(0, L, BLOCK_L):
+        joined = tl.sum(found.to(tl.float32) * factors[:, :, None], axis=1)
+        for i in range(PARTS, most, PARTS):
+            some = i + j < parts[:, None]
+            more = tl.exp2(tl.load(lse_ptr + at + i * (Q * H), mask=some, other=float("-inf")) - top)
+            inside = some[:, :, None] & (offset + c < L)[None, None, :]
+            found = tl.load(part_ptr + (at + i * (Q * H))[:, :, None] * L + offset + c, mask=inside, other=0.0)
+            joined += tl.sum(found.to(tl.float32) * more[:, :, None], axis=1)
+        joined = (joined * share).to(weights.dtype)
+        factor = weights
+        if offset + BLOCK_L < L:  # what comes next is on its way during the product
+            following = offset + BLOCK_L + c
+            inside = known[:, :, None] & (following < L)[None, None, :]
+            found = tl.load(part_ptr + at[:, :, None] * L + following, mask=inside, other=0.0)
+            in_up = (v < V)[:, None] & (following < L)[None, :]
+            weights = tl.load(up + offset + BLOCK_L, mask=in_up, other=0.0)
+        if BLOCK_M < ROWS:
+            joined = tl.broadcast_to(joined[None, :, :], [ROWS // BLOCK_M, BLOCK_M, BLOCK_L])
+        result = multiply(tl.reshape(joined, [ROWS, BLOCK_L]), tl.trans(factor), result, EMULATED)
+    if BLOCK_M < ROWS:
         result = tl.max(tl.reshape(result, [ROWS // BLOCK_M, BLOCK_M, BLOCK_V]), axis=0)
     out = out_ptr + ((token.to(tl.int64) * H + head) * V)[:, None] + v[None, :]
     tl.store(out, result.to(out_ptr.dtype.element_ty), mask=exists[:, None] & (v < V)[None, :])
@@ -246,7 +262,8 @@ def _values_kernel(
 def attend_absorbed(
     attend: Callable[..., None], rows: LatentRows, up: UpProjections, paged: PagedLatents, out_THV: Tensor,
     scale: float, *, write: bool, queries: int, programs: int, block_n: int, absorb_m: int, absorb_l: int,
-    values_m: int, values_v: int, values_warps: int, parts_at_once: int, **config: int,
+    values_m: int, values_v: int, values_l: int, values_warps: int, parts_at_once: int,
+    **config: int,
 ) -> None:  # fmt: skip
     """Attend for sequences of one to ``queries`` query tokens; the others are not touched.
 
@@ -254,8 +271,8 @@ def attend_absorbed(
     write: whether the step's latents are stored in the cache, which else holds them already.
     programs: of the attention kernel that divide the tokens, in tiles of ``block_n``.
     absorb_m, absorb_l: rows of queries, and numbers of the latent, of a program of the first kernel.
-    values_m, values_v, values_warps: rows, values and warps of a program of the last kernel, which reads
-    ``parts_at_once``.
+    values_m, values_v, values_warps: rows, values and warps of a program of the last kernel.
+    values_l, parts_at_once: numbers of the latent, and parts, that it reads at once.
     """
     (q_nope, q_rope, latent, k_rope), (k_up, v_up) = rows, up
     (H, N, L), V, R, S = k_up.shape, v_up.shape[1], q_rope.shape[2], paged.seq_lens.shape[0]
@@ -279,7 +296,7 @@ def attend_absorbed(
     launch_triton(
         _values_kernel, (H * -(-V // values_v), (S * queries + values_m - 1) // values_m),
         parts, lse, v_up, plan, out_THV, query_start, S, UP_HEAD=v_up.stride(0), UP_ROW=v_up.stride(1), H=H, V=V, L=L,
-        L_PAD=cache["L_PAD"], BLOCK_M=values_m, BLOCK_V=values_v, PARTS=parts_at_once, EMULATED=cache["EMULATED"],
+        BLOCK_M=values_m, BLOCK_V=values_v, BLOCK_L=values_l, PARTS=parts_at_once, EMULATED=cache["EMULATED"],
         num_warps=values_warps, **shares,
     )  # fmt: skip
 
@@ -287,14 +304,25 @@ def attend_absorbed(
 def plan_absorbed(site: CallSite, most: int, queries: int) -> Config:
     """Launch constants of `attend_absorbed` but for the attention kernel's, for up to ``most`` sequences of up to
     ``queries`` query tokens. Of few rows many parts are read at once, because each turn of a loop waits for memory."""
-    L, V = site.args["latent_TL"].shape[1], site.args["v_up_HVL"].shape[1]
+    L, H, V = site.args["latent_TL"].shape[1], site.args["v_up_HVL"].shape[0], site.args["v_up_HVL"].shape[1]
     rows, wide = most * queries, site.args["q_nope_THN"].dtype.itemsize == 4
-    values_m, values_v, at_once = (1, 16, 16) if rows <= 4 else (16, 32, 2 if wide else 4)
+    values_m, values_v, values_l, at_once = _values_plan(rows, rows * H // site.target.multiprocessors)
     return {
         "queries": queries, "absorb_m": 16 if rows <= 16 else 32 if rows <= 32 or wide else 64,
         "absorb_l": min(64, power_of_2(L)), "values_m": values_m, "values_v": min(values_v, power_of_2(V)),
-        "values_warps": 8, "parts_at_once": at_once,
+        "values_l": min(64 if wide else values_l, power_of_2(L)), "values_warps": 8, "parts_at_once": at_once,
     }  # fmt: skip
+
+
+def _values_plan(rows: int, share: int) -> tuple[int, int, int, int]:
+    """Rows, values, numbers of the latent, and parts at once.
+
+    share: rows of all heads for a multiprocessor."""
+    if rows <= 4:
+        return 1 if rows == 1 else 4, 32, 512, 16
+    if share < 16:
+        return 4, 128, 512, 8
+    return (16 if share < 64 else 64), 128, 128, 4
 
 
 def is_absorbed(site: CallSite) -> bool:

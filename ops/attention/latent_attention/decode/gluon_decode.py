@@ -237,7 +237,7 @@ def hopper_latent_kernel(
             )),
         ],
         [4, 4, 4 if NARROW else 1],  # warps of the groups after the first, and of what fills shared memory
-        [168 if NARROW else 184, 168 if NARROW else 184, 88 if NARROW else 32],  # registers of their threads
+        [160 if NARROW else 184, 160 if NARROW else 184, 112 if NARROW else 32],  # registers of their threads
     )  # fmt: skip
 
 

@@ -64,12 +64,13 @@ def _attend(
             mbarrier.wait(arrived, item & 1)
             item += 1
             for i in range(tile - begin, end - begin):
+                zero = n >> 24  # no constant, so that addresses are made where they are used
                 scores = gl.zeros([TILE, ROWS], gl.float32, layout=layout)
                 for g in gl.static_range(GROUPS):
                     mbarrier.wait(full.index(g), n & 1)
-                    of_queries = queries.index(g).permute((1, 0))
-                    scores = hopper.warpgroup_mma(latents.index(g), of_queries, scores, use_acc=g > 0, is_async=True)
-                scores = hopper.warpgroup_mma(rotated, q_rotated.permute((1, 0)), scores, is_async=True)
+                    of_queries = queries.index(zero * GROUPS + g).permute((1, 0))
+                    scores = hopper.warpgroup_mma(latents.index(zero * GROUPS + g), of_queries, scores, use_acc=g > 0, is_async=True)
+                scores = hopper.warpgroup_mma(rotated.index(zero), q_rotated.index(zero).permute((1, 0)), scores, is_async=True)
                 scores = hopper.warpgroup_mma_wait(0, deps=[scores])
                 if i == end - begin - 1:
                     barrier()
@@ -82,7 +83,7 @@ def _attend(
                 rescale = gl.exp2(top - shift)[None, :]
                 top = new_top
                 totals = totals * rescale + found
-                weights.permute((1, 0)).store(found.to(weights.dtype))
+                weights.index(zero).permute((1, 0)).store(found.to(weights.dtype))
                 if (i + 1) * TILE > length:
                     for g in gl.static_range(GROUPS):
                         clear(latents.index(g), length - i * TILE, 16)
@@ -92,11 +93,11 @@ def _attend(
                 sum1 = sum1 * rescale
                 sum2 = sum2 * rescale
                 sum3 = sum3 * rescale
-                of_tokens = weights.permute((1, 0))
-                sum0 = hopper.warpgroup_mma(latents.index(0).permute((1, 0)), of_tokens, sum0, is_async=True)
-                sum1 = hopper.warpgroup_mma(latents.index(1).permute((1, 0)), of_tokens, sum1, is_async=True)
-                sum2 = hopper.warpgroup_mma(latents.index(2).permute((1, 0)), of_tokens, sum2, is_async=True)
-                sum3 = hopper.warpgroup_mma(latents.index(3).permute((1, 0)), of_tokens, sum3, is_async=True)
+                of_tokens = weights.index(zero).permute((1, 0))
+                sum0 = hopper.warpgroup_mma(latents.index(zero * GROUPS + 0).permute((1, 0)), of_tokens, sum0, is_async=True)
+                sum1 = hopper.warpgroup_mma(latents.index(zero * GROUPS + 1).permute((1, 0)), of_tokens, sum1, is_async=True)
+                sum2 = hopper.warpgroup_mma(latents.index(zero * GROUPS + 2).permute((1, 0)), of_tokens, sum2, is_async=True)
+                sum3 = hopper.warpgroup_mma(latents.index(zero * GROUPS + 3).permute((1, 0)), of_tokens, sum3, is_async=True)
                 sum0, sum1 = hopper.warpgroup_mma_wait(2, deps=[sum0, sum1])
                 barrier()
                 mbarrier.arrive(free.index(0), count=1)
@@ -142,12 +143,14 @@ def hopper_few_rows_kernel(
         entries = tma.make_tensor_descriptor(cache_ptr, [2147483647, WIDTH], [CACHE_POS, 1], [TOKENS, 64], shared)
     queries0 = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, GROUP], shared)
     queries1 = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, GROUP], shared)
-    q_rotated = gl.allocate_shared_memory(dtype, [2, ROWS, ROTATED], shared)
+    q_rotated0 = gl.allocate_shared_memory(dtype, [1, ROWS, ROTATED], shared)
+    q_rotated1 = gl.allocate_shared_memory(dtype, [1, ROWS, ROTATED], shared)
     latents0 = gl.allocate_shared_memory(dtype, [GROUPS, TILE, GROUP], shared)
     latents1 = gl.allocate_shared_memory(dtype, [GROUPS, TILE, GROUP], shared)
     rotated0 = gl.allocate_shared_memory(dtype, [1, TILE, ROTATED], shared)
     rotated1 = gl.allocate_shared_memory(dtype, [1, TILE, ROTATED], shared)
-    weights = gl.allocate_shared_memory(dtype, [2, ROWS, TILE], shared)
+    weights0 = gl.allocate_shared_memory(dtype, [1, ROWS, TILE], shared)
+    weights1 = gl.allocate_shared_memory(dtype, [1, ROWS, TILE], shared)
     arrived = gl.allocate_shared_memory(gl.int64, [2, 1], one)
     read = gl.allocate_shared_memory(gl.int64, [2, 1], one)
     full0 = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], one)
@@ -171,28 +174,28 @@ def hopper_few_rows_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                queries0, q_rotated.index(0), latents0, rotated0.index(0), weights.index(0), arrived.index(0),
+                queries0, q_rotated0, latents0, rotated0, weights0, arrived.index(0),
                 read.index(0), full0, free0, program0, part_ptr, lse_ptr, plan_ptr, query_start_ptr, seq_len_ptr, S,
                 SCALE, H, Q, ROWS, PROGRAMS,
             )),
             (_attend, (
-                queries1, q_rotated.index(1), latents1, rotated1.index(0), weights.index(1), arrived.index(1),
+                queries1, q_rotated1, latents1, rotated1, weights1, arrived.index(1),
                 read.index(1), full1, free1, program1, part_ptr, lse_ptr, plan_ptr, query_start_ptr, seq_len_ptr, S,
                 SCALE, H, Q, ROWS, PROGRAMS,
             )),
             (convert_tiles if NARROW else bring_tiles, (
-                entries, q_entries, queries0, q_rotated.index(0), latents0, rotated0, arrived.index(0),
+                entries, q_entries, queries0, q_rotated0.index(0), latents0, rotated0, arrived.index(0),
                 read.index(0), full0, free0, program0, 0, plan_ptr, table_ptr, query_start_ptr, seq_len_ptr, S,
                 CACHE_BLOCK, CACHE_POS, TABLE_ROW, P, Q * H, ROWS, PROGRAMS, 1,
             )),
             (convert_tiles if NARROW else bring_tiles, (
-                entries, q_entries, queries1, q_rotated.index(1), latents1, rotated1, arrived.index(1),
+                entries, q_entries, queries1, q_rotated1.index(0), latents1, rotated1, arrived.index(1),
                 read.index(1), full1, free1, program1, 0, plan_ptr, table_ptr, query_start_ptr, seq_len_ptr, S,
                 CACHE_BLOCK, CACHE_POS, TABLE_ROW, P, Q * H, ROWS, PROGRAMS, 1,
             )),
         ],
-        [4, 4, 4] if NARROW else [4, 1, 1],  # warps of the groups after the first
-        [152, 96, 96] if NARROW else [208, 40, 40],  # registers of their threads; the first group has the rest
+        [144, 104, 104] if NARROW else [4, 1, 1],  # warps of the groups after the first
+        [144, 104, 104] if NARROW else [208, 40, 40],  # registers of their threads; the first group has the rest
     )  # fmt: skip
 
 

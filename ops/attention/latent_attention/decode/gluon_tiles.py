@@ -140,7 +140,7 @@ def _piece(words, rows, i: gl.constexpr, CACHE_POS: gl.constexpr):
 
 
 @gluon.jit
-def _load_group(words, rows, g, CACHE_POS: gl.constexpr, layout: gl.constexpr):
+def _load_group(words, rows, g: gl.constexpr, CACHE_POS: gl.constexpr, layout: gl.constexpr):
     """Of each piece of a tile the words of the g-th group of latents [_PIECE, GROUP // 4] and their scales."""
     t = gl.arange(0, _PIECE, layout=gl.SliceLayout(1, layout)) * (CACHE_POS // 4)
     w = g * (GROUP // 4) + gl.arange(0, GROUP // 4, layout=gl.SliceLayout(0, layout))
@@ -187,6 +187,14 @@ def _numbers(words, scales):
 
 
 @gluon.jit
+def _convert(group, to):
+    """Write the numbers of a group of a tile into shared memory."""
+    for j in gl.static_range(_PIECES):
+        words, scales = group[j]
+        to.slice(j * _PIECE, _PIECE).store(_numbers(words, scales))
+
+
+@gluon.jit
 def _prefetch(words, rows, CACHE_POS: gl.constexpr):
     """Ask for the parts of a tile to be brought to the L2 cache, by one thread of the group."""
     BYTES: gl.constexpr = TILE // len(rows) * CACHE_POS
@@ -206,8 +214,9 @@ def convert_tiles(
     CACHE_BLOCK: gl.constexpr, CACHE_POS: gl.constexpr, TABLE_ROW: gl.constexpr, P: gl.constexpr, QH: gl.constexpr,
     ROWS: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """What the group of warps does that fills shared memory from a cache in 8 bits, a group of numbers at a time. The
-    next two are on their way to registers, the next two tiles to the L2 cache. Arguments are those of `bring_tiles`."""
+    """What the group of warps does that fills shared memory from a cache in 8 bits, a half at a time. The next half is on
+    its way to registers, the next two tiles to the L2 cache: a fence waits for all loads, so they begin after it.
+    Arguments are those of `bring_tiles`."""
     PARTS: gl.constexpr = TILE // P if P < TILE else 1
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -229,8 +238,10 @@ def convert_tiles(
         if tile < end:
             rows1 = _cache_rows(table_row, tile - begin + 1, length, CACHE_BLOCK, CACHE_POS, P, PARTS)
             rows2 = _cache_rows(table_row, tile - begin + 2, length, CACHE_BLOCK, CACHE_POS, P, PARTS)
-            first = _load_group(words, rows, 0, CACHE_POS, layout)
-            second = _load_group(words, rows, 1, CACHE_POS, layout)
+            group0 = _load_group(words, rows, 0, CACHE_POS, layout)
+            group1 = _load_group(words, rows, 1, CACHE_POS, layout)
+            group2 = _load_group(words, rows, 2, CACHE_POS, layout)
+            group3 = _load_group(words, rows, 3, CACHE_POS, layout)
             _prefetch(words, rows1, CACHE_POS)
             _bring_queries(q_entries, queries, q_rotated, arrived, read, s * QH + first_m, item, ROWS)
             item += 1
@@ -238,27 +249,31 @@ def convert_tiles(
                 stage = n % STAGES
                 rows3 = _cache_rows(table_row, i + 3, length, CACHE_BLOCK, CACHE_POS, P, PARTS)
                 _prefetch(words, rows2, CACHE_POS)
-                for g in range(GROUPS):
-                    of_third = ()
-                    for part in gl.static_range(PARTS):
-                        of_third = of_third + (gl.where(g < GROUPS - 2, rows[part], rows1[part]),)  # type: ignore
-                    third = _load_group(words, of_third, (g + 2) % GROUPS, CACHE_POS, layout)
-                    mbarrier.wait(free.index(stage * 2 + g // 2), ((n // STAGES) & 1) ^ 1)
-                    if g == GROUPS - 1:
-                        for j in gl.static_range(_PIECES):
-                            entry = _piece(words, rows, j, CACHE_POS) + LATENT // 4 + GROUPS
-                            entry = entry.to(gl.pointer_type(gl.bfloat16), bitcast=True) + t * (CACHE_POS // 2) + r
-                            _copy(rotated.index(stage).slice(j * _PIECE, _PIECE), entry)
-                    for j in gl.static_range(_PIECES):
-                        found, scales = first[j]
-                        latents.index(stage * GROUPS + g).slice(j * _PIECE, _PIECE).store(_numbers(found, scales))
-                    async_copy.commit_group()
-                    async_copy.wait_group(0)
-                    hopper.fence_async_shared()
-                    barrier()
-                    mbarrier.arrive(full.index(stage * GROUPS + g), count=1)
-                    first = second
-                    second = third
+                at = stage * GROUPS
+                mbarrier.wait(free.index(stage * 2), ((n // STAGES) & 1) ^ 1)
+                _convert(group0, latents.index(at))
+                _convert(group1, latents.index(at + 1))
+                hopper.fence_async_shared()
+                barrier()
+                mbarrier.arrive(full.index(at), count=1)
+                mbarrier.arrive(full.index(at + 1), count=1)
+                for j in gl.static_range(_PIECES):
+                    entry = _piece(words, rows, j, CACHE_POS) + LATENT // 4 + GROUPS
+                    entry = entry.to(gl.pointer_type(gl.bfloat16), bitcast=True) + t * (CACHE_POS // 2) + r
+                    _copy(rotated.index(stage).slice(j * _PIECE, _PIECE), entry)
+                async_copy.commit_group()
+                group0 = _load_group(words, rows1, 0, CACHE_POS, layout)
+                group1 = _load_group(words, rows1, 1, CACHE_POS, layout)
+                mbarrier.wait(free.index(stage * 2 + 1), ((n // STAGES) & 1) ^ 1)
+                _convert(group2, latents.index(at + 2))
+                _convert(group3, latents.index(at + 3))
+                async_copy.wait_group(0)
+                hopper.fence_async_shared()
+                barrier()
+                mbarrier.arrive(full.index(at + 2), count=1)
+                mbarrier.arrive(full.index(at + 3), count=1)
+                group2 = _load_group(words, rows1, 2, CACHE_POS, layout)
+                group3 = _load_group(words, rows1, 3, CACHE_POS, layout)
                 rows = rows1
                 rows1 = rows2
                 rows2 = rows3

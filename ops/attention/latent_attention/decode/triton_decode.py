@@ -42,8 +42,8 @@ def _latent_kernel(
     EMULATED: tl.constexpr,
 ):  # fmt: skip
     if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # the kernel after this one reads the plan at once
     program = tl.program_id(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     query, head = m // H, m % H
