@@ -319,7 +319,7 @@ def _values_plan(rows: int, share: int) -> tuple[int, int, int, int]:
 
     share: rows of all heads for a multiprocessor."""
     if rows <= 4:
-        return 1 if rows == 1 else 4, 32, 512, 16
+        return 4, 32, 512, 16
     if share < 16:
         return 4, 128, 512, 8
     return (16 if share < 64 else 64), 128, 128, 4

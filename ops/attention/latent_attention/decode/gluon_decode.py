@@ -52,23 +52,22 @@ _L, _R = 512, 64
 
 @gluon.jit
 def _score(
-    queries, q_rotated, latents, rotated, weights, factors, arrived, read, full, given, taken, program, first_m, lse_ptr,
-    plan_ptr, query_start_ptr, seq_len_ptr, S,
+    queries, q_rotated, latents, rotated, factors, shares, arrived, read, full, given, ended, noted, program, first_m,
+    lse_ptr, plan_ptr, query_start_ptr, seq_len_ptr, S,
     SCALE: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """What the group of warps does that multiplies queries with keys: it gives weights of tiles to the other groups,
-    and with them what their sums are to be multiplied by; after a sequence's last tile, one over the weights' sum."""
+    """What the group of warps does that multiplies queries with keys. It gives the other groups the weights of a tile,
+    in place of its rotated part, and what their sums are to be multiplied by; after a sequence's last tile, one over
+    the weights' sum."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     tile, last, s, begin, end, tokens, length, _block = first_item(plan_ptr, program)
     n = 0
-    step = 0
     item = 0
     while tile < last:
         following = sequence(plan_ptr, query_start_ptr, seq_len_ptr, s + 1, S, PROGRAMS)
         end = gl.minimum(end, last)
         if tile < end:
             mbarrier.wait(arrived, item & 1)
-            item += 1
             m = first_m + gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
             visible = length - tokens + 1 + m // H
             top = gl.full([TILE], float("-inf"), gl.float32, layout=gl.SliceLayout(1, layout))
@@ -82,30 +81,29 @@ def _score(
                     scores = hopper.warpgroup_mma(queries.index(g), keys, scores, use_acc=g > 0, is_async=True)
                 scores = hopper.warpgroup_mma(q_rotated, rotated.index(stage).permute((1, 0)), scores, is_async=True)
                 scores = hopper.warpgroup_mma_wait(0, deps=[scores])
-                if i == end - begin - 1:
-                    barrier()
-                    mbarrier.arrive(read, count=1)
-                at = i * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
-                scores = gl.where(at[None, :] < visible[:, None], scores, float("-inf"))
+                if (i + 1) * TILE > length - tokens:
+                    at = i * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
+                    scores = gl.where(at[None, :] < visible[:, None], scores, float("-inf"))
                 new_top = gl.maximum(top, gl.max(scores, 1) * SCALE)
                 shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # later tokens may see nothing of a tile
                 found = gl.exp2(scores * SCALE - shift[:, None])
                 rescale = gl.exp2(top - shift)
-                total = total * rescale + gl.sum(found, 1)
                 top = new_top
-                mbarrier.wait(taken, (step & 1) ^ 1)
-                weights.store(found.to(weights.dtype))
-                factors.store(rescale)
+                barrier()  # all have read the rotated part
+                rotated.index(stage).store(found.to(rotated.dtype))
+                factors.index(stage).store(rescale)
                 hopper.fence_async_shared()
                 barrier()
-                mbarrier.arrive(given, count=1)
+                mbarrier.arrive(given.index(stage), count=1)
+                total = total * rescale + gl.sum(found, 1)
+                if i == end - begin - 1:
+                    mbarrier.arrive(read, count=1)
                 n += 1
-                step += 1
-            mbarrier.wait(taken, (step & 1) ^ 1)
-            factors.store(1.0 / gl.where(total > 0, total, 1.0))
+            mbarrier.wait(noted, (item & 1) ^ 1)
+            shares.store(1.0 / gl.where(total > 0, total, 1.0))
             barrier()
-            mbarrier.arrive(given, count=1)
-            step += 1
+            mbarrier.arrive(ended, count=1)
+            item += 1
             part = (program + s).to(gl.int64) * (Q * H) + m
             gl.store(lse_ptr + part, top + gl.log2(total), mask=m < tokens * H)
         tile = gl.maximum(tile, end)
@@ -115,9 +113,9 @@ def _score(
 
 @gluon.jit
 def _sum_values(
-    latents, weights, factors, free, given, taken, program, first_m, part_ptr, plan_ptr, query_start_ptr, seq_len_ptr,
-    S, H: gl.constexpr, Q: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
-    FIRST: gl.constexpr,
+    latents, rotated, factors, shares, free, given, ended, noted, program, first_m, part_ptr, plan_ptr,
+    query_start_ptr, seq_len_ptr, S,
+    H: gl.constexpr, Q: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """What a group of warps does that sums one half of the latents, two groups of numbers from FIRST on."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GROUP, 16])
@@ -125,7 +123,7 @@ def _sum_values(
     tile, last, s, begin, end, tokens, length, _block = first_item(plan_ptr, program)
     m = first_m + gl.arange(0, TILE, layout=of_rows)
     n = 0
-    step = 0
+    item = 0
     while tile < last:
         following = sequence(plan_ptr, query_start_ptr, seq_len_ptr, s + 1, S, PROGRAMS)
         end = gl.minimum(end, last)
@@ -133,31 +131,28 @@ def _sum_values(
             low = gl.zeros([TILE, GROUP], gl.float32, layout=layout)
             high = gl.zeros([TILE, GROUP], gl.float32, layout=layout)
             for i in range(tile - begin, end - begin):
-                at = (n % STAGES) * GROUPS + FIRST
-                low_values = latents.index(at)
-                high_values = latents.index(at + 1)
-                mbarrier.wait(given, step & 1)
-                rescale = factors.load(of_rows)[:, None]
+                stage = n % STAGES
+                at = stage * GROUPS + FIRST
+                mbarrier.wait(given.index(stage), (n // STAGES) & 1)
+                rescale = factors.index(stage).load(of_rows)[:, None]
                 low = low * rescale
                 high = high * rescale
                 if (i + 1) * TILE > length:
-                    clear(low_values, length - i * TILE, 16)
-                    clear(high_values, length - i * TILE, 16)
+                    clear(latents.index(at), length - i * TILE, 16)
+                    clear(latents.index(at + 1), length - i * TILE, 16)
                     hopper.fence_async_shared()
                     barrier()
-                low = hopper.warpgroup_mma(weights, low_values, low, is_async=True)
-                high = hopper.warpgroup_mma(weights, high_values, high, is_async=True)
+                low = hopper.warpgroup_mma(rotated.index(stage), latents.index(at), low, is_async=True)
+                high = hopper.warpgroup_mma(rotated.index(stage), latents.index(at + 1), high, is_async=True)
                 low, high = hopper.warpgroup_mma_wait(0, deps=[low, high])
                 barrier()
-                mbarrier.arrive(taken, count=1)
                 mbarrier.arrive(free.index(at // 2), count=1)
                 n += 1
-                step += 1
-            mbarrier.wait(given, step & 1)
-            factor = factors.load(of_rows)[:, None]
+            mbarrier.wait(ended, item & 1)
+            item += 1
+            factor = shares.load(of_rows)[:, None]
             barrier()
-            mbarrier.arrive(taken, count=1)
-            step += 1
+            mbarrier.arrive(noted, count=1)
             part = (program + s).to(gl.int64) * (Q * H) + m
             e = FIRST * GROUP + gl.arange(0, GROUP, layout=gl.SliceLayout(0, layout))
             to = part_ptr + (part * LATENT)[:, None] + e[None, :]
@@ -194,22 +189,25 @@ def hopper_latent_kernel(
     q_rotated = gl.allocate_shared_memory(dtype, [TILE, ROTATED], shared)
     latents = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, TILE, GROUP], shared)
     rotated = gl.allocate_shared_memory(dtype, [STAGES, TILE, ROTATED], shared)
-    weights = gl.allocate_shared_memory(dtype, [TILE, TILE], shared)
-    factors = gl.allocate_shared_memory(gl.float32, [TILE], flat)
+    factors = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], flat)
+    shares = gl.allocate_shared_memory(gl.float32, [TILE], flat)
     arrived = gl.allocate_shared_memory(gl.int64, [1], one)
     read = gl.allocate_shared_memory(gl.int64, [1], one)
     full = gl.allocate_shared_memory(gl.int64, [STAGES * GROUPS, 1], one)
     free = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], one)
-    given = gl.allocate_shared_memory(gl.int64, [1], one)
-    taken = gl.allocate_shared_memory(gl.int64, [1], one)
+    given = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
+    ended = gl.allocate_shared_memory(gl.int64, [1], one)
+    noted = gl.allocate_shared_memory(gl.int64, [1], one)
     for i in gl.static_range(STAGES * GROUPS):
         mbarrier.init(full.index(i), count=1)
     for i in gl.static_range(STAGES * 2):  # whoever sums values has weights of all scores: those are read, too
         mbarrier.init(free.index(i), count=1)
     mbarrier.init(arrived, count=1)
     mbarrier.init(read, count=1)
-    mbarrier.init(given, count=1)
-    mbarrier.init(taken, count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(given.index(i), count=1)
+    mbarrier.init(ended, count=1)
+    mbarrier.init(noted, count=2)
     hopper.fence_async_shared()
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -219,16 +217,16 @@ def hopper_latent_kernel(
     gl.warp_specialize(
         [
             (_score, (
-                queries, q_rotated, latents, rotated, weights, factors, arrived, read, full, given, taken, program,
+                queries, q_rotated, latents, rotated, factors, shares, arrived, read, full, given, ended, noted, program,
                 first_m, lse_ptr, plan_ptr, query_start_ptr, seq_len_ptr, S, SCALE, H, Q, PROGRAMS, STAGES,
             )),
             (_sum_values, (
-                latents, weights, factors, free, given, taken, program, first_m, part_ptr, plan_ptr, query_start_ptr,
-                seq_len_ptr, S, H, Q, PROGRAMS, STAGES, 0,
+                latents, rotated, factors, shares, free, given, ended, noted, program, first_m, part_ptr, plan_ptr,
+                query_start_ptr, seq_len_ptr, S, H, Q, PROGRAMS, STAGES, 0,
             )),
             (_sum_values, (
-                latents, weights, factors, free, given, taken, program, first_m, part_ptr, plan_ptr, query_start_ptr,
-                seq_len_ptr, S, H, Q, PROGRAMS, STAGES, 2,
+                latents, rotated, factors, shares, free, given, ended, noted, program, first_m, part_ptr, plan_ptr,
+                query_start_ptr, seq_len_ptr, S, H, Q, PROGRAMS, STAGES, 2,
             )),
             (convert_tiles if NARROW else bring_tiles, (
                 entries, q_entries, queries, q_rotated, latents, rotated, arrived, read, full, free, program, first_m,

@@ -194,8 +194,8 @@ def hopper_few_rows_kernel(
                 CACHE_BLOCK, CACHE_POS, TABLE_ROW, P, Q * H, ROWS, PROGRAMS, 1,
             )),
         ],
-        [144, 104, 104] if NARROW else [4, 1, 1],  # warps of the groups after the first
-        [144, 104, 104] if NARROW else [208, 40, 40],  # registers of their threads; the first group has the rest
+        [4, 4, 4] if NARROW else [4, 1, 1],  # warps of the groups after the first
+        [152, 104, 104] if NARROW else [208, 40, 40],  # registers of their threads; the first group has the rest
     )  # fmt: skip
 
 

@@ -257,14 +257,14 @@ def convert_tiles(
                 barrier()
                 mbarrier.arrive(full.index(at), count=1)
                 mbarrier.arrive(full.index(at + 1), count=1)
+                group0 = _load_group(words, rows1, 0, CACHE_POS, layout)
+                group1 = _load_group(words, rows1, 1, CACHE_POS, layout)
+                mbarrier.wait(free.index(stage * 2 + 1), ((n // STAGES) & 1) ^ 1)
                 for j in gl.static_range(_PIECES):
                     entry = _piece(words, rows, j, CACHE_POS) + LATENT // 4 + GROUPS
                     entry = entry.to(gl.pointer_type(gl.bfloat16), bitcast=True) + t * (CACHE_POS // 2) + r
                     _copy(rotated.index(stage).slice(j * _PIECE, _PIECE), entry)
                 async_copy.commit_group()
-                group0 = _load_group(words, rows1, 0, CACHE_POS, layout)
-                group1 = _load_group(words, rows1, 1, CACHE_POS, layout)
-                mbarrier.wait(free.index(stage * 2 + 1), ((n // STAGES) & 1) ^ 1)
                 _convert(group2, latents.index(at + 2))
                 _convert(group3, latents.index(at + 3))
                 async_copy.wait_group(0)
