@@ -218,8 +218,8 @@ def hopper_latent_kernel(
     gl.warp_specialize(
         [
             (_score, (
-                queries, q_rotated, latents, rotated, factors, shares, arrived, read, full, given, ended, noted, program,
-                first_m, lse_ptr, plan_ptr, query_start_ptr, seq_len_ptr, S, SCALE, H, Q, PROGRAMS, STAGES,
+                queries, q_rotated, latents, rotated, factors, shares, arrived, read, full, given, ended, noted,
+                program, first_m, lse_ptr, plan_ptr, query_start_ptr, seq_len_ptr, S, SCALE, H, Q, PROGRAMS, STAGES,
             )),
             (_sum_values, (
                 latents, rotated, factors, shares, free, given, ended, noted, program, first_m, part_ptr, plan_ptr,

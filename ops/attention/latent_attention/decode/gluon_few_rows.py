@@ -64,26 +64,30 @@ def _attend(
             mbarrier.wait(arrived, item & 1)
             item += 1
             for i in range(tile - begin, end - begin):
-                zero = n >> 24  # no constant, so that addresses are made where they are used
+                zero = n >> 24  # no constant, so addresses are made where they are used, not kept in registers
+                at = zero * GROUPS
                 scores = gl.zeros([TILE, ROWS], gl.float32, layout=layout)
                 for g in gl.static_range(GROUPS):
                     mbarrier.wait(full.index(g), n & 1)
-                    of_queries = queries.index(zero * GROUPS + g).permute((1, 0))
-                    scores = hopper.warpgroup_mma(latents.index(zero * GROUPS + g), of_queries, scores, use_acc=g > 0, is_async=True)
-                scores = hopper.warpgroup_mma(rotated.index(zero), q_rotated.index(zero).permute((1, 0)), scores, is_async=True)
+                    keys = latents.index(at + g)
+                    of_queries = queries.index(at + g).permute((1, 0))
+                    scores = hopper.warpgroup_mma(keys, of_queries, scores, use_acc=g > 0, is_async=True)
+                of_queries = q_rotated.index(zero).permute((1, 0))
+                scores = hopper.warpgroup_mma(rotated.index(zero), of_queries, scores, is_async=True)
                 scores = hopper.warpgroup_mma_wait(0, deps=[scores])
                 if i == end - begin - 1:
                     barrier()
                     mbarrier.arrive(read, count=1)
-                at = i * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
-                scores = gl.where(at[:, None] < visible[None, :], scores, float("-inf"))
+                token = i * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
+                scores = gl.where(token[:, None] < visible[None, :], scores, float("-inf"))
                 new_top = gl.maximum(top, gl.max(scores, 0) * SCALE)
                 shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # later tokens may see nothing of a tile
                 found = gl.exp2(scores * SCALE - shift[None, :])
                 rescale = gl.exp2(top - shift)[None, :]
                 top = new_top
                 totals = totals * rescale + found
-                weights.index(zero).permute((1, 0)).store(found.to(weights.dtype))
+                of_tokens = weights.index(zero).permute((1, 0))
+                of_tokens.store(found.to(weights.dtype))
                 if (i + 1) * TILE > length:
                     for g in gl.static_range(GROUPS):
                         clear(latents.index(g), length - i * TILE, 16)
@@ -93,11 +97,14 @@ def _attend(
                 sum1 = sum1 * rescale
                 sum2 = sum2 * rescale
                 sum3 = sum3 * rescale
-                of_tokens = weights.index(zero).permute((1, 0))
-                sum0 = hopper.warpgroup_mma(latents.index(zero * GROUPS + 0).permute((1, 0)), of_tokens, sum0, is_async=True)
-                sum1 = hopper.warpgroup_mma(latents.index(zero * GROUPS + 1).permute((1, 0)), of_tokens, sum1, is_async=True)
-                sum2 = hopper.warpgroup_mma(latents.index(zero * GROUPS + 2).permute((1, 0)), of_tokens, sum2, is_async=True)
-                sum3 = hopper.warpgroup_mma(latents.index(zero * GROUPS + 3).permute((1, 0)), of_tokens, sum3, is_async=True)
+                values = latents.index(at + 0).permute((1, 0))
+                sum0 = hopper.warpgroup_mma(values, of_tokens, sum0, is_async=True)
+                values = latents.index(at + 1).permute((1, 0))
+                sum1 = hopper.warpgroup_mma(values, of_tokens, sum1, is_async=True)
+                values = latents.index(at + 2).permute((1, 0))
+                sum2 = hopper.warpgroup_mma(values, of_tokens, sum2, is_async=True)
+                values = latents.index(at + 3).permute((1, 0))
+                sum3 = hopper.warpgroup_mma(values, of_tokens, sum3, is_async=True)
                 sum0, sum1 = hopper.warpgroup_mma_wait(2, deps=[sum0, sum1])
                 barrier()
                 mbarrier.arrive(free.index(0), count=1)

@@ -214,9 +214,9 @@ def convert_tiles(
     CACHE_BLOCK: gl.constexpr, CACHE_POS: gl.constexpr, TABLE_ROW: gl.constexpr, P: gl.constexpr, QH: gl.constexpr,
     ROWS: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """What the group of warps does that fills shared memory from a cache in 8 bits, a half at a time. The next half is on
-    its way to registers, the next two tiles to the L2 cache: a fence waits for all loads, so they begin after it.
-    Arguments are those of `bring_tiles`."""
+    """What the group of warps does that fills shared memory from a cache in 8 bits, half a tile at a time. The other
+    half is on its way to registers then, and the next two tiles to the L2 cache. A fence waits for all loads, so they
+    begin after it. Arguments are those of `bring_tiles`."""
     PARTS: gl.constexpr = TILE // P if P < TILE else 1
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
