@@ -110,6 +110,8 @@ CASES = (
     _case("verify_long_fp8", [(3, 1500), (4, 40)], queries=4, **_FP8),
     _case("decode_512", [(1, 1), (0, 0), (1, 64), (1, 65), (1, 333)], _512, fused=True),
     _case("verify_512", [(3, 3), (0, 0), (4, 66), (1, 333)], _512, block_size=64, queries=4, pad=2),
+    _case("decode_512_fp8", [(1, 1), (0, 0), (1, 129)], _512, **_FP8),
+    _case("verify_512_fp8", [(2, 50), (0, 0), (1, 129)], _512, queries=2, **_FP8),
     _case("verify_tree", [(6, 6), (6, 37), (0, 0), (6, 333)], queries=6, tree=_TREE, pad=3),
     _case("verify_tree_512", [(9, 70), (9, 9), (4, 333)], _512, block_size=64, queries=9, tree=_WIDER_TREE, **_FP8),
     _case("prompt", [(70, 70)], fused=True),

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from graphllm.ir import CallSite
+from graphllm.ops.attention.latent_attention.decode import launch_decode, plan_decode
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
-from graphllm.ops.attention.latent_attention.triton_absorb import is_absorbed, plan_decode
+from graphllm.ops.attention.latent_attention.triton_absorb import is_absorbed
 from graphllm.ops.attention.latent_attention.triton_common import problem
-from graphllm.ops.attention.latent_attention.triton_decode import launch_decode
 from graphllm.ops.attention.latent_attention.triton_expand import expand, new_chunk
 from graphllm.ops.attention.latent_attention.triton_latent_flash import latent_flash
 from graphllm.ops.attention.latent_attention.triton_write import write_latents

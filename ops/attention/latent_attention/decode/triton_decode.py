@@ -20,44 +20,47 @@ from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.attention.latent_attention.op import latent_attention
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
 from graphllm.ops.attention.latent_attention.triton_absorb import (
+    RECORD,
     Config,
     attend_absorbed,
+    first_item,
     is_absorbed,
-    plan_decode,
-    share_of,
+    plan_absorbed,
 )
 from graphllm.ops.attention.latent_attention.triton_common import cache_constants, load_latents, problem
-from graphllm.ops.attention.paged_attention.triton_common import load_bits, multiply, plus_tile, tile_blocks
+from graphllm.ops.attention.paged_attention.triton_common import (
+    load_bits,
+    multiply,
+    plus_tile,
+    power_of_2,
+    tile_blocks,
+)
 
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
 def _latent_kernel(
-    q_ptr,  # [S * Q, H, L], see `triton_absorb`
-    q_rope_ptr, cache_ptr, part_ptr, lse_ptr, plan_ptr, table_ptr, query_start_ptr, seq_len_ptr, ancestors_ptr, S,
-    ROPE_ROW: tl.constexpr, ROPE_HEAD: tl.constexpr, CACHE_BLOCK: tl.constexpr, CACHE_POS: tl.constexpr,
-    TABLE_ROW: tl.constexpr,
+    q_ptr,  # [S * Q, H, L + R], see `triton_absorb`
+    cache_ptr, part_ptr, lse_ptr, plan_ptr, table_ptr, query_start_ptr, seq_len_ptr, ancestors_ptr, S,
+    CACHE_BLOCK: tl.constexpr, CACHE_POS: tl.constexpr, TABLE_ROW: tl.constexpr,
     SCALE: tl.constexpr,  # of q.k, times log2(e)
     H: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, P: tl.constexpr,
-    Q: tl.constexpr, MIN_TILES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TREE: tl.constexpr,  # rows may be nodes of a tree: of their step they see what their bits say
     EMULATED: tl.constexpr,
 ):  # fmt: skip
     if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # the kernel after this one reads the plan at once
     program = tl.program_id(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     query, head = m // H, m % H
     c, r = tl.arange(0, L_PAD), tl.arange(0, R_PAD)
     in_l, in_r = (c < L)[None, :], (r < R)[None, :]
-    total_tiles = tl.load(plan_ptr + PROGRAMS + S)
-    share = share_of(total_tiles, PROGRAMS, MIN_TILES)
-    tile = program * share
-    last = tl.minimum(tile + share, total_tiles)
-    s = tl.load(plan_ptr + program, mask=tile < last, other=0)
+    tile, last, s, _begin, _end, _tokens, _length, _block = first_item(plan_ptr, program)
+    before_ptr = plan_ptr + PROGRAMS * RECORD
     while tile < last:
-        begin = tl.load(plan_ptr + PROGRAMS + s)
-        end = tl.minimum(tl.load(plan_ptr + PROGRAMS + s + 1), last)
+        begin = tl.load(before_ptr + s)
+        end = tl.minimum(tl.load(before_ptr + s + 1), last)
         if tile < end:
             first_row = tl.load(query_start_ptr + s)
             queries = tl.load(query_start_ptr + s + 1) - first_row
@@ -66,9 +69,9 @@ def _latent_kernel(
             cache_block = tile_blocks(table_row, tile - begin, length, P, BLOCK_N)
             valid = (query < queries)[:, None]
             own = (s.to(tl.int64) * Q + query) * H + head
-            q = tl.load(q_ptr + (own * L)[:, None] + c[None, :], mask=valid & in_l, other=0.0)
-            rope_row = q_rope_ptr + ((first_row + query).to(tl.int64) * ROPE_ROW + head * ROPE_HEAD)[:, None]
-            q_rope = tl.load(rope_row + r[None, :], mask=valid & in_r, other=0.0)
+            q_row = q_ptr + (own * (L + R))[:, None]
+            q = tl.load(q_row + c[None, :], mask=valid & in_l, other=0.0)
+            q_rope = tl.load(q_row + L + r[None, :], mask=valid & in_r, other=0.0)
             bits = load_bits(ancestors_ptr, first_row + query, query < queries, TREE)
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
@@ -96,29 +99,31 @@ def _latent_kernel(
 
 
 def launch_attention(
-    absorbed: Tensor, q_rope: Tensor, paged: PagedLatents, plan: Tensor, parts: Tensor, lse: Tensor, scale: float, *,
+    absorbed: Tensor, paged: PagedLatents, plan: Tensor, parts: Tensor, lse: Tensor, scale: float, *,
     block_m: int, block_n: int, warps: int, stages: int, PROGRAMS: int, ancestors_T: Tensor | None = None,
     **shares: int,
 ) -> None:  # fmt: skip
     """Attention in latent space, by parts. shares: how a sequence's tiles are divided, see `triton_absorb`."""
-    (_, Q, H, L), R = parts.shape, q_rope.shape[2]
-    latent_cache, *where = paged
+    (_, Q, H, L), (latent_cache, *where) = parts.shape, paged
     launch_triton(
         _latent_kernel, (-(-Q * H // block_m), PROGRAMS),
-        absorbed, q_rope, latent_cache, parts, lse, plan, *where, plan if ancestors_T is None else ancestors_T,
-        paged.seq_lens.shape[0], TREE=ancestors_T is not None, ROPE_ROW=q_rope.stride(0),
-        ROPE_HEAD=q_rope.stride(1), SCALE=scale * math.log2(math.e), H=H, PROGRAMS=PROGRAMS,
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **cache_constants(paged, L, R), **shares,
+        absorbed, latent_cache, parts, lse, plan, *where, plan if ancestors_T is None else ancestors_T,
+        paged.seq_lens.shape[0], TREE=ancestors_T is not None, SCALE=scale * math.log2(math.e), H=H,
+        PROGRAMS=PROGRAMS, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages,
+        **cache_constants(paged, L, absorbed.shape[2] - L), **shares,
     )  # fmt: skip
 
 
-def launch_decode(
-    rows: LatentRows, up: UpProjections, paged: PagedLatents, out_THV: Tensor, scale: float, *, write: bool,
-    **config: Any,
-) -> None:  # fmt: skip
-    """Attend for the sequences that have one to ``queries`` query tokens (see `plan_decode`); the others are not
-    touched. write: see `attend_absorbed`."""
-    attend_absorbed(launch_attention, rows, up, paged, out_THV, scale, write=write, **config)
+def plan_decode(site: CallSite, most: int, queries: int) -> Config:
+    """Launch constants for up to ``most`` sequences of up to ``queries`` query tokens. On an H200 three stages were
+    faster, but for tiles of 32 rows."""
+    q = site.args["q_nope_THN"]
+    block_m, wide = min(64, power_of_2(queries * q.shape[1])), q.dtype.itemsize == 4
+    return {
+        **plan_absorbed(site, most, queries), "programs": site.target.multiprocessors * (2 if block_m == 16 else 1),
+        "block_m": block_m, "block_n": 16 if wide else 32, "warps": 4 if block_m < 64 else 8,
+        "stages": 2 if wide or block_m == 32 else 3,
+    }  # fmt: skip
 
 
 def decode_configs(site: CallSite) -> list[Config]:
