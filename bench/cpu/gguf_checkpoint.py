@@ -1,5 +1,5 @@
-"""A Qwen2, Qwen3-MoE, Granite hybrid or dense DeepSeek-V2 checkpoint as a GGUF file: the same numbers under llama.cpp's names, weights in
-bf16, the rest in float32. The matrices of a layer's experts are stacked."""
+"""A Qwen2, Qwen3-MoE, Granite hybrid or dense DeepSeek-V2 checkpoint as a GGUF file: the same numbers under llama.cpp's
+names, weights in bf16, the rest in float32. The matrices of a layer's experts are stacked."""
 
 from __future__ import annotations
 

@@ -88,17 +88,14 @@ LATENTS = LLAMA | {
     "v_head_dim": 20,
 }  # fmt: skip
 MLA = LATENTS | ROUTED
-<<<<<<< HEAD
 # Few heads would often leave scores of zero, of which transformers takes any.
 INDEXED = MLA | {"index_topk": 8, "index_n_heads": 24, "index_head_dim": 20}
-=======
 KIMI = IDS | ROUTED | {
     "hidden_size": 56, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 4, "initializer_range": 0.2, "kv_lora_rank": 40, "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 6, "v_head_dim": 20, "num_local_experts": 8, "linear_num_heads": 4, "linear_head_dim": 24,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
 }  # fmt: skip
->>>>>>> kimi
 SHORT, LONG = [1.0 + 0.02 * i for i in range(8)], [1.5 + 0.4 * i for i in range(8)]
 GROWN = 10000.0 * (8 * 512 / 100 - 7) ** (16 / 14)  # the base of dynamic NTK for 512 tokens and a factor of 8
 MIXED = ["sliding_attention", "full_attention"]
@@ -304,14 +301,10 @@ RECURRENT = {
     "mamba", "falcon_mamba", "jamba", "olmo_hybrid", "mamba2", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
     "qwen3_next", "qwen3_5", "kimi_linear",
 }  # fmt: skip
-<<<<<<< HEAD
 CHUNKED = {
     "gpt_oss", "deepseek_v3", "deepseek_v32", "glm_moe_dsa_shared", "mamba", "jamba", "mamba2", "lfm2", "falcon_h1",
-    "qwen3_next",
+    "qwen3_next", "kimi_linear",
 }  # fmt: skip
-=======
-CHUNKED = {"gpt_oss", "deepseek_v3", "mamba", "jamba", "mamba2", "lfm2", "falcon_h1", "qwen3_next", "kimi_linear"}
->>>>>>> kimi
 CLASSES = {
     "GPT2": "GPT2LMHeadModel",
     "Gemma3Text": "Gemma3ForCausalLM",
@@ -366,11 +359,8 @@ EACH = {
     "gemma2", "gemma3", "phi3_longrope", "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "olmoe", "granite",
     "granite_moe", "phimoe_longrope", "gpt_oss", "qwen3_next", "qwen3_5", "gpt2", "opt", "mamba", "falcon_mamba",
     "jamba", "olmo_hybrid", "mamba2", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
-<<<<<<< HEAD
     "zamba2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "glm_moe_dsa_shared", "minicpm3", "glm4_moe",
-=======
-    "zamba2", "deepseek_v2_lite", "deepseek_v3", "minicpm3", "glm4_moe", "kimi_linear",
->>>>>>> kimi
+    "kimi_linear",
 }  # fmt: skip
 
 

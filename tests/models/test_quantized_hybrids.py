@@ -43,16 +43,13 @@ DEEPSEEK: dict[str, Any] = {
     "qk_rope_head_dim": 8, "v_head_dim": 40, "first_k_dense_replace": 1, "moe_intermediate_size": 64,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
 }  # fmt: skip
-<<<<<<< HEAD
 INDEXED = DEEPSEEK | {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 32}
-=======
 KIMI: dict[str, Any] = {
     "num_key_value_heads": 4, "num_hidden_layers": 2, "kv_lora_rank": 64, "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 8, "v_head_dim": 32, "moe_intermediate_size": 64, "num_local_experts": 4,
     "num_experts_per_tok": 2, "linear_num_heads": 4, "linear_head_dim": 32,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
->>>>>>> kimi
 ARCHS = {
     "qwen3_next": parity.Arch("qwen3_next", "Qwen3Next", BASE | DELTA),
     "qwen3_5": parity.Arch("qwen3_5", "Qwen3_5Text", BASE | DELTA),
@@ -60,19 +57,14 @@ ARCHS = {
     "lfm2": parity.Arch("lfm2", "Lfm2", BASE | LFM2),
     "nemotron_h": parity.Arch("nemotron_h_moe", "NemotronH", BASE | NEMOTRON),
     "deepseek_v3": parity.Arch("deepseek_v3", "DeepseekV3", BASE | DEEPSEEK),
-<<<<<<< HEAD
     "deepseek_v32": parity.Arch("deepseek_v32", "DeepseekV32", BASE | INDEXED),
-}
-# Parts of names that quantizers leave as they are.
-PLAIN_ONLINE = ("conv1d", "conv.conv", "embed", "gate.weight", "kv_b_proj")
-PLAIN = ("lm_head", "embed", "gate.weight", "shared_expert_gate", "norm", "in_proj_b", "in_proj_a", "weights_proj")
-=======
     "kimi_linear": parity.Arch("kimi_linear", "KimiLinear", BASE | KIMI),
 }
 # Parts of names that quantizers leave as they are.
 PLAIN_ONLINE = ("conv1d", "conv.conv", "embed", "gate.weight", "kv_b_proj", "A_log")
-PLAIN = ("lm_head", "embed", "gate.weight", "shared_expert_gate", "norm", "in_proj_b", "in_proj_a", ".b_proj")
->>>>>>> kimi
+PLAIN = (
+    "lm_head", "embed", "gate.weight", "shared_expert_gate", "norm", "in_proj_b", "in_proj_a", "weights_proj", ".b_proj",
+)  # fmt: skip
 
 
 def _write(arch: parity.Arch, kind: str, folder: Path) -> tuple[Path, Any]:
@@ -119,11 +111,8 @@ KEPT = {
     "lfm2": {"in_proj", "out_proj", "qkv", "o", "gate_up", "down"},
     "nemotron_h": {"in_proj", "out_proj", "qkv", "o", "up", "down", "expert_up", "expert_down"},
     "deepseek_v3": {"q_kv", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down"},
-<<<<<<< HEAD
     "deepseek_v32": {"q_kv", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down", "index_q", "index_k"},
-=======
     "kimi_linear": {"qkv", "decay", "gate", "o", "q_kv", "gate_up", "down", "shared_gate_up", "shared_down"},
->>>>>>> kimi
 }
 
 

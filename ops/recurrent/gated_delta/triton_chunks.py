@@ -415,16 +415,12 @@ def _configs(site: CallSite) -> list[dict[str, int]]:
     return [{"block_v": 32, "turned": 0}, *turned]
 
 
-<<<<<<< HEAD
-@gated_delta.impl("triton_chunks", device="cuda", supports=has_prompts, configs=_configs)
-@exporting
-=======
 def _supports(site: CallSite) -> bool:
     return site.args["g"].dim() == 2 and has_prompts(site)
 
 
 @gated_delta.impl("triton_chunks", device="cuda", supports=_supports, configs=_configs)
->>>>>>> kimi
+@exporting
 def triton_chunks(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots, scale: float,
     norm_eps: float, exports: Tensor | None, *, block_v: int, turned: int,
