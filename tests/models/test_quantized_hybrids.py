@@ -63,7 +63,8 @@ ARCHS = {
 # Parts of names that quantizers leave as they are.
 PLAIN_ONLINE = ("conv1d", "conv.conv", "embed", "gate.weight", "kv_b_proj", "A_log")
 PLAIN = (
-    "lm_head", "embed", "gate.weight", "shared_expert_gate", "norm", "in_proj_b", "in_proj_a", "weights_proj", ".b_proj",
+    "lm_head", "embed", "gate.weight", "shared_expert_gate", "norm", "in_proj_b", "in_proj_a", "weights_proj",
+    ".b_proj",
 )  # fmt: skip
 
 

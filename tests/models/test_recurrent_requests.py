@@ -15,7 +15,8 @@ from tests.tiers import ON_GPU
 
 V, N_TOKENS, CACHE = parity.V, 12, 8 << 20
 NAMES: dict[str, Any] = {
-    "mamba2": (), "granite_hybrid": (), "deepseek_v3": (), "glm_moe_dsa_shared": (), "kimi_linear": pytest.mark.thorough,
+    "mamba2": (), "granite_hybrid": (), "deepseek_v3": (), "glm_moe_dsa_shared": (),
+    "kimi_linear": pytest.mark.thorough,
 }  # fmt: skip
 
 
