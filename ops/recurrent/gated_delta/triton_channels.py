@@ -18,6 +18,7 @@ queries decay from the border, and keys up to it. No exponent is positive, whate
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -118,6 +119,7 @@ def _solve_kernel(
         v = tl.load(v_ptr + (t * V_ROW)[:, None] + head * V_HEAD + n[None, :], mask=in_values, other=0.0)
         u = product(inverse, v, tl.zeros([CHUNK, V_PAD], tl.float32), EMULATED)
         tl.store(u_ptr + at * (CHUNK * V_PAD) + i[:, None] * V_PAD + n[None, :], u.to(u_ptr.dtype.element_ty))
+        # Products of 32 columns whose left factor is in registers were wrong on an H200 (Triton 3.6).
         WIDE: tl.constexpr = min(K_PAD, 64)
         for block in tl.range(K_PAD // WIDE, num_stages=1):
             c = block * WIDE + tl.arange(0, WIDE)
@@ -182,7 +184,7 @@ def _carry_kernel(
 
 def launch_solve(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g_THK: Tensor, beta_TH: Tensor, starts: Tensor, scale: float,
-    norm_eps: float, chunked: int, num_warps: int = 4, block_k: int = 32, maxnreg: int | None = None,
+    norm_eps: float, chunked: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What of chunks does not depend on states, for sequences of at least ``chunked`` tokens: U [chunks, H, 64, V]; W,
     queries and keys with decays [chunks, H, 64, K]; products of queries and keys [chunks, H, 64, 64]; and what states
@@ -193,7 +195,7 @@ def launch_solve(
     K_pad, V_pad = (max(16, triton.next_power_of_2(n)) for n in (K, V))
 
     def room(*shape: int, exact: bool = False) -> Tensor:
-        return q_TGK.new_empty((chunks, H, *shape), dtype=g_THK.dtype if emulated or exact else q_TGK.dtype)
+        return q_TGK.new_empty((chunks, H, *shape), dtype=torch.float32 if emulated or exact else q_TGK.dtype)
 
     u, (w, queries, keys) = room(64, V_pad), (room(64, K_pad) for _ in range(3))
     sums, decay = (room(*shape, exact=True) for shape in ((64, K_pad), (K_pad,)))
@@ -207,16 +209,15 @@ def launch_solve(
     launch_triton(
         _solve_kernel, (chunks * H,), q_TGK, k_TGK, v_THV, beta_TH, starts, sums, *solved, scale, norm_eps, S,
         **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
-        **common, SHARE=H // G, V=V, V_PAD=V_pad, NORM=norm_eps > 0, BLOCK_K=min(block_k, K_pad), EMULATED=emulated,
-        num_warps=num_warps, **({"maxnreg": maxnreg} if maxnreg else {}),
+        **common, SHARE=H // G, V=V, V_PAD=V_pad, NORM=norm_eps > 0, BLOCK_K=min(32, K_pad), EMULATED=emulated,
+        num_warps=4,
     )  # fmt: skip
     return (*solved, decay)
 
 
 def launch_carry(
-    state: Tensor, at: Slots, out_THV: Tensor, solved: tuple[Tensor, ...], chunked: int, block_v: int,
-    num_warps: int = 4, num_stages: int = 3,
-) -> None:  # fmt: skip
+    state: Tensor, at: Slots, out_THV: Tensor, solved: tuple[Tensor, ...], chunked: int, block_v: int
+) -> None:
     """States of sequences of at least ``chunked`` tokens, and what they answer. block_v: rows of a state that a program
     has."""
     versions, H, V, K = state.shape[1:]
@@ -225,7 +226,7 @@ def launch_carry(
         state, out_THV, *at, *solved, at.slots.shape[0],
         SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=versions, H=H, K=K, V=V,
         K_PAD=solved[1].shape[3], V_PAD=solved[0].shape[3], BLOCK_V=block_v, CHUNKED=chunked, BLOCK_S=256,
-        EMULATED=triton.knobs.runtime.interpret, num_warps=num_warps, num_stages=num_stages,
+        EMULATED=triton.knobs.runtime.interpret, num_warps=4, num_stages=3,
     )  # fmt: skip
 
 
@@ -234,7 +235,7 @@ def _supports(site: CallSite) -> bool:
 
 
 def _configs(site: CallSite) -> list[dict[str, int]]:
-    """Rows of a state that a program has."""
+    """Rows of a state that a program has: what ran on an H200 beside float64."""
     return [{"block_v": 32}, {"block_v": 64}]
 
 
@@ -243,7 +244,7 @@ def triton_channels(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots, scale: float,
     norm_eps: float, *, block_v: int,
 ) -> Tensor:  # fmt: skip
-    """Sequences of many tokens by chunks, in two launches, and the others token by token in a third."""
+    """Sequences of many tokens by chunks, in three launches, and the others token by token in a fourth."""
     out_THV = v_THV.new_empty(v_THV.shape)
     chunked = max(CHUNKED, state.shape[1] + 1)  # at most as many tokens as versions: each one's state is kept
     solved = launch_solve(q_TGK, k_TGK, v_THV, g, beta_TH, at.query_start_loc, scale, norm_eps, chunked)
