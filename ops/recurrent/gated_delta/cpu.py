@@ -14,11 +14,11 @@ from graphllm.ops.recurrent.gated_delta.op import gated_delta
 from graphllm.ops.recurrent.slots import Slots, exporting
 
 _SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor(b!) out, Tensor query_start_loc,"
-    " Tensor slots, Tensor state_versions, Tensor? exports, SymInt S, SymInt G, SymInt H, SymInt K, SymInt V,"
-    " SymInt q_token, SymInt q_head, SymInt k_token, SymInt k_head, SymInt v_token, SymInt v_head, SymInt g_token, SymInt g_head,"
-    " SymInt beta_token, SymInt beta_head, SymInt versions, SymInt slot_stride, SymInt version_stride, bool channels,"
-    " bool wide_g, bool wide_beta, float scale, float norm_eps, bool invariant) -> ()"
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor(b!) out, Tensor"
+    " query_start_loc, Tensor slots, Tensor state_versions, Tensor? exports, SymInt S, SymInt G, SymInt H, SymInt K,"
+    " SymInt V, SymInt q_token, SymInt q_head, SymInt k_token, SymInt k_head, SymInt v_token, SymInt v_head, SymInt"
+    " g_token, SymInt g_head, SymInt beta_token, SymInt beta_head, SymInt versions, SymInt slot_stride, SymInt"
+    " version_stride, bool channels, bool wide_g, bool wide_beta, float scale, float norm_eps, bool invariant) -> ()"
 )
 _MOST_KEYS = 256  # as in cpu.cpp
 _kernels = float_kernels("graphllm_gated_delta", _SCHEMA, Path(__file__).with_name("cpu.cpp"))

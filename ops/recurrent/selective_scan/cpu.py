@@ -14,9 +14,9 @@ from graphllm.ops.recurrent.slots import Slots, exporting
 
 _SCHEMA = (
     "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor(a!) state, Tensor query_start_loc, Tensor slots,"
-    " Tensor state_versions, Tensor? exports, Tensor? D, Tensor? dt_bias, Tensor(b!) out, SymInt sequences, SymInt channels,"
-    " SymInt N, SymInt x_stride, SymInt dt_stride, SymInt A_stride, SymInt B_stride, SymInt C_stride, SymInt versions,"
-    " SymInt slot_stride, SymInt version_stride) -> ()"
+    " Tensor state_versions, Tensor? exports, Tensor? D, Tensor? dt_bias, Tensor(b!) out, SymInt sequences, SymInt"
+    " channels, SymInt N, SymInt x_stride, SymInt dt_stride, SymInt A_stride, SymInt B_stride, SymInt C_stride,"
+    " SymInt versions, SymInt slot_stride, SymInt version_stride) -> ()"
 )
 _kernels = float_kernels("graphllm_selective_scan", _SCHEMA, Path(__file__).with_name("cpu.cpp"), usual=False)
 MOST_N = 256  # numbers of a channel's state that the kernel has room for

@@ -13,10 +13,10 @@ from graphllm.ops.recurrent.slots import Slots, exporting
 from graphllm.ops.recurrent.ssd_scan.op import ssd_scan
 
 _SCHEMA = (
-    "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, Tensor(a!) state, Tensor(b!) out,"
-    " Tensor query_start_loc, Tensor slots, Tensor state_versions, Tensor? exports, SymInt S, SymInt H, SymInt P, SymInt G,"
-    " SymInt N, SymInt x_stride, SymInt dt_stride, SymInt B_stride, SymInt C_stride, SymInt versions, SymInt slot_stride,"
-    " SymInt version_stride, float dt_min, float dt_max) -> ()"
+    "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, Tensor(a!) state, Tensor(b!)"
+    " out, Tensor query_start_loc, Tensor slots, Tensor state_versions, Tensor? exports, SymInt S, SymInt H, SymInt"
+    " P, SymInt G, SymInt N, SymInt x_stride, SymInt dt_stride, SymInt B_stride, SymInt C_stride, SymInt versions,"
+    " SymInt slot_stride, SymInt version_stride, float dt_min, float dt_max) -> ()"
 )
 _kernels = float_kernels("graphllm_ssd_scan", _SCHEMA, Path(__file__).with_name("cpu.cpp"))
 
