@@ -72,9 +72,10 @@ def test_texts_that_go_on_from_rounded_states(name: str, backend: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["mamba2", *map(thorough, ("jamba", "lfm2", "qwen3_next", "zamba2"))])
-def test_texts_that_go_on_from_inside_of_a_chunk(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=COMPILED)])
+def test_texts_that_go_on_from_inside_of_a_chunk(name: str, backend: str, tmp_path: Path) -> None:
     """Prompts take one step, and later ones find their states at the last multiple of 64 tokens."""
-    opened = Opened(name, "eager", tmp_path, 320, (70, 100, 129))
+    opened = Opened(name, backend, tmp_path, 320, (70, 100, 129))
     before = opened.core.stats().steps
     cached, exact = opened.run()
     assert opened.core.stats().steps - before == COUNT

@@ -113,3 +113,15 @@ def test_an_implementation(name: str, impl: str) -> None:
     site = CallSite(given, TARGET, bucket)
     for config in found.configs(site)[: draws(1, 2)]:
         check(op, lambda config=config, **args: found.fn(**args, **config), given, 1e-2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_implementation_on_a_cpu(name: str, dtype: torch.dtype) -> None:
+    op, given = all_ops()[name], inputs(name, dtype)
+    found, target = op.impls["cpu"], Target("cpu", ("avx2",), "any")
+    for deterministic in (False, True):
+        site = CallSite(given, target, Bucket("mixed", 2, 1024), deterministic=deterministic)
+        assert found.supports(site)
+        for config in found.configs(site):
+            check(op, lambda config=config, **args: found.fn(**args, **config), given, 1e-5)

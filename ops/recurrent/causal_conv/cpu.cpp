@@ -111,21 +111,23 @@ struct Conv {
 }  // namespace
 }  // namespace graphllm
 
-#define GRAPHLLM_CAUSAL_CONV(name, T)                                                                                 \
+#define GRAPHLLM_CAUSAL_CONV(name, T)                                                                                \
   extern "C" void name(const void* x, const void* weight, const void* bias, void* state, void* out,                  \
-                       const void* query_start_loc, const void* slots, const void* state_versions, std::int64_t S,   \
-                       std::int64_t D, std::int64_t W, std::int64_t x_stride, std::int64_t weight_stride,             \
-                       std::int64_t versions, std::int64_t slot_stride, std::int64_t version_stride,                  \
-                       std::int64_t silu) {                                                                           \
-    using Number = graphllm::T;                                                                                       \
-    using Ids = const std::int32_t*;                                                                                  \
-    graphllm::Conv<Number>{static_cast<const Number*>(x), static_cast<const Number*>(weight),                         \
-                           static_cast<const Number*>(bias), static_cast<Number*>(state), static_cast<Number*>(out),  \
-                           {static_cast<Ids>(query_start_loc), static_cast<Ids>(slots),                               \
-                            static_cast<Ids>(state_versions), versions, slot_stride, version_stride},                 \
-                           S, D, W, x_stride, weight_stride, silu != 0}                                               \
-        .run();                                                                                                       \
-  }                                                                                                                   \
+                       const void* query_start_loc, const void* slots, const void* state_versions,                   \
+                       const void* exports, std::int64_t S,                                                          \
+                       std::int64_t D, std::int64_t W, std::int64_t x_stride, std::int64_t weight_stride,            \
+                       std::int64_t versions, std::int64_t slot_stride, std::int64_t version_stride,                 \
+                       std::int64_t silu) {                                                                          \
+    using Number = graphllm::T;                                                                                      \
+    using Ids = const std::int32_t*;                                                                                 \
+    graphllm::Conv<Number>{static_cast<const Number*>(x), static_cast<const Number*>(weight),                        \
+                           static_cast<const Number*>(bias), static_cast<Number*>(state), static_cast<Number*>(out), \
+                           {static_cast<Ids>(query_start_loc), static_cast<Ids>(slots),                              \
+                            static_cast<Ids>(state_versions), versions, slot_stride, version_stride,                 \
+                            static_cast<Ids>(exports)},                                                              \
+                           S, D, W, x_stride, weight_stride, silu != 0}                                              \
+        .run();                                                                                                      \
+  }                                                                                                                  \
   GRAPHLLM_KERNEL(name)
 
 GRAPHLLM_CAUSAL_CONV(graphllm_causal_conv_f32, f32)

@@ -269,6 +269,9 @@ struct Delta {
           for (int i = 0; i < kTokens; i++) store_reg(work.deltas[i] + lane, delta[i]);
         }
       }
+      if (from > 0 && from == at.border(s))  // the state has all tokens before these
+        for (i64 r = 0; r < rows; r += kSide)
+          turn(work.state + r * K, kSide, K, std::min(kSide, rows - r), state + at.exported(s) + place + r * K, K);
       for (i64 i = 0; i < count; i++) put(begin + from + i, h, first, rows, work.outs[i]);
       then = &now;
     }
@@ -349,27 +352,29 @@ struct Delta {
 }  // namespace
 }  // namespace graphllm
 
-#define GRAPHLLM_GATED_DELTA(name, T)                                                                                 \
-  extern "C" void name(                                                                                               \
-      const void* q, const void* k, const void* v, const void* g, const void* beta, void* state, void* out,          \
-      const void* query_start_loc, const void* slots, const void* state_versions, std::int64_t S, std::int64_t G,    \
-      std::int64_t H, std::int64_t K, std::int64_t V, std::int64_t q_token, std::int64_t q_head,                      \
-      std::int64_t k_token, std::int64_t k_head, std::int64_t v_token, std::int64_t v_head, std::int64_t g_token,     \
-      std::int64_t g_head, std::int64_t beta_token, std::int64_t beta_head, std::int64_t versions,                    \
-      std::int64_t slot_stride, std::int64_t version_stride, std::int64_t channels, std::int64_t wide_g,              \
-      std::int64_t wide_beta, double scale, double norm_eps, std::int64_t invariant) {                                \
-    using Number = graphllm::T;                                                                                       \
-    using Ids = const std::int32_t*;                                                                                  \
-    graphllm::Delta<Number>{static_cast<const Number*>(q), static_cast<const Number*>(k),                             \
-                            static_cast<const Number*>(v), g, beta, static_cast<float*>(state),                       \
-                            static_cast<Number*>(out),                                                                \
-                            {static_cast<Ids>(query_start_loc), static_cast<Ids>(slots),                              \
-                             static_cast<Ids>(state_versions), versions, slot_stride, version_stride},                \
-                            S, G, H, K, V, q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head,        \
-                            beta_token, beta_head, channels != 0, wide_g != 0, wide_beta != 0, float(scale),          \
-                            float(norm_eps), invariant != 0}                                                          \
-        .run();                                                                                                       \
-  }                                                                                                                   \
+#define GRAPHLLM_GATED_DELTA(name, T)                                                                             \
+  extern "C" void name(                                                                                           \
+      const void* q, const void* k, const void* v, const void* g, const void* beta, void* state, void* out,       \
+      const void* query_start_loc, const void* slots, const void* state_versions, const void* exports,            \
+      std::int64_t S, std::int64_t G,                                                                             \
+      std::int64_t H, std::int64_t K, std::int64_t V, std::int64_t q_token, std::int64_t q_head,                  \
+      std::int64_t k_token, std::int64_t k_head, std::int64_t v_token, std::int64_t v_head, std::int64_t g_token, \
+      std::int64_t g_head, std::int64_t beta_token, std::int64_t beta_head, std::int64_t versions,                \
+      std::int64_t slot_stride, std::int64_t version_stride, std::int64_t channels, std::int64_t wide_g,          \
+      std::int64_t wide_beta, double scale, double norm_eps, std::int64_t invariant) {                            \
+    using Number = graphllm::T;                                                                                   \
+    using Ids = const std::int32_t*;                                                                              \
+    graphllm::Delta<Number>{static_cast<const Number*>(q), static_cast<const Number*>(k),                         \
+                            static_cast<const Number*>(v), g, beta, static_cast<float*>(state),                   \
+                            static_cast<Number*>(out),                                                            \
+                            {static_cast<Ids>(query_start_loc), static_cast<Ids>(slots),                          \
+                             static_cast<Ids>(state_versions), versions, slot_stride, version_stride,             \
+                             static_cast<Ids>(exports)},                                                          \
+                            S, G, H, K, V, q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head,    \
+                            beta_token, beta_head, channels != 0, wide_g != 0, wide_beta != 0, float(scale),      \
+                            float(norm_eps), invariant != 0}                                                      \
+        .run();                                                                                                   \
+  }                                                                                                               \
   GRAPHLLM_KERNEL(name)
 
 GRAPHLLM_GATED_DELTA(graphllm_gated_delta_f32, f32)

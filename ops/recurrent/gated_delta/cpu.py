@@ -11,14 +11,14 @@ from torch import Tensor
 from graphllm.ir.kernels import float_kernels
 from graphllm.ir.op import CallSite, by_site, each_alone
 from graphllm.ops.recurrent.gated_delta.op import gated_delta
-from graphllm.ops.recurrent.slots import Slots
+from graphllm.ops.recurrent.slots import Slots, exporting
 
 _SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor(b!) out, Tensor query_start_loc,"
-    " Tensor slots, Tensor state_versions, SymInt S, SymInt G, SymInt H, SymInt K, SymInt V, SymInt q_token,"
-    " SymInt q_head, SymInt k_token, SymInt k_head, SymInt v_token, SymInt v_head, SymInt g_token, SymInt g_head,"
-    " SymInt beta_token, SymInt beta_head, SymInt versions, SymInt slot_stride, SymInt version_stride, bool channels,"
-    " bool wide_g, bool wide_beta, float scale, float norm_eps, bool invariant) -> ()"
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor(b!) out, Tensor"
+    " query_start_loc, Tensor slots, Tensor state_versions, Tensor? exports, SymInt S, SymInt G, SymInt H, SymInt K,"
+    " SymInt V, SymInt q_token, SymInt q_head, SymInt k_token, SymInt k_head, SymInt v_token, SymInt v_head, SymInt"
+    " g_token, SymInt g_head, SymInt beta_token, SymInt beta_head, SymInt versions, SymInt slot_stride, SymInt"
+    " version_stride, bool channels, bool wide_g, bool wide_beta, float scale, float norm_eps, bool invariant) -> ()"
 )
 _MOST_KEYS = 256  # as in cpu.cpp
 _kernels = float_kernels("graphllm_gated_delta", _SCHEMA, Path(__file__).with_name("cpu.cpp"))
@@ -47,15 +47,16 @@ def _remedy(site: CallSite) -> str:
 
 
 @gated_delta.impl("cpu", device="cpu", supports=_supports, configs=by_site, row_order=each_alone, remedy=_remedy)
+@exporting
 def cpu_gated_delta(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots, scale: float,
-    norm_eps: float, *, invariant: bool = False,
+    norm_eps: float, exports: Tensor | None = None, *, invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     """float32; threads share sequences, heads and blocks of 32 rows of the state."""
     out_THV = v_THV.new_empty(v_THV.shape)
     H, V, K = state.shape[2:]
     _kernels[v_THV.dtype](
-        *(q_TGK, k_TGK, v_THV, g, beta_TH, state, out_THV, *at),
+        *(q_TGK, k_TGK, v_THV, g, beta_TH, state, out_THV, *at, exports),
         *(at.slots.shape[0], q_TGK.shape[1], H, K, V),
         *(stride for t in (q_TGK, k_TGK, v_THV, g, beta_TH) for stride in t.stride()[:2]),
         *(state.shape[1], state.stride(0), state.stride(1)),

@@ -209,21 +209,24 @@ void selective_scan(const Args<T>& a) {
 }  // namespace
 }  // namespace graphllm
 
-#define GRAPHLLM_SELECTIVE_SCAN(name, T)                                                                             \
-  extern "C" void name(const void* x, const void* dt, const void* A, const void* B, const void* C, void* state,       \
-                       const void* query_start_loc, const void* slots, const void* state_versions, const void* D,    \
-                       const void* dt_bias, void* out, std::int64_t sequences, std::int64_t channels, std::int64_t N, \
-                       std::int64_t x_stride, std::int64_t dt_stride, std::int64_t A_stride, std::int64_t B_stride,   \
-                       std::int64_t C_stride, std::int64_t versions, std::int64_t slot_stride,                       \
-                       std::int64_t version_stride) {                                                                \
-    using namespace graphllm;                                                                                        \
-    selective_scan<T>({static_cast<const T*>(x), static_cast<const T*>(dt), static_cast<const float*>(A),            \
-                       static_cast<const T*>(B), static_cast<const T*>(C), static_cast<float*>(state),               \
-                       {static_cast<const std::int32_t*>(query_start_loc), static_cast<const std::int32_t*>(slots),  \
-                        static_cast<const std::int32_t*>(state_versions), versions, slot_stride, version_stride},    \
-                       static_cast<const float*>(D), static_cast<const float*>(dt_bias), static_cast<T*>(out),       \
-                       sequences, channels, N, x_stride, dt_stride, A_stride, B_stride, C_stride});                  \
-  }                                                                                                                  \
+#define GRAPHLLM_SELECTIVE_SCAN(name, T)                                                                            \
+  extern "C" void name(const void* x, const void* dt, const void* A, const void* B, const void* C, void* state,     \
+                       const void* query_start_loc, const void* slots, const void* state_versions,                  \
+                       const void* exports, const void* D,                                                          \
+                       const void* dt_bias, void* out, std::int64_t sequences, std::int64_t channels,               \
+                       std::int64_t N,                                                                              \
+                       std::int64_t x_stride, std::int64_t dt_stride, std::int64_t A_stride, std::int64_t B_stride, \
+                       std::int64_t C_stride, std::int64_t versions, std::int64_t slot_stride,                      \
+                       std::int64_t version_stride) {                                                               \
+    using namespace graphllm;                                                                                       \
+    selective_scan<T>({static_cast<const T*>(x), static_cast<const T*>(dt), static_cast<const float*>(A),           \
+                       static_cast<const T*>(B), static_cast<const T*>(C), static_cast<float*>(state),              \
+                       {static_cast<const std::int32_t*>(query_start_loc), static_cast<const std::int32_t*>(slots), \
+                        static_cast<const std::int32_t*>(state_versions), versions, slot_stride,                    \
+                        version_stride, static_cast<const std::int32_t*>(exports)},                                 \
+                       static_cast<const float*>(D), static_cast<const float*>(dt_bias), static_cast<T*>(out),      \
+                       sequences, channels, N, x_stride, dt_stride, A_stride, B_stride, C_stride});                 \
+  }                                                                                                                 \
   GRAPHLLM_KERNEL(name)
 
 GRAPHLLM_SELECTIVE_SCAN(graphllm_selective_scan_f32, f32)

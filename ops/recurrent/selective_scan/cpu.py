@@ -10,13 +10,13 @@ from torch import Tensor
 from graphllm.ir.kernels import float_kernels
 from graphllm.ir.op import CallSite, each_alone
 from graphllm.ops.recurrent.selective_scan.op import selective_scan
-from graphllm.ops.recurrent.slots import Slots
+from graphllm.ops.recurrent.slots import Slots, exporting
 
 _SCHEMA = (
     "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor(a!) state, Tensor query_start_loc, Tensor slots,"
-    " Tensor state_versions, Tensor? D, Tensor? dt_bias, Tensor(b!) out, SymInt sequences, SymInt channels, SymInt N,"
-    " SymInt x_stride, SymInt dt_stride, SymInt A_stride, SymInt B_stride, SymInt C_stride, SymInt versions,"
-    " SymInt slot_stride, SymInt version_stride) -> ()"
+    " Tensor state_versions, Tensor? exports, Tensor? D, Tensor? dt_bias, Tensor(b!) out, SymInt sequences, SymInt"
+    " channels, SymInt N, SymInt x_stride, SymInt dt_stride, SymInt A_stride, SymInt B_stride, SymInt C_stride,"
+    " SymInt versions, SymInt slot_stride, SymInt version_stride) -> ()"
 )
 _kernels = float_kernels("graphllm_selective_scan", _SCHEMA, Path(__file__).with_name("cpu.cpp"), usual=False)
 MOST_N = 256  # numbers of a channel's state that the kernel has room for
@@ -50,6 +50,7 @@ def _remedy(site: CallSite) -> str:
 
 
 @selective_scan.impl("cpu", device="cpu", supports=_supports, row_order=each_alone, remedy=_remedy)
+@exporting
 def cpu_selective_scan(
     x_TD: Tensor,
     dt_TD: Tensor,
@@ -60,12 +61,13 @@ def cpu_selective_scan(
     at: Slots,
     D_D: Tensor | None = None,
     dt_bias_D: Tensor | None = None,
+    exports: Tensor | None = None,
 ) -> Tensor:
     """Parallel over blocks of channels and, within one, over sequences; exp is 2 to a power by a polynomial."""
     out_TD = x_TD.new_empty(x_TD.shape)
     D, N = A_DN.shape
     _kernels[x_TD.dtype](
-        *(x_TD, dt_TD, A_DN, B_TN, C_TN, state, *at, D_D, dt_bias_D, out_TD, at.slots.shape[0], D, N),
+        *(x_TD, dt_TD, A_DN, B_TN, C_TN, state, *at, exports, D_D, dt_bias_D, out_TD, at.slots.shape[0], D, N),
         *(t.stride(0) for t in (x_TD, dt_TD, A_DN, B_TN, C_TN)),
         *(state.shape[1], state.stride(0), state.stride(1)),
     )

@@ -4,6 +4,7 @@
 // registers, as many at a time as there are registers for. What a token reads from a row is left as a vector of partial
 // sums, so that the sums over lanes are made for 16 rows at once.
 #include <cmath>
+#include <cstring>
 
 #include "cpu/calls.h"
 #include "cpu/recurrent.h"
@@ -98,6 +99,11 @@ struct Scan {
     for (i64 i = 0; i < n; i += most) {
       const i64 tokens = std::min(most, n - i), t = first + i;
       if (most == 1) to = state + at.written(s, i);
+      if (i > 0 && i == at.border(s))
+        for (i64 r = 0; r < count; r++) {
+          const i64 place = (h * P + p + r) * N;
+          std::memcpy(state + at.exported(s) + place, from + place, N * sizeof(float));
+        }
       for (i64 k = 0; k < tokens; k++) {
         float *own_b = b + k * padded, *own_c = c + k * padded;
         widen_row(B + (t + k) * B_stride + g * N, N, own_b);
@@ -159,24 +165,27 @@ struct Scan {
 }  // namespace
 }  // namespace graphllm
 
-#define GRAPHLLM_SSD_SCAN(name, T)                                                                                     \
-  extern "C" void name(const void* x, const void* dt, const void* A, const void* B, const void* C, const void* D,      \
-                       const void* dt_bias, void* state, void* out, const void* query_start_loc, const void* slots,    \
-                       const void* state_versions, std::int64_t S, std::int64_t H, std::int64_t P, std::int64_t G,     \
-                       std::int64_t N, std::int64_t x_stride, std::int64_t dt_stride, std::int64_t B_stride,           \
-                       std::int64_t C_stride, std::int64_t versions, std::int64_t slot_stride,                         \
-                       std::int64_t version_stride, double dt_min, double dt_max) {                                    \
-    using Number = graphllm::T;                                                                                        \
-    using Numbers = const Number*;                                                                                     \
-    using Ids = const std::int32_t*;                                                                                   \
-    graphllm::Scan<Number>{static_cast<Numbers>(x), static_cast<Numbers>(dt), static_cast<const float*>(A),            \
-                           static_cast<Numbers>(B), static_cast<Numbers>(C), static_cast<const float*>(D),             \
-                           static_cast<const float*>(dt_bias), static_cast<float*>(state), static_cast<Number*>(out),  \
-                           {static_cast<Ids>(query_start_loc), static_cast<Ids>(slots),                                \
-                            static_cast<Ids>(state_versions), versions, slot_stride, version_stride},                  \
-                           S, H, P, G, N, x_stride, dt_stride, B_stride, C_stride, float(dt_min), float(dt_max)}       \
-        .run();                                                                                                        \
-  }                                                                                                                    \
+#define GRAPHLLM_SSD_SCAN(name, T)                                                                                  \
+  extern "C" void name(const void* x, const void* dt, const void* A, const void* B, const void* C, const void* D,   \
+                       const void* dt_bias, void* state, void* out, const void* query_start_loc, const void* slots, \
+                       const void* state_versions, const void* exports, std::int64_t S, std::int64_t H,             \
+                       std::int64_t P, std::int64_t G,                                                              \
+                       std::int64_t N, std::int64_t x_stride, std::int64_t dt_stride, std::int64_t B_stride,        \
+                       std::int64_t C_stride, std::int64_t versions, std::int64_t slot_stride,                      \
+                       std::int64_t version_stride, double dt_min, double dt_max) {                                 \
+    using Number = graphllm::T;                                                                                     \
+    using Numbers = const Number*;                                                                                  \
+    using Ids = const std::int32_t*;                                                                                \
+    graphllm::Scan<Number>{static_cast<Numbers>(x), static_cast<Numbers>(dt), static_cast<const float*>(A),         \
+                           static_cast<Numbers>(B), static_cast<Numbers>(C), static_cast<const float*>(D),          \
+                           static_cast<const float*>(dt_bias), static_cast<float*>(state),                          \
+                           static_cast<Number*>(out),                                                               \
+                           {static_cast<Ids>(query_start_loc), static_cast<Ids>(slots),                             \
+                            static_cast<Ids>(state_versions), versions, slot_stride, version_stride,                \
+                            static_cast<Ids>(exports)},                                                             \
+                           S, H, P, G, N, x_stride, dt_stride, B_stride, C_stride, float(dt_min), float(dt_max)}    \
+        .run();                                                                                                     \
+  }                                                                                                                 \
   GRAPHLLM_KERNEL(name)
 
 GRAPHLLM_SSD_SCAN(graphllm_ssd_scan_f32, f32)

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from graphllm.ir.kernels import float_kernels
 from graphllm.ir.op import CallSite, each_alone
-from graphllm.ops.recurrent.slots import Slots
+from graphllm.ops.recurrent.slots import Slots, exporting
 from graphllm.ops.recurrent.ssd_scan.op import ssd_scan
 
 _SCHEMA = (
-    "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, Tensor(a!) state, Tensor(b!) out,"
-    " Tensor query_start_loc, Tensor slots, Tensor state_versions, SymInt S, SymInt H, SymInt P, SymInt G, SymInt N,"
-    " SymInt x_stride, SymInt dt_stride, SymInt B_stride, SymInt C_stride, SymInt versions, SymInt slot_stride,"
-    " SymInt version_stride, float dt_min, float dt_max) -> ()"
+    "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, Tensor(a!) state, Tensor(b!)"
+    " out, Tensor query_start_loc, Tensor slots, Tensor state_versions, Tensor? exports, SymInt S, SymInt H, SymInt"
+    " P, SymInt G, SymInt N, SymInt x_stride, SymInt dt_stride, SymInt B_stride, SymInt C_stride, SymInt versions,"
+    " SymInt slot_stride, SymInt version_stride, float dt_min, float dt_max) -> ()"
 )
 _kernels = float_kernels("graphllm_ssd_scan", _SCHEMA, Path(__file__).with_name("cpu.cpp"))
 
@@ -39,6 +39,7 @@ def _supports(site: CallSite) -> bool:
 
 
 @ssd_scan.impl("cpu", device="cpu", supports=_supports, row_order=each_alone)
+@exporting
 def cpu_ssd_scan(
     x_THP: Tensor,
     dt_TH: Tensor,
@@ -51,12 +52,13 @@ def cpu_ssd_scan(
     dt_bias_H: Tensor | None,
     dt_min: float,
     dt_max: float,
+    exports: Tensor | None,
 ) -> Tensor:
     """The recurrence as it is written: on a CPU's vectors chunks would take as many products."""
     out_THP = x_THP.new_empty(x_THP.shape)
     _, H, P = x_THP.shape
     _kernels[x_THP.dtype](
-        *(x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H, dt_bias_H, state, out_THP, *at),
+        *(x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H, dt_bias_H, state, out_THP, *at, exports),
         *(at.slots.shape[0], H, P, *B_TGN.shape[1:], *(t.stride(0) for t in (x_THP, dt_TH, B_TGN, C_TGN))),
         *(state.shape[1], state.stride(0), state.stride(1), dt_min, dt_max),
     )
