@@ -15,6 +15,7 @@ from tests.tiers import ON_GPU
 
 V, N_TOKENS, CACHE = parity.V, 12, 8 << 20
 NAMES = ("mamba2", "granite_hybrid", "deepseek_v3", "glm_moe_dsa_shared")
+THOROUGH = {"glm_moe_dsa_shared": pytest.mark.thorough}
 
 
 @torch.no_grad()
@@ -42,7 +43,7 @@ def _settings(backend: str) -> dict[str, Any]:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((backend, name), id=f"{backend}-{name}", marks=marks)
+        pytest.param((backend, name), id=f"{backend}-{name}", marks=marks or THOROUGH.get(name, ()))
         for backend, marks in (("eager", ()), ("prebuilt", pytest.mark.thorough), ("inductor", pytest.mark.slow))
         for name in NAMES
     ],
