@@ -15,7 +15,7 @@ from tests.tiers import ON_GPU
 
 V, N_TOKENS, CACHE = parity.V, 12, 8 << 20
 NAMES: dict[str, Any] = {
-    "mamba2": (), "granite_hybrid": (), "deepseek_v3": (), "glm_moe_dsa_shared": (),
+    "mamba2": (), "granite_hybrid": (), "deepseek_v3": (), "glm_moe_dsa_shared": pytest.mark.thorough,
     "kimi_linear": pytest.mark.thorough,
 }  # fmt: skip
 

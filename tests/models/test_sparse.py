@@ -13,6 +13,7 @@ from graphllm.program.artifact import Artifact
 from graphllm.program.states import plan_blocks
 from tests.models import driver
 from tests.models import test_parity as parity
+from tests.tiers import thorough
 
 ARCHS = {arch.name: arch for arch in parity.ARCHS}
 V32 = {
@@ -47,7 +48,7 @@ def test_inspect_shows_them(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa_shared"])
+@pytest.mark.parametrize("name", ["deepseek_v32", thorough("glm_moe_dsa_shared")])
 def test_beyond_index_topk_other_tokens_count(name: str, tmp_path: Path) -> None:
     """A prompt of index_topk tokens is as dense attention has it; a longer one is not."""
     arch = ARCHS[name]

@@ -52,7 +52,10 @@ def _configs(site: CallSite) -> list[Mapping[str, Any]]:
                 "block_q": block_q, "block_n": block_n, "shares": shares,
                 "warps": 4 if few or wide else 8, "stages": 3,
             },
-            "select": {"held": held, "at_once": 16, "warps": max(1, min(16 if few else 8, held // 1024))},
+            "select": {
+                "held": held, "block": min(4096 if few else 2048, held),
+                "warps": max(1, min(16 if few else 8, held // 1024)),
+            },
         }
     ]  # fmt: skip
 

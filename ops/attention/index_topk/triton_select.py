@@ -73,8 +73,8 @@ def _select_kernel(
     FIRST: tl.constexpr,  # row of the step with which the chunk begins
     WIDTH: tl.constexpr, TOPK: tl.constexpr,
     HELD: tl.constexpr,  # numbers that are kept in registers
-    LANES: tl.constexpr,  # columns of numbers
-    ROWS: tl.constexpr,  # rows of numbers that are read at once
+    LANES: tl.constexpr,  # columns of numbers that a count goes through, below 1,024 numbers each
+    BLOCK: tl.constexpr,  # positions that are written at once
     BLOCK_S: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     gdc_wait_early(EMULATED)
@@ -89,7 +89,6 @@ def _select_kernel(
                 at = base + tl.arange(0, LANES)
                 tl.store(chosen_ptr + at, tl.where(at < n, at, -1), mask=at < TOPK)
         else:
-            g = (tl.arange(0, ROWS) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
             if n <= HELD:
                 h = (tl.arange(0, HELD // LANES) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
                 held = tl.load(order_ptr + h, mask=h < n, other=LEAST)
@@ -101,8 +100,9 @@ def _select_kernel(
                     counts = _counts(_reaching(held, places[0], places[1], places[2]))
                     lo, hi, above = _next_bounds(lo, hi, above, counts, places, TOPK)
             else:
+                g = (tl.arange(0, 4) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
                 most, least = tl.full([LANES], LEAST, tl.int32), tl.full([LANES], 2147483647, tl.int32)
-                for base in range(0, n, ROWS * LANES):
+                for base in range(0, n, 4 * LANES):
                     known = base + g < n
                     numbers = tl.load(order_ptr + base + g, mask=known, other=LEAST)
                     most = tl.maximum(most, tl.max(numbers, axis=0))
@@ -111,40 +111,39 @@ def _select_kernel(
                 while lo < hi:
                     places = _places(lo, hi)
                     columns = tl.zeros([LANES], tl.int32)
-                    for base in range(0, n, ROWS * LANES):
+                    for base in range(0, n, 4 * LANES):
                         numbers = tl.load(order_ptr + base + g, mask=base + g < n, other=LEAST)
                         columns += _reaching(numbers, places[0], places[1], places[2])
                     lo, hi, above = _next_bounds(lo, hi, above, _counts(columns), places, TOPK)
             missing = TOPK - above  # of the numbers that equal the bound, the first ones
             larger, equal = 0, 0
-            for base in range(0, n, ROWS * LANES):
-                numbers = tl.load(order_ptr + base + g, mask=base + g < n, other=LEAST)
-                is_equal = (numbers == lo) & (base + g < n)
+            i = tl.arange(0, BLOCK)
+            for base in range(0, n, BLOCK):
+                numbers = tl.load(order_ptr + base + i, mask=base + i < n, other=LEAST)
+                is_equal = (numbers == lo) & (base + i < n)
                 is_larger = numbers > lo
                 counted = is_larger.to(tl.int32) + (is_equal.to(tl.int32) << 16)
-                before = tl.cumsum(counted, axis=1) - counted
-                totals = tl.sum(counted, axis=1)
-                of_larger, of_equal = totals & 0xFFFF, totals >> 16
-                equal_before = (equal + tl.cumsum(of_equal, axis=0) - of_equal)[:, None] + (before >> 16)
-                larger_before = (larger + tl.cumsum(of_larger, axis=0) - of_larger)[:, None] + (before & 0xFFFF)
-                place = larger_before + tl.minimum(equal_before, missing)
-                tl.store(chosen_ptr + place, base + g, mask=is_larger | (is_equal & (equal_before < missing)))
-                larger += tl.sum(of_larger)
-                equal += tl.sum(of_equal)
+                before = tl.cumsum(counted) - counted
+                equal_before = equal + (before >> 16)
+                place = larger + (before & 0xFFFF) + tl.minimum(equal_before, missing)
+                tl.store(chosen_ptr + place, base + i, mask=is_larger | (is_equal & (equal_before < missing)))
+                both = tl.sum(counted)
+                larger += both & 0xFFFF
+                equal += both >> 16
 
 
 def choose(
-    order: Tensor, chosen_TK: Tensor, paged: PagedKeys, first: int, rows: Any, *, held: int, at_once: int, warps: int
+    order: Tensor, chosen_TK: Tensor, paged: PagedKeys, first: int, rows: Any, *, held: int, block: int, warps: int
 ) -> None:
     """The best positions of the rows from ``first`` on, of their scores in ``order``.
 
     rows: of ``order``, or fewer.
     held: numbers that a program keeps in registers, at least 128 for each of its warps.
-    at_once: numbers of a thread that it reads at once, a multiple of 4.
+    block: positions that it writes at once, below 32,768.
     """
     _, _, query_start, seq_lens = paged
     launch_triton(
         _select_kernel, (rows,), order, chosen_TK, query_start, seq_lens, seq_lens.shape[0], FIRST=first,
-        WIDTH=order.shape[1], TOPK=chosen_TK.shape[1], HELD=held, LANES=128 * warps, ROWS=at_once // 4, BLOCK_S=128,
+        WIDTH=order.shape[1], TOPK=chosen_TK.shape[1], HELD=held, LANES=128 * warps, BLOCK=block, BLOCK_S=128,
         num_warps=warps, EMULATED=triton.knobs.runtime.interpret,
     )  # fmt: skip
