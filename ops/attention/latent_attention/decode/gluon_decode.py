@@ -3,7 +3,7 @@
 A program's output, 64 query rows by 512 numbers, is half of a multiprocessor's registers. Two groups of four warps have
 256 numbers each. A third one computes scores and weights of the tile after theirs; it hands weights over in shared
 memory where the tile's rotated part was, so neither waits for the other. A warp brings tiles by the TMA unit.
-`gluon_few_rows` has the kernel for up to 32 query rows, `triton_decode` the one for all other GPUs and cases;
+`gluon_few_rows` has the kernel for few query rows, `triton_decode` the one for all other GPUs and cases;
 `triton_absorb` says how sequences are divided.
 """
 

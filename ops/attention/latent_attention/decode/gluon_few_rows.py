@@ -1,4 +1,4 @@
-"""Decode of latent attention on Hopper for up to 32 query rows of a sequence: tokens are the rows of all products.
+"""Decode of latent attention on Hopper for up to 16 query rows of a sequence: tokens are the rows of all products.
 
 The tensor cores take 64 rows at least. Where queries are fewer, the rows of products are the tokens of a tile in scores
 and the numbers of latents in sums, so a tile costs a fraction of what `gluon_decode` pays. Two groups of warps have
@@ -32,16 +32,16 @@ from graphllm.ops.attention.latent_attention.decode.gluon_tiles import (
     sequence,
 )
 from graphllm.ops.attention.latent_attention.operands import PagedLatents
-from graphllm.ops.attention.paged_attention.triton_common import power_of_2
 
-FEW_ROWS = 32
+FEW_ROWS = 16  # with 32 the kernel of 64 rows is faster
+ROWS = gl.constexpr(FEW_ROWS)
 
 
 @gluon.jit
 def _attend(
     queries, q_rotated, latents, rotated, weights, arrived, read, full, free, program, part_ptr, lse_ptr, plan_ptr,
     query_start_ptr, seq_len_ptr, S,
-    SCALE: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, ROWS: gl.constexpr, PROGRAMS: gl.constexpr,
+    SCALE: gl.constexpr, H: gl.constexpr, Q: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """What a group of warps does with the tokens of a program of the plan."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -136,7 +136,6 @@ def hopper_few_rows_kernel(
     SCALE: gl.constexpr,  # of q.k, times log2(e)
     H: gl.constexpr, P: gl.constexpr, Q: gl.constexpr,
     PROGRAMS: gl.constexpr,  # of the plan, two for each of the grid
-    ROWS: gl.constexpr,  # query rows of a sequence at most, 16 or 32
 ):  # fmt: skip
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -183,12 +182,12 @@ def hopper_few_rows_kernel(
             (_attend, (
                 queries0, q_rotated0, latents0, rotated0, weights0, arrived.index(0),
                 read.index(0), full0, free0, program0, part_ptr, lse_ptr, plan_ptr, query_start_ptr, seq_len_ptr, S,
-                SCALE, H, Q, ROWS, PROGRAMS,
+                SCALE, H, Q, PROGRAMS,
             )),
             (_attend, (
                 queries1, q_rotated1, latents1, rotated1, weights1, arrived.index(1),
                 read.index(1), full1, free1, program1, part_ptr, lse_ptr, plan_ptr, query_start_ptr, seq_len_ptr, S,
-                SCALE, H, Q, ROWS, PROGRAMS,
+                SCALE, H, Q, PROGRAMS,
             )),
             (convert_tiles if NARROW else bring_tiles, (
                 entries, q_entries, queries0, q_rotated0.index(0), latents0, rotated0, arrived.index(0),
@@ -220,10 +219,9 @@ def launch_few_rows(
     **shares: int,
 ) -> None:  # fmt: skip
     """As `launch_attention` of `triton_decode`, for up to FEW_ROWS query rows of a sequence."""
-    (_, Q, H, _), (cache, *where) = parts.shape, paged
+    cache, *where = paged
     _kernel(
         PROGRAMS // 2, absorbed, cache, parts, lse, plan, *where, paged.seq_lens.shape[0],
         CACHE_BLOCK=cache.stride(0), CACHE_POS=cache.stride(1), TABLE_ROW=paged.block_table.stride(0),
-        SCALE=scale * math.log2(math.e), H=H, P=cache.shape[1], PROGRAMS=PROGRAMS, ROWS=max(16, power_of_2(Q * H)),
-        **shares,
+        SCALE=scale * math.log2(math.e), H=parts.shape[2], P=cache.shape[1], PROGRAMS=PROGRAMS, **shares,
     )  # fmt: skip
