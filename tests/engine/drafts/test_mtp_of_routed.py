@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.engine.harness import GREEDY, finish, open_core, request, verify_all_
 from tests.tiers import both_tiers, thorough
 
 LAYERS = 2
+MANY = (40, 31, 8, 39, 16, 52, 1)  # tokens of prompts
 SIZES: dict[str, Any] = {
     "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
     "max_position_embeddings": LEN, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
@@ -178,7 +180,7 @@ def check_drafts(family: str, at: Path, pages: int = 12, **fields: Any) -> None:
     found in the prefix cache. Drafts are rejected at each place. Then the text alone, with so few pages."""
     model, mtp = _model(family), Mtp(family)
     opened = _open(_save(model, mtp, at / "model"), _method(mtp), **fields)
-    texts = _texts(model, (40, 31, 8, 39, 16, 52, 1))
+    texts = _texts(model, MANY)
     assert drafts._run(opened, model, texts) > 20
     assert drafts._run(opened, model, texts[3:] + texts[:2]) > 10
     stats = opened.core.stats()
@@ -240,16 +242,18 @@ GROWING = str({"top_k": 2, "depth": 3, "drafts": 5})
 )
 @torch.no_grad()
 def test_trees(family: str, tree: str, backend: str, tmp_path: Path) -> None:
-    check_trees(family, tree, tmp_path, backend=backend)
+    check_trees(family, tree, tmp_path, MANY if both_tiers() else (31, 8, 33), backend=backend)
 
 
-def check_trees(family: str, tree: str, at: Path, pages: int = 10, **fields: Any) -> None:
+def check_trees(
+    family: str, tree: str, at: Path, lengths: Sequence[int] = MANY, pages: int = 10, **fields: Any
+) -> None:
     """Every node's draft, whatever was kept before; and the text, with prefixes found in the cache and with so few
     pages."""
     model, mtp = _model(family), Mtp(family)
     fields = {"speculative_token_tree": tree, "num_speculative_tokens": 0, **fields}
     opened = _open(_save(model, mtp, at / "model"), _method(mtp), **fields)
-    texts = _texts(model, (40, 31, 8, 39, 16, 52, 1) if both_tiers() else (31, 8, 33))
+    texts = _texts(model, lengths)
     assert drafts._run(opened, model, texts, token_tree(tree)) > 5
     assert drafts._run(opened, model, texts[1:] + texts[:1], token_tree(tree)) > 5
     stats = opened.core.stats()
@@ -268,7 +272,7 @@ def check_text(at: Path, tree: str | None, **fields: Any) -> None:
     mtp.tables["embed_tokens"] = wrong
     speculation = {"speculative_token_tree": tree, "num_speculative_tokens": 0} if tree else {}
     opened = _open(_save(model, mtp, at / "model"), _method(mtp), **speculation, **fields)
-    texts = _texts(model, (40, 31, 8, 39, 16, 52, 1))
+    texts = _texts(model, MANY)
     params = GREEDY.__class__(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
     found = finish(opened.core, [request(str(i), t.prompt, params) for i, t in enumerate(texts)])
     assert [found[str(i)].tokens for i in range(len(texts))] == [t.answer for t in texts]
