@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from graphllm.config import Bucket
 from graphllm.host.machine import detect_target
 from graphllm.ir.op import CallSite, Op
 from graphllm.ir.registry import load_ops
@@ -87,3 +88,26 @@ def test_full_size_sample() -> None:
     for case in (c for c in cases_of(op) if c.size == "real"):
         args = _inputs(op, case, 0)
         assert torch.equal(op.impls["triton_sample"].fn(**args), op.reference(**args)), case.name
+
+
+@pytest.mark.parametrize("pairs", [1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 257, 384, 400])
+def test_experts_have_any_number_of_tokens(pairs: int) -> None:
+    """`gluon_sorted` about the ends of its blocks and tiles: one expert has ``pairs`` tokens, the others have none."""
+    op, target = _OPS["fused_moe"], detect_target("cuda")
+    impl = op.impls["gluon_sorted"]
+    T, N, D, F = 400, 4, 128, 192
+    drawn = torch.Generator("cuda").manual_seed(pairs)
+    maker = Maker(drawn, torch.device("cuda"), torch.bfloat16)
+    args = {
+        "x_TD": maker.normal(T, D), "gate_up_N2FD": maker.normal(N, 2 * F, D, scale=D**-0.5),
+        "down_NDF": maker.normal(N, D, F, scale=F**-0.5), "weights_TA": maker.normal(T, 1, dtype=torch.float32),
+        "experts_TA": torch.where(torch.arange(T, device="cuda") < pairs, 2, -1)[:, None].to(torch.int32),
+    }  # fmt: skip
+    args = op.bind((), args)
+    site = CallSite(args, target, Bucket("mixed", T, T))
+    if not impl.supports(site):
+        pytest.skip("not for this GPU")
+    exact = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in args.items()}
+    wanted = op.reference(**exact)
+    for config in impl.configs(site):
+        assert relative_error(impl.fn(**args, **config), wanted) < 5e-3

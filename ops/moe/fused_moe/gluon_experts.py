@@ -119,18 +119,8 @@ def _multiply_span(
 
 
 @gluon.jit
-def _sigmoid(x):
-    """1 / (1 + exp(-x)), with an error of some 2 ** -22: a fifth of the instructions of exp and a division."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;"
-        " rcp.approx.ftz.f32 $0, t; }",
-        "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def activated(gate, up, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr):
-    """As `triton_common.activated`."""
+def before_sigmoid(gate, up, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr):
+    """The factors of `triton_common.activated`: gate * sigmoid(the last one) * up."""
     if ACTIVATION == "clamped":
         gate = gl.minimum(gate, LIMIT)
         up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT) + 1.0
@@ -139,7 +129,14 @@ def activated(gate, up, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr):
         scaled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     else:
         scaled = gate
-    return gate * _sigmoid(scaled) * up
+    return gate, up, scaled
+
+
+@gluon.jit
+def activated(gate, up, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr):
+    """As `triton_common.activated`."""
+    gate, up, scaled = before_sigmoid(gate, up, ACTIVATION, LIMIT)
+    return gate / (1.0 + gl.exp(-scaled)) * up
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from graphllm.ir import CallSite, GluonKernel, runs_gluon
 from graphllm.ops.gemm.fused_linear.gluon_rows import copy
-from graphllm.ops.moe.fused_moe.gluon_experts import activated
+from graphllm.ops.moe.fused_moe.gluon_experts import before_sigmoid
 from graphllm.ops.moe.fused_moe.op import fused_moe
 from graphllm.ops.moe.fused_moe.operands import Experts, Residual, Route
 from graphllm.ops.moe.fused_moe.triton_common import SHARED, added, supports
@@ -49,7 +49,7 @@ def _tile(tiles_ptr, i, count, ROWS: gl.constexpr, GATED: gl.constexpr):
 @gluon.jit
 def _bring_tiles(
     bring, X_ROW: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr, A: gl.constexpr, FIRST: gl.constexpr,
-    COPIED: gl.constexpr, GATED: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What the warps that fill shared memory do, as far ahead as there is room. With a gate 64 rows of it and of up by
     turns, so that each half of a tile has what belongs together."""
@@ -73,7 +73,7 @@ def _bring_tiles(
             stage = n % STAGES
             arrived = full.index(stage)
             mbarrier.wait(free.index(stage), ((n // STAGES) & 1) ^ 1)
-            if COPIED:
+            if FIRST:
                 mbarrier.expect(arrived, BLOCK_N * BLOCK_K * 2)
             else:
                 for b in gl.static_range(TOKENS):
@@ -84,12 +84,12 @@ def _bring_tiles(
                 _load_tile(weights, [row, step * BLOCK_K], arrived, to)
             for b in gl.static_range(TOKENS):
                 to = x_smem.index(stage * TOKENS + b)
-                if COPIED:
+                if FIRST:
                     there = (b * BLOCK_T + t < pairs).expand_dims(1)
                     copy(to, sources[b] + step * BLOCK_K, mask=there.broadcast_to([BLOCK_T, BLOCK_K]))
                 else:
                     _load_tile(rows, [begin + b * BLOCK_T, step * BLOCK_K], arrived, to, pred=b <= last)
-            if COPIED:
+            if FIRST:
                 async_copy.mbarrier_arrive(arrived, increment_count=False)
             n += 1
         expert, first, begin, pairs = following
@@ -98,7 +98,7 @@ def _bring_tiles(
 @gluon.jit
 def _sums(
     x_smem, w_smem, full, free, n, whole, shared,
-    K: gl.constexpr, COPIED: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    K: gl.constexpr, FIRST: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     WHOLE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """A group's products of the block ``whole`` with all rows of a tile of weights and, or, of the block ``shared``
@@ -109,7 +109,7 @@ def _sums(
     for step in range(K // BLOCK_K):
         stage = n % STAGES
         mbarrier.wait(full.index(stage), (n // STAGES) & 1)
-        if COPIED:
+        if FIRST:
             hopper.fence_async_shared()
         w = w_smem.index(stage)
         if WHOLE:
@@ -162,6 +162,16 @@ def _places(begin, pairs, order_ptr, scale_ptr, FIRST: gl.constexpr, GATED: gl.c
 
 
 @gluon.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)), with an error of some 2 ** -22: a third of the instructions of exp and a division."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;"
+        " rcp.approx.ftz.f32 $0, t; }",
+        "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _write(
     acc, rows, expert, first, bias_ptr, out_ptr,
     ROWS: gl.constexpr, FIRST: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
@@ -186,7 +196,8 @@ def _write(
     if GATED:
         parts = acc.reshape([BLOCK_T, COLUMNS // 64, 2, 64]).permute((0, 1, 3, 2))
         gate, up = parts.split()
-        out = activated(gate, up, ACTIVATION, LIMIT).reshape([BLOCK_T, COLUMNS])
+        gate, up, scaled = before_sigmoid(gate, up, ACTIVATION, LIMIT)
+        out = (gate * _sigmoid(scaled) * up).reshape([BLOCK_T, COLUMNS])
     elif FIRST:
         out = gl.maximum(acc, 0.0)
         out = out * out
@@ -199,7 +210,7 @@ def _write(
 
 @gluon.jit
 def _multiply(
-    work, ROWS: gl.constexpr, K: gl.constexpr, FIRST: gl.constexpr, COPIED: gl.constexpr, GATED: gl.constexpr,
+    work, ROWS: gl.constexpr, K: gl.constexpr, FIRST: gl.constexpr, GATED: gl.constexpr,
     BIAS: gl.constexpr, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -218,7 +229,7 @@ def _multiply(
             if last == 1:
                 rows = _places(own, pairs - GROUP * BLOCK_T, order_ptr, scale_ptr, FIRST, GATED, BLOCK_N)
                 acc, _ = _sums(
-                    x_smem, w_smem, full, free, n, GROUP, last, K, COPIED, TOKENS, STAGES, GROUP, True, False
+                    x_smem, w_smem, full, free, n, GROUP, last, K, FIRST, TOKENS, STAGES, GROUP, True, False
                 )  # fmt: skip
                 _write(acc, rows, expert, first, bias_ptr, out_ptr, ROWS, FIRST, GATED, BIAS, ACTIVATION, LIMIT)
             if TOKENS > 2 and last == 2:
@@ -226,13 +237,13 @@ def _multiply(
                 others = begin + 2 * BLOCK_T
                 more = _places(others, pairs - 2 * BLOCK_T, order_ptr, scale_ptr, FIRST, GATED, HALF)
                 acc, part = _sums(
-                    x_smem, w_smem, full, free, n, GROUP, last, K, COPIED, TOKENS, STAGES, GROUP, True, True
+                    x_smem, w_smem, full, free, n, GROUP, last, K, FIRST, TOKENS, STAGES, GROUP, True, True
                 )  # fmt: skip
                 _write(acc, rows, expert, first, bias_ptr, out_ptr, ROWS, FIRST, GATED, BIAS, ACTIVATION, LIMIT)
                 _write(part, more, expert, half, bias_ptr, out_ptr, ROWS, FIRST, GATED, BIAS, ACTIVATION, LIMIT)
         if last == 0:
             rows = _places(begin, pairs, order_ptr, scale_ptr, FIRST, GATED, HALF)
-            _, part = _sums(x_smem, w_smem, full, free, n, 0, 0, K, COPIED, TOKENS, STAGES, GROUP, False, True)
+            _, part = _sums(x_smem, w_smem, full, free, n, 0, 0, K, FIRST, TOKENS, STAGES, GROUP, False, True)
             _write(part, rows, expert, half, bias_ptr, out_ptr, ROWS, FIRST, GATED, BIAS, ACTIVATION, LIMIT)
         n += K // BLOCK_K
         expert, first, begin, pairs = following
@@ -249,8 +260,8 @@ def hopper_sorted_kernel(
     counts_ptr,  # what is to be zero again, COUNTS of them
     out_ptr,  # [P, ROWS / 2], or [P, ROWS] without a gate, in the order of experts, or [P, ROWS] by pair
     P, X_ROW: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr, N: gl.constexpr, A: gl.constexpr, BIAS: gl.constexpr,
-    FIRST: gl.constexpr,  # of the two products: with an activation, from tokens; else scaled
-    COPIED: gl.constexpr,  # rows of x come by copies of the threads, not by the TMA unit, which gathers none
+    FIRST: gl.constexpr,  # of the two products: with an activation, of rows that threads copy, as the TMA unit gathers
+    # none; else scaled
     GATED: gl.constexpr, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, TILES: gl.constexpr, COUNTS: gl.constexpr,
     TOKENS: gl.constexpr,  # blocks of a tile: 1, 2 or 3
     STAGES: gl.constexpr,
@@ -269,14 +280,14 @@ def hopper_sorted_kernel(
         weight_ptr, [N * ROWS, K], [K, 1], [64 if GATED else BLOCK_N, BLOCK_K], swizzled
     )
     rows = weights
-    if not COPIED:
+    if not FIRST:
         rows = tma.make_tensor_descriptor(x_ptr, [P, K], [X_ROW, 1], [BLOCK_T, BLOCK_K], swizzled)
     x_smem = gl.allocate_shared_memory(dtype, [STAGES * TOKENS, BLOCK_T, BLOCK_K], swizzled)
     w_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], swizzled)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=129 if COPIED else 1)  # every thread that copies, and the weights
+        mbarrier.init(full.index(i), count=129 if FIRST else 1)  # every thread that copies, and the weights
         mbarrier.init(free.index(i), count=2)
     hopper.fence_async_shared()
     count = gl.load(tiles_ptr + TILES * 3) * ((ROWS + BLOCK_N - 1) // BLOCK_N)
@@ -284,9 +295,9 @@ def hopper_sorted_kernel(
     bring = (x_smem, w_smem, full, free, order_ptr, tiles_ptr, count, x_ptr, weights, rows)
     gl.warp_specialize(
         [
-            (_multiply, (work, ROWS, K, FIRST, COPIED, GATED, BIAS, ACTIVATION, LIMIT, TOKENS, STAGES, 0)),
-            (_multiply, (work, ROWS, K, FIRST, COPIED, GATED, BIAS, ACTIVATION, LIMIT, TOKENS, STAGES, 1)),
-            (_bring_tiles, (bring, X_ROW, ROWS, K, A, FIRST, COPIED, GATED, TOKENS, STAGES)),
+            (_multiply, (work, ROWS, K, FIRST, GATED, BIAS, ACTIVATION, LIMIT, TOKENS, STAGES, 0)),
+            (_multiply, (work, ROWS, K, FIRST, GATED, BIAS, ACTIVATION, LIMIT, TOKENS, STAGES, 1)),
+            (_bring_tiles, (bring, X_ROW, ROWS, K, A, FIRST, GATED, TOKENS, STAGES)),
         ],
         [4, 4],  # warps of the second group and of what fills shared memory
         [224, 56],  # registers of their threads; the first group has as many as the second one
@@ -302,7 +313,12 @@ hopper_sorted = GluonKernel(
 )
 
 Config = Mapping[str, int]
-_FEWEST = 33  # tokens
+_FEWEST = 32  # pairs of an expert, at even routing
+
+
+def _usual(site: CallSite) -> float:
+    """Pairs of an expert, at even routing."""
+    return site.rows("x_TD") * site.args["experts_TA"].shape[1] / site.args["down_NDF"].shape[0]
 
 
 def supports_sorted(site: CallSite) -> bool:
@@ -313,14 +329,16 @@ def supports_sorted(site: CallSite) -> bool:
     halves = x_TD.dtype in (torch.bfloat16, torch.float16)
     tensors = (t for t in site.args.values() if isinstance(t, Tensor))
     aligned = all(t.storage_offset() * t.element_size() % 16 == 0 for t in tensors)
-    many = site.rows("x_TD") >= _FEWEST
-    return many and plain and fits and halves and aligned and runs_gluon(site.target) and supports(site)
+    runs = plain and fits and halves and aligned and runs_gluon(site.target)
+    return runs and _usual(site) >= _FEWEST and supports(site)
 
 
 def sorted_configs(site: CallSite) -> list[Config]:
-    """One block of tokens in a tile, or three."""
+    """Blocks of a tile, the likely best number first."""
     pairs, N = site.rows("x_TD") * site.args["experts_TA"].shape[1], site.args["down_NDF"].shape[0]
-    return [_config(site, pairs, N, tokens) for tokens in (1, 3)]
+    usual = _usual(site)
+    likely = (3, 2) if usual > 1.5 * BLOCK_T.value else (2, 3, 1) if usual > 0.75 * BLOCK_T.value else (1, 3)
+    return [_config(site, pairs, N, tokens) for tokens in likely]
 
 
 def _config(site: CallSite, pairs: int, N: int, tokens: int) -> Config:
@@ -345,7 +363,7 @@ def gluon_sorted(x_TD: Tensor, experts: Experts, route: Route, residual: Residua
         hopper_sorted(
             config["programs"], x, weight, x if bias is None else bias, weights_TA, order, tiles,
             tiles if cleared is None else cleared, out, P, X_ROW=x.stride(0), ROWS=weight.shape[1], K=weight.shape[2],
-            N=N, A=A, BIAS=bias is not None, FIRST=i == 0, COPIED=i == 0 or bool(config.get("copied")),
+            N=N, A=A, BIAS=bias is not None, FIRST=i == 0,
             GATED=i == 0 and experts.parts == 2, ACTIVATION=experts.activation, LIMIT=experts.limit,
             TILES=config["tiles"], COUNTS=0 if cleared is None else cleared.shape[0], TOKENS=config["tokens"],
             STAGES=config["stages"],
