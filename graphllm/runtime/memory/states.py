@@ -141,8 +141,10 @@ class States:
         assert self._snapshots is not None
         for slot, snapshot in pairs:
             entry, version = self._slots[slot], self._version
-            exported = version is None or slot >= len(version)
-            valid = entry[0] if exported else entry.index_select(0, version[slot].view(1).long())[0]
+            if version is None or slot >= len(version):
+                valid = entry[0]
+            else:
+                valid = entry.index_select(0, version[slot].view(1).long())[0]
             self._snapshots[snapshot].copy_(valid)
 
     def load_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
