@@ -53,7 +53,7 @@ ROOMS = {
         ("rewrites",),
         ("link", "passes"),
         ("codegen",),
-        ("cost", "tuning"),
+        ("cost", "exports", "tuning"),
         ("building", "package"),
         ("pipeline",),
         ("worker",),

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from graphllm.config import Bucket, CompileConfig
-from graphllm.ir.op import Op, all_ops, op_of
-
-if TYPE_CHECKING:
-    from graphllm.compile.codegen.jobs import Built
-    from graphllm.compile.layout import Layout
-    from graphllm.compile.link import Linked, Piece
-
-_ARGUMENT = "exports"  # of ops that write recurrent states
-
-
-def may_export(config: CompileConfig) -> bool:
-    """Whether some kernel for the device does. References do."""
-    impls = (i for op in all_ops().values() if _ARGUMENT in op.signature.parameters for i in op.impls.values())
-    device = config.target.device
-    return config.backend == "eager" or any(_exporting(i.fn) and i.device == device for i in impls)
+from graphllm.compile.codegen.jobs import Built
+from graphllm.compile.layout import Layout
+from graphllm.compile.link import Linked, Piece
+from graphllm.compile.tasks.snapshots import EXPORTS, is_exporting
+from graphllm.config import Bucket
+from graphllm.ir.op import Op, op_of
 
 
 def all_export(linked: Linked, layout: Layout, built: Mapping[tuple[str, Bucket], Built]) -> bool:
@@ -53,10 +42,10 @@ def _exported(piece: Piece, chosen: Sequence[tuple[str, ...]]) -> list[int]:
     found = []
     for node in piece.graph.nodes:
         op = op_of(node.target)
-        if op is None or _ARGUMENT not in op.signature.parameters:
+        if op is None or EXPORTS not in op.signature.parameters:
             continue
         given = op.bind(node.args, node.kwargs)
-        if given[_ARGUMENT] is not None and all(_chosen_exports(op, names) for names in chosen):
+        if given[EXPORTS] is not None and all(_chosen_exports(op, names) for names in chosen):
             found += [inputs[given[name]] for name in op.mutates if given[name] in inputs]
     return found
 
@@ -66,9 +55,4 @@ def _chosen_exports(op: Op, chosen: tuple[str, ...]) -> bool:
     if chosen == ("all: reference",):
         return True
     names = [text.removeprefix(f"{op.name}: ").partition(" ")[0] for text in chosen if text.startswith(f"{op.name}: ")]
-    return bool(names) and all(name == "reference" or _exporting(op.impls[name].fn) for name in names)
-
-
-def _exporting(fn: object) -> bool:
-    """See `graphllm.ops.recurrent.slots.exporting`."""
-    return bool(getattr(fn, "exporting", False))
+    return bool(names) and all(name == "reference" or is_exporting(op.impls[name].fn) for name in names)

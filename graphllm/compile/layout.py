@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from graphllm.compile.exports import may_export
 from graphllm.compile.tasks.of_model import tasks_of
-from graphllm.compile.tasks.snapshots import with_snapshots
+from graphllm.compile.tasks.snapshots import may_export, with_snapshots
 from graphllm.compile.tasks.task import Task
 from graphllm.config import CompileConfig, ConfigError
 from graphllm.ir.model import Model
