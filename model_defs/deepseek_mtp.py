@@ -18,7 +18,7 @@ from graphllm.config import ConfigError
 from graphllm.config.fields import strings, whole
 from graphllm.ir import ForwardContext, StateSpec, Weight, register_model
 from graphllm.ir.model import Graph, Hidden, Model
-from graphllm.model_defs import deepseek, deepseek_moe, eagle, glm4_moe, llama, mimo
+from graphllm.model_defs import deepseek, deepseek_moe, deepseek_sparse, eagle, glm4_moe, llama, mimo
 from graphllm.model_defs.common import HF, main_head, main_tokens, named_too
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.norms.rms_norm import rms_norm
@@ -26,6 +26,7 @@ from graphllm.ops.norms.rms_norm import rms_norm
 _TOKENS, _HEAD = "mtp.embed_tokens.weight", "mtp.lm_head.weight"
 _ONE_LAYER: dict[str, Any] = {
     "num_hidden_layers": 1, "first_k_dense_replace": 0, "layer_types": None, "mlp_layer_types": None,
+    "indexer_types": None, "index_topk_pattern": None,
 }  # fmt: skip
 
 
@@ -106,4 +107,5 @@ _GRAPH: Graph = replace(
     hidden=lambda c, layers: Hidden((-1,), c.block.D, normed=True, width=c.block.D),
 )
 register_model(of_family(deepseek.MODEL, "DeepSeekMTPModel"))
+register_model(of_family(deepseek_sparse.MODEL, "DeepSeekV32MTPModel"))
 register_model(of_family(glm4_moe.MODEL, "Glm4MoeMTPModel"))

@@ -154,7 +154,7 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
     return deepseek_moe.feed_forward(c, layer_type, w, x_TD)
 
 
-register_model(
+MODEL = register_model(
     replace(
         deepseek.MODEL,
         architectures=tuple(_DEFAULTS),

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from graphllm.compile.codegen.jobs import Built
+from graphllm.compile.layout import Layout
+from graphllm.compile.link import Linked, Piece
+from graphllm.compile.tasks.snapshots import EXPORTS, is_exporting
 from graphllm.config import Bucket
 from graphllm.ir.op import Op, op_of
-from graphllm.ops.recurrent.slots import is_exporting
-
-if TYPE_CHECKING:
-    from graphllm.compile.codegen.jobs import Built
-    from graphllm.compile.layout import Layout
-    from graphllm.compile.link import Linked, Piece
-
-_ARGUMENT = "exports"  # of ops that write recurrent states
 
 
 def all_export(linked: Linked, layout: Layout, built: Mapping[tuple[str, Bucket], Built]) -> bool:
@@ -47,10 +42,10 @@ def _exported(piece: Piece, chosen: Sequence[tuple[str, ...]]) -> list[int]:
     found = []
     for node in piece.graph.nodes:
         op = op_of(node.target)
-        if op is None or _ARGUMENT not in op.signature.parameters:
+        if op is None or EXPORTS not in op.signature.parameters:
             continue
         given = op.bind(node.args, node.kwargs)
-        if given[_ARGUMENT] is not None and all(_chosen_exports(op, names) for names in chosen):
+        if given[EXPORTS] is not None and all(_chosen_exports(op, names) for names in chosen):
             found += [inputs[given[name]] for name in op.mutates if given[name] in inputs]
     return found
 

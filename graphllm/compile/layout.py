@@ -6,12 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from graphllm.compile.tasks.of_model import tasks_of
-from graphllm.compile.tasks.snapshots import with_snapshots
+from graphllm.compile.tasks.snapshots import may_export, with_snapshots
 from graphllm.compile.tasks.task import Task
 from graphllm.config import CompileConfig, ConfigError
 from graphllm.ir.model import Model
-from graphllm.ir.op import all_ops
-from graphllm.ops.recurrent.slots import is_exporting
 from graphllm.program.snapshots import plan_snapshots
 from graphllm.program.specs import InputSpec, StateSpec
 from graphllm.program.states import BlockPlan, StatePlace, layer_places, own_place, plan_blocks, side_by_side
@@ -123,7 +121,7 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
     ]
     entries = {
         "slot": config.max_num_seqs + 1,
-        "recurrent": config.max_num_seqs + 1 + (_EXPORTS + 1 if _may_export(config) else 0),
+        "recurrent": config.max_num_seqs + 1 + (_EXPORTS + 1 if may_export(config) else 0),
         "token": max(b.limits(config.max_num_seqs)["T"] for b in config.buckets),
         "item": config.item_tokens + 1,
         "adapter": config.max_loras + 1,
@@ -157,10 +155,3 @@ def _with_provider(spec: InputSpec) -> InputSpec:
 
 def _typed(state: StateSpec, config: CompileConfig) -> StateSpec:
     return state.typed(config.state_dtypes)
-
-
-def _may_export(config: CompileConfig) -> bool:
-    """Whether some kernel for the device leaves recurrent states at borders inside of chunks. References do."""
-    impls = (i for op in all_ops().values() if "exports" in op.signature.parameters for i in op.impls.values())
-    device = config.target.device
-    return config.backend == "eager" or any(is_exporting(i.fn) and i.device == device for i in impls)

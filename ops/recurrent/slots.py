@@ -66,8 +66,3 @@ def exporting(fn: _F) -> _F:
     them, and the scheduler ends a chunk where it wants a snapshot."""
     fn.exporting = True  # type: ignore[attr-defined]
     return fn
-
-
-def is_exporting(fn: object) -> bool:
-    """Whether an implementation says so."""
-    return bool(getattr(fn, "exporting", False))

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from graphllm.compile.tasks.task import ProgramUnits, Task, TaskUnit, Values
 from graphllm.config import Bucket, CompileConfig
 from graphllm.ir.model import Graph, Model
+from graphllm.ir.op import all_ops
 from graphllm.ops.recurrent.load_snapshots import load_snapshots
 from graphllm.ops.recurrent.save_snapshots import save_snapshots
 from graphllm.program.snapshots import PREFIX
 from graphllm.program.specs import InputSpec
+
+EXPORTS = "exports"  # argument of ops that write recurrent states
 
 
 class Snapshots(Task):
@@ -35,6 +39,18 @@ class Snapshots(Task):
 def with_snapshots(model: Model, config: CompileConfig) -> Model:
     """The family, with the graph of this task where snapshots are of 8 bits."""
     return model if config.snapshot_dtype == "auto" else dataclasses.replace(model, graphs=(*model.graphs, _GRAPH))
+
+
+def may_export(config: CompileConfig) -> bool:
+    """Whether some kernel for the device leaves states inside of chunks. References do."""
+    impls = (i for op in all_ops().values() if EXPORTS in op.signature.parameters for i in op.impls.values())
+    device = config.target.device
+    return config.backend == "eager" or any(is_exporting(i.fn) and i.device == device for i in impls)
+
+
+def is_exporting(fn: Callable[..., Any]) -> bool:
+    """See `graphllm.ops.recurrent.slots.exporting`."""
+    return bool(getattr(fn, "exporting", False))
 
 
 def save(v: Values) -> tuple[()]:

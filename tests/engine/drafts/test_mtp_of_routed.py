@@ -40,6 +40,7 @@ LATENTS = {
     "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }  # fmt: skip
+INDEXED = {"index_topk": 8, "index_n_heads": 24, "index_head_dim": 20}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3", LATENTS),
     "glm4_moe": ("Glm4Moe", {"num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
@@ -58,6 +59,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 64,
         },
     ),
+    "deepseek_v32": ("DeepseekV32", LATENTS | INDEXED),
+    "glm_moe_dsa": ("GlmMoeDsa", LATENTS | INDEXED | {"n_group": 1, "mlp_layer_types": ["dense", "sparse"]}),
     "glm4_moe_lite": ("Glm4MoeLite", LATENTS | {"n_group": 1, "mlp_layer_types": ["dense", "sparse"]}),
 }
 
@@ -169,7 +172,9 @@ def _save(model: Any, mtp: Mtp, folder: Path, fp8: bool = False, **fields: Any) 
     return folder
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", thorough("glm4_moe"), thorough("glm4_moe_lite")])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", *map(thorough, ("glm4_moe", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"))]
+)
 @torch.no_grad()
 def test_drafts(family: str, tmp_path: Path) -> None:
     check_drafts(family, tmp_path)
