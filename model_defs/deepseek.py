@@ -68,12 +68,13 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
     return deepseek_moe.feed_forward(c, layer_type, w, x_TD)
 
 
-register_model(
+GRAPH = replace(moe.GRAPH, layer_weights=layer_weights, layer=layer, states=states)
+MODEL = register_model(
     replace(
         moe.MODEL,
         architectures=tuple(_DEFAULTS),
         config=from_hf,
-        graphs=(replace(moe.GRAPH, layer_weights=layer_weights, layer=layer, states=states),),
+        graphs=(GRAPH,),
         shardable=(*mla.SHARDABLE, "F", "F_expert", "F_shared"),
     )
 )

@@ -48,7 +48,7 @@ def layer(c: deepseek_moe.Config, layer_type: str, w: SimpleNamespace, x_TD: Ten
     return deepseek_moe.feed_forward(c, layer_type, w, x_TD)
 
 
-register_model(
+MODEL = register_model(
     replace(
         moe.MODEL,
         architectures=tuple(_DEFAULTS),

@@ -21,7 +21,7 @@ from graphllm.ops.embeddings.embedding import embedding
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.norms.rms_norm import rms_norm
 
-_LAYER = "model.mtp_layers.{layer}."
+LAYER = "model.mtp_layers.{layer}."
 
 
 def from_hf(hf: HF) -> llama.Config:
@@ -43,7 +43,7 @@ def mtp_embed_weights(c: llama.Config) -> dict[str, Weight]:
 def mtp_layer_weights(c: llama.Config, layer_type: str) -> dict[str, Weight]:
     norms = {n: Weight((c.D,), (f"{llama.LAYER}{n}_layernorm.weight",)) for n in ("token", "hidden", "final")}
     joint = {"input_proj": Weight((c.D, 2 * c.D), (llama.LAYER + "input_proj.weight",))}
-    return named_too(llama.layer_weights(c, layer_type) | norms | joint, llama.LAYER, _LAYER)
+    return named_too(llama.layer_weights(c, layer_type) | norms | joint, llama.LAYER, LAYER)
 
 
 def mtp_embed(c: llama.Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:

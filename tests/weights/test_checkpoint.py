@@ -115,6 +115,36 @@ def test_layers_after_the_last_one_only_draft(tmp_path: Path, more: int | None) 
     assert set(found.tensors) == {names[0], own, *names[2:]}
 
 
+def test_no_further_layer(tmp_path: Path) -> None:
+    """As in checkpoints that transformers has written, whatever their config.json says."""
+    save_file({"model.layers.0.norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 1, "num_nextn_predict_layers": 1}))
+    files = ModelFiles.read(tmp_path)
+    with pytest.raises(WeightError, match="no tensors of a further layer that drafts"):
+        open_tensors(files, "auto", files)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tables_of_a_further_layer_that_are_the_models_own(tmp_path: Path, tied: bool) -> None:
+    """Copies are not read; a head is one of the embedding, where the model has no head of its own."""
+    tokens, head, other = torch.ones(4, 2), torch.zeros(4, 2), torch.full((4, 2), 2.0)
+    stored = {"model.embed_tokens.weight": tokens} | ({} if tied else {"lm_head.weight": head})
+    config = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    files = ModelFiles.read(tmp_path)
+    for own_tokens, own_head in ((tokens, tokens if tied else head), (other, other), (tokens, other)):
+        further = {"embed_tokens.weight": own_tokens.clone(), "shared_head.head.weight": own_head.clone()}
+        further = {f"model.layers.1.{n}": t for n, t in (further | {"eh_proj.weight": tokens.clone()}).items()}
+        save_file(stored | further, tmp_path / "model.safetensors")
+        found = open_tensors(files, "auto", files).checkpoint
+        assert found is not None
+        assert {n for n in found.tensors if n.startswith("draft:")} == {
+            "draft:model.mtp_layers.0.eh_proj.weight",
+            *(["draft:mtp.embed_tokens.weight"] if own_tokens is other else []),
+            *(["draft:mtp.lm_head.weight"] if own_head is other else []),
+        }
+
+
 @pytest.mark.parametrize(
     ("index", "message"),
     [

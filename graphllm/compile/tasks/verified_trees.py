@@ -44,7 +44,9 @@ class TreeVerification(ChainVerification):
                 f"{_NAME}: the model has recurrent states, which are rolled back along one run of drafts; leave it out"
             )
         if other := [s.name for s in states if not _is_cache(s)]:
-            raise ConfigError(f"{_NAME}: the model keeps {other[0]!r}, not keys and values only; leave it out")
+            raise ConfigError(
+                f"{_NAME}: the model keeps {other[0]!r}, and not only keys and values or latents; leave it out"
+            )
         if counting := [s.name for graph in model.graphs for s in graph.inputs(c) if s.counts]:
             raise ConfigError(f"{_NAME}: the model's input {counting[0]!r} counts tokens one by one; leave it out")
         drafters = [graph for graph in model.graphs if graph.task == "draft"]
@@ -153,7 +155,10 @@ def verification_of(config: CompileConfig) -> Verification:
 
 
 def _is_cache(state: StateSpec) -> bool:
-    return state.axis == "block" and len(state.shape) == 4 and state.shape[0] == 2 and state.shape[2] == BLOCK_TOKENS
+    """Whether attention to it follows branches, and `keep_path` moves its rows: keys and values, or latents."""
+    latents = len(state.shape) == 2 and state.shape[0] == BLOCK_TOKENS and state.plain > 0
+    kv = len(state.shape) == 4 and state.shape[0] == 2 and state.shape[2] == BLOCK_TOKENS
+    return state.axis == "block" and (kv or latents)
 
 
 def _nodes_of_rows(v: Values) -> tuple[Tensor, Tensor]:

@@ -9,15 +9,8 @@ from typing import NamedTuple
 from graphllm.config.pooling_config import dense_tensor
 from graphllm.loading.checkpoint.conversion import safetensors_of
 from graphllm.loading.checkpoint.model_files import ModelFiles
-from graphllm.weights.checkpoint.checkpoint import (
-    FURTHER,
-    Checkpoint,
-    TensorInfo,
-    WeightError,
-    draft_name,
-    weight_files,
-)
-from graphllm.weights.checkpoint.further_layers import further_layers
+from graphllm.weights.checkpoint.checkpoint import Checkpoint, TensorInfo, WeightError, draft_name, weight_files
+from graphllm.weights.checkpoint.further_layers import drafting_tensors, further_layers
 from graphllm.weights.checkpoint.multimodal import is_multimodal, text_tensors
 from graphllm.weights.checkpoint.stacked_experts import has_stacks, single_experts
 
@@ -47,8 +40,12 @@ def open_tensors(files: ModelFiles, load_format: str, draft: ModelFiles | None =
         return _joined(own, _text_tensors(draft, load_format))
     if own.checkpoint is None:
         return own
-    layers = {name: tensor for name, tensor in own.checkpoint.tensors.items() if FURTHER.match(name)}
-    return _joined(own, Tensors(replace(own.checkpoint, tensors=layers)))
+    if not (further := drafting_tensors(own.checkpoint.tensors)):
+        raise WeightError(
+            files.folder,
+            ["has no tensors of a further layer that drafts (MTP); use a checkpoint with one, or another way to draft"],
+        )
+    return _joined(own, Tensors(replace(own.checkpoint, tensors=further)))
 
 
 def stored_checkpoint(files: ModelFiles) -> Checkpoint:

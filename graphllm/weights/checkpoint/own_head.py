@@ -18,10 +18,11 @@ def has_own_head(tensors: Mapping[str, TensorInfo], prefix: str = "") -> bool:
     if head is None:
         return False
     others = [t for n, t in tensors.items() if n.startswith(prefix) and t is not head and t.shape == head.shape]
-    return bool(others) and not any(_same(head, other) for other in others)
+    return bool(others) and not any(same_bytes(head, other) for other in others)
 
 
-def _same(one: TensorInfo, other: TensorInfo) -> bool:
+def same_bytes(one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two stored tensors have the same dtype and the same bytes."""
     if (one.dtype, one.nbytes) != (other.dtype, other.nbytes):
         return False
     buffers = [memoryview(bytearray(min(_CHUNK, one.nbytes))) for _ in range(2)]

@@ -85,7 +85,7 @@ def _case(
 
 _FP8: dict[str, Any] = {"cache": "float8_e4m3fn"}
 _INT8: dict[str, Any] = {"cache": "int8"}
-_TREE = (-1, 0, 0, 1, 1, 2)
+_TREE, _WIDER_TREE = (-1, 0, 0, 1, 1, 2), (-1, 0, 0, 0, 1, 1, 2, 4, 5)
 _ODD = (3, 24, 6, 36, 20)
 _512 = (20, 32, 64, 512, 32)
 _LITE, _64, _V3 = ((H, 128, 64, 512, 128) for H in (16, 64, 128))
@@ -113,6 +113,7 @@ CASES = (
     _case("decode_512_fp8", [(1, 1), (0, 0), (1, 129)], _512, **_FP8),
     _case("verify_512_fp8", [(2, 50), (0, 0), (1, 129)], _512, queries=2, **_FP8),
     _case("verify_tree", [(6, 6), (6, 37), (0, 0), (6, 333)], queries=6, tree=_TREE, pad=3),
+    _case("verify_tree_512", [(9, 70), (9, 9), (4, 333)], _512, block_size=64, queries=9, tree=_WIDER_TREE, **_FP8),
     _case("prompt", [(70, 70)], fused=True),
     _case("prompts_ragged", [(5, 5), (33, 33), (1, 1), (64, 64)]),
     _case("chunked", [(20, 60), (7, 130), (130, 400)]),
@@ -128,6 +129,8 @@ CASES = (
     _case("decode_64_heads_b128_ctx4096", [(1, 4096)] * 128, _64, block_size=64, size="real"),
     _case("decode_v3_b32_ctx1024", [(1, 1024)] * 32, _V3, block_size=64, size="real"),
     _case("decode_v3_b128_ctx4096_fp8", [(1, 4096)] * 128, _V3_RANK, block_size=64, size="real", **_FP8),
+    _case("verify_tree_lite_b32_ctx1024", [(9, 1024)] * 32, _LITE, block_size=64, queries=9, size="real",
+          tree=_WIDER_TREE),
     _case("verify_lite_b32_ctx1024", [(2, 1024)] * 32, _LITE, block_size=64, queries=2, size="real"),
     _case("prefill_lite_1x8192", [(8192, 8192)], _LITE, block_size=64, size="real"),
     _case("prefill_lite_chunk2048_ctx8192", [(2048, 8192)], _LITE, block_size=64, size="real"),

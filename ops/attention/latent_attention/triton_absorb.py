@@ -327,12 +327,5 @@ def _values_plan(rows: int, share: int) -> tuple[int, int, int, int]:
 
 
 def is_absorbed(site: CallSite) -> bool:
-    """Whether the site is decode or verification without trees, of a kind that the kernels of this folder serve."""
-    return not absorbed_problem(site) and site.bucket.kind == "decode"
-
-
-def absorbed_problem(site: CallSite) -> str:
-    """Why it is not, and what a user can do; empty where it is, or where the step has prompts."""
-    if site.bucket.kind == "decode" and site.args["ancestors_T"] is not None:
-        return "trees of drafts: no kernel of latent attention for a GPU takes them; use drafts in a row"
-    return problem(site)
+    """Whether the site is decode or verification, of a kind that the kernels of this folder serve."""
+    return site.bucket.kind == "decode" and not problem(site)

@@ -1,5 +1,5 @@
 """The Triton kernel of attention in latent space for sequences of several query tokens that are not expanded
-(`triton_write`): few tokens after a long context, trees of drafts, and what is too much for a step's chunks.
+(`triton_write`): few tokens after a long context, trees of drafts in steps with prompts, and what exceeds the chunks.
 
 A program serves a block of query tokens of one sequence, for one head. It brings its queries to latent space, attends
 over the latents, and brings the result back; so no length needs any memory.

@@ -9,27 +9,36 @@ from graphllm.ir import Cost, op
 from graphllm.ops.attention.paged_attention.op import entries_of
 
 
-def _cost(kv_cache: Tensor, path_SD: Tensor, kept_S: Tensor) -> Cost:
+def rows_of(cache: Tensor) -> list[Tensor]:
+    """Views [B, kinds, K, P, ..] of the parts of a cache that belong to tokens."""
+    if cache.dim() == 3:
+        return [cache[:, None, None]]
+    E = cache.shape[4] - (4 if cache.dtype == torch.int8 else 0)
+    return [t for t in entries_of(cache, E) if t is not None]
+
+
+def _cost(cache: Tensor, path_SD: Tensor, kept_S: Tensor) -> Cost:
     path, kept = path_SD.tolist(), kept_S.tolist()
     moved = sum(row[d] != d for row, n in zip(path, kept, strict=True) for d in range(1, n))
-    entry = 2 * kv_cache.shape[2] * kv_cache.shape[4] * kv_cache.element_size()
+    entry = cache[0].numel() // cache.shape[-2] * cache.element_size()
     return Cost(4 * (path_SD.numel() + kept_S.numel()) + 2 * moved * entry, 0)
 
 
-@op(boundary=True, cost=_cost, mutates=("kv_cache",))
+@op(boundary=True, cost=_cost, mutates=("cache",))
 def keep_path(
-    kv_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, path_SD: Tensor, kept_S: Tensor
+    cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, path_SD: Tensor, kept_S: Tensor
 ) -> None:
-    """Of each sequence's rows that `paged_attention` has written in this step, move the rows of a path to the front.
+    """Of each sequence's rows that attention has written in this step, move the rows of a path to the front.
 
-    kv_cache, block_table, query_start_loc and seq_lens: as there. path_SD [S, D + 1] int32: the rows, growing, the
-    first is 0; kept_S [S] int32: how many of them are kept. For d from 1 to kept - 1, keys and values of row path[d],
-    with their scales, are copied to the place of row d. They are copied in this order, and path[d] is at least d, so
-    nothing is read that was overwritten.
+    cache: keys and values [B, 2, K, P, E] as of `paged_attention`, or latents [B, P, C] as of `latent_attention`.
+    block_table, query_start_loc and seq_lens: as there.
+    path_SD: the rows, growing, the first is 0; [S, D + 1] int32.
+    kept_S: how many of them are kept; [S] int32.
+
+    For d from 1 to kept - 1, all that the cache has of row path[d], scales too, is copied to the place of row d. Rows
+    are copied in this order, and path[d] is at least d, so nothing is read that was overwritten.
     """
-    E = kv_cache.shape[4] - (4 if kv_cache.dtype == torch.int8 else 0)
-    parts = [t for t in entries_of(kv_cache, E) if t is not None]
-    P = kv_cache.shape[3]
+    parts, P = rows_of(cache), cache.shape[-2]
     counts = query_start_loc[1:] - query_start_loc[:-1]
     given = (block_table.tolist(), (seq_lens - counts).tolist(), path_SD.tolist(), kept_S.tolist(), counts.tolist())
     for table, start, path, kept, count in zip(*given, strict=True):

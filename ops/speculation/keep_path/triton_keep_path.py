@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -41,18 +43,19 @@ def _keep_kernel(
 
 
 def _supports(site: CallSite) -> bool:
-    return whole(site) and site.args["kv_cache"].dtype != torch.int8
+    cache = site.args["cache"]
+    return whole(site) and not (cache.dtype == torch.int8 and cache.dim() == 5)
 
 
 @keep_path.impl("triton_keep_path", device="cuda", supports=_supports)
 def triton_keep_path(
-    kv_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, path_SD: Tensor, kept_S: Tensor
+    cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, path_SD: Tensor, kept_S: Tensor
 ) -> None:
     """One launch."""
-    _, kinds, heads, P, E = kv_cache.shape
+    *heads, P, E = cache.shape[1:]
     launch_triton(
-        _keep_kernel, (kinds * heads, path_SD.shape[0]),
-        kv_cache, block_table, query_start_loc, seq_lens, path_SD, kept_S,
-        CACHE_BLOCK=kv_cache.stride(0), CACHE_HEAD=kv_cache.stride(2), TABLE_ROW=block_table.stride(0),
+        _keep_kernel, (math.prod(heads), path_SD.shape[0]),
+        cache, block_table, query_start_loc, seq_lens, path_SD, kept_S,
+        CACHE_BLOCK=cache.stride(0), CACHE_HEAD=P * E, TABLE_ROW=block_table.stride(0),
         NODES=path_SD.shape[1], E=E, E_PAD=max(16, 1 << (E - 1).bit_length()), P=P, num_warps=1,
     )  # fmt: skip

@@ -3,6 +3,7 @@ as published checkpoints name their parts; and the text, which drafts must not c
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -154,17 +155,25 @@ def _texts(model: Any, lengths: Sequence[int]) -> list[Text]:
 @pytest.mark.parametrize("family", ["qwen3_5", *map(thorough, ("qwen3_next", "qwen3_5_moe"))])
 @torch.no_grad()
 def test_drafts(family: str, tmp_path: Path) -> None:
+    check_drafts(family, tmp_path)
+
+
+def check_drafts(family: str, at: Path, pages: int = 10, **fields: Any) -> None:
     """Prompts in chunks, of many at once, over the ends of blocks, in slots used again; those that begin alike are
-    found in the prefix cache."""
+    found in the prefix cache. Drafts are rejected at each place: recurrent states are rolled back by so many tokens.
+    Then the text alone, with so few pages."""
     model, mtp = _model(family), Mtp(family)
-    opened = _open(_save(model, mtp, tmp_path / "model"), _method(mtp))
+    opened = _open(_save(model, mtp, at / "model"), _method(mtp), **fields)
     texts = _texts(model, (40, 31, 8, 39, 16, 52, 1))
     assert drafts._run(opened, model, texts) > 20
     assert drafts._run(opened, model, texts[3:] + texts[:2]) > 10
     stats = opened.core.stats()
     assert stats.prefix_hits > 0
-    assert 0.05 * stats.draft_tokens < sum(stats.accepted_tokens) < 0.95 * stats.draft_tokens
+    kept = [stats.drafts, *stats.accepted_tokens]
+    assert all(before > after for before, after in itertools.pairwise(kept))
+    assert kept[-1] > 0
     opened.core.close()
+    drafts.check_with_few_blocks(opened, texts, pages)
 
 
 @torch.no_grad()

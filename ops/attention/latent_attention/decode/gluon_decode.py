@@ -40,7 +40,6 @@ from graphllm.ops.attention.latent_attention.op import latent_attention
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
 from graphllm.ops.attention.latent_attention.triton_absorb import (
     Config,
-    absorbed_problem,
     attend_absorbed,
     is_absorbed,
     plan_absorbed,
@@ -291,10 +290,11 @@ def wide_configs(site: CallSite) -> list[Config]:
 
 
 def _serves(site: CallSite) -> bool:
-    return is_wide(site) and is_absorbed(site)
+    """Decode and verification without trees of drafts."""
+    return is_wide(site) and site.args["ancestors_T"] is None and is_absorbed(site)
 
 
-@latent_attention.impl("gluon_decode", device="cuda", supports=_serves, configs=wide_configs, remedy=absorbed_problem)
+@latent_attention.impl("gluon_decode", device="cuda", supports=_serves, configs=wide_configs, remedy=problem)
 def gluon_decode(rows: LatentRows, up: UpProjections, paged: PagedLatents, scale: float, **config: Any) -> Tensor:
     """Decode and verification, absorbed."""
     out_THV = rows.q_nope_THN.new_empty(*rows.q_nope_THN.shape[:2], up.v_up_HVL.shape[1])

@@ -8,6 +8,7 @@ heads of all the tokens of a sequence. See `triton_absorb` for how sequences are
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -21,24 +22,30 @@ from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLa
 from graphllm.ops.attention.latent_attention.triton_absorb import (
     RECORD,
     Config,
-    absorbed_problem,
     attend_absorbed,
     first_item,
     is_absorbed,
     plan_absorbed,
 )
-from graphllm.ops.attention.latent_attention.triton_common import cache_constants, load_latents
-from graphllm.ops.attention.paged_attention.triton_common import multiply, plus_tile, power_of_2, tile_blocks
+from graphllm.ops.attention.latent_attention.triton_common import cache_constants, load_latents, problem
+from graphllm.ops.attention.paged_attention.triton_common import (
+    load_bits,
+    multiply,
+    plus_tile,
+    power_of_2,
+    tile_blocks,
+)
 
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
 def _latent_kernel(
     q_ptr,  # [S * Q, H, L + R], see `triton_absorb`
-    cache_ptr, part_ptr, lse_ptr, plan_ptr, table_ptr, query_start_ptr, seq_len_ptr, S,
+    cache_ptr, part_ptr, lse_ptr, plan_ptr, table_ptr, query_start_ptr, seq_len_ptr, ancestors_ptr, S,
     CACHE_BLOCK: tl.constexpr, CACHE_POS: tl.constexpr, TABLE_ROW: tl.constexpr,
     SCALE: tl.constexpr,  # of q.k, times log2(e)
     H: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, P: tl.constexpr,
     Q: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TREE: tl.constexpr,  # rows may be nodes of a tree: of their step they see what their bits say
     EMULATED: tl.constexpr,
 ):  # fmt: skip
     if not EMULATED:
@@ -55,7 +62,8 @@ def _latent_kernel(
         begin = tl.load(before_ptr + s)
         end = tl.minimum(tl.load(before_ptr + s + 1), last)
         if tile < end:
-            queries = tl.load(query_start_ptr + s + 1) - tl.load(query_start_ptr + s)
+            first_row = tl.load(query_start_ptr + s)
+            queries = tl.load(query_start_ptr + s + 1) - first_row
             length = tl.load(seq_len_ptr + s)
             table_row = table_ptr + s.to(tl.int64) * TABLE_ROW
             cache_block = tile_blocks(table_row, tile - begin, length, P, BLOCK_N)
@@ -64,6 +72,7 @@ def _latent_kernel(
             q_row = q_ptr + (own * (L + R))[:, None]
             q = tl.load(q_row + c[None, :], mask=valid & in_l, other=0.0)
             q_rope = tl.load(q_row + L + r[None, :], mask=valid & in_r, other=0.0)
+            bits = load_bits(ancestors_ptr, first_row + query, query < queries, TREE)
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, L_PAD], tl.float32)
@@ -74,7 +83,12 @@ def _latent_kernel(
                 cache_block = tile_blocks(table_row, i + 1, length, P, BLOCK_N)
                 scores = multiply(q_rope, tl.trans(k_rope), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), EMULATED)
                 scores = multiply(q, tl.trans(latents), scores, EMULATED) * SCALE
-                scores = tl.where(at[None, :] < (length - queries + 1 + query)[:, None], scores, float("-inf"))
+                seen = at[None, :] < (length - queries + 1 + query)[:, None]
+                if TREE:
+                    inner = tl.minimum(tl.maximum(at - length + queries, 0), 63).to(tl.int64)
+                    node = (at < length)[None, :] & (((bits[:, None] >> inner[None, :]) & 1) != 0)
+                    seen = tl.where((bits < 0)[:, None], seen, (at < length - queries)[None, :] | node)
+                scores = tl.where(seen, scores, float("-inf"))
                 top, total, acc = plus_tile(scores, latents, top, total, acc, Q > 1, EMULATED)
             part = ((program + s).to(tl.int64) * Q + query) * H + head
             acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -86,14 +100,16 @@ def _latent_kernel(
 
 def launch_attention(
     absorbed: Tensor, paged: PagedLatents, plan: Tensor, parts: Tensor, lse: Tensor, scale: float, *,
-    block_m: int, block_n: int, warps: int, stages: int, PROGRAMS: int, **shares: int,
+    block_m: int, block_n: int, warps: int, stages: int, PROGRAMS: int, ancestors_T: Tensor | None = None,
+    **shares: int,
 ) -> None:  # fmt: skip
     """Attention in latent space, by parts. shares: how a sequence's tiles are divided, see `triton_absorb`."""
     (_, Q, H, L), (latent_cache, *where) = parts.shape, paged
     launch_triton(
         _latent_kernel, (-(-Q * H // block_m), PROGRAMS),
-        absorbed, latent_cache, parts, lse, plan, *where, paged.seq_lens.shape[0], SCALE=scale * math.log2(math.e), H=H,
-        PROGRAMS=PROGRAMS, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages,
+        absorbed, latent_cache, parts, lse, plan, *where, plan if ancestors_T is None else ancestors_T,
+        paged.seq_lens.shape[0], TREE=ancestors_T is not None, SCALE=scale * math.log2(math.e), H=H, PROGRAMS=PROGRAMS,
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages,
         **cache_constants(paged, L, absorbed.shape[2] - L), **shares,
     )  # fmt: skip
 
@@ -115,11 +131,12 @@ def decode_configs(site: CallSite) -> list[Config]:
     return [plan_decode(site, site.bucket.hi, site.bucket.query_len)]
 
 
-@latent_attention.impl(
-    "triton_decode", device="cuda", supports=is_absorbed, configs=decode_configs, remedy=absorbed_problem
-)
-def triton_decode(rows: LatentRows, up: UpProjections, paged: PagedLatents, scale: float, **config: Any) -> Tensor:
-    """Decode and verification, absorbed."""
+@latent_attention.impl("triton_decode", device="cuda", supports=is_absorbed, configs=decode_configs, remedy=problem)
+def triton_decode(
+    rows: LatentRows, up: UpProjections, paged: PagedLatents, scale: float, ancestors_T: Tensor | None, **config: Any
+) -> Tensor:
+    """Decode and verification, of trees, too, absorbed."""
+    attend = functools.partial(launch_attention, ancestors_T=ancestors_T)
     out_THV = rows.q_nope_THN.new_empty(*rows.q_nope_THN.shape[:2], up.v_up_HVL.shape[1])
-    attend_absorbed(launch_attention, rows, up, paged, out_THV, scale, write=True, **config)
+    attend_absorbed(attend, rows, up, paged, out_THV, scale, write=True, **config)
     return out_THV
