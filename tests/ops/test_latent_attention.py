@@ -1,5 +1,5 @@
-"""Latent attention of prompts whose keys and values are made in several chunks, or fit into none; how decode
-divides tokens among programs."""
+"""Latent attention of prompts whose keys and values are made in several chunks, or fit into none; how decode divides
+tokens among programs, and how it joins their parts."""
 
 from __future__ import annotations
 
@@ -36,6 +36,22 @@ def test_chunks(chunks: int) -> None:
     site = CallSite(args, Target("cuda", ("sm_90", "sms_2"), ""), case.bucket)
     found = impl.fn(**args, **{**impl.configs(site)[0], "chunk": 32, "chunks": chunks})
     assert relative_error(found, truth) < case.tolerance["float32"]
+
+
+@pytest.mark.parametrize("values", [(1, 16, 16, 2), (4, 32, 32, 1), (8, 16, 16, 4), (32, 32, 32, 16)])
+def test_parts_are_joined(values: tuple[int, int, int, int]) -> None:
+    """Few rows of a product and many, the latent at once and by pieces, more parts than are read at once and fewer."""
+    op = load_ops()["latent_attention"]
+    case = next(c for c in cases_of(op) if c.name == "verify_ragged")
+    maker = Maker(torch.Generator().manual_seed(0), torch.device("cpu"), torch.float32)
+    args = op.bind((), case.inputs(maker))
+    truth = op.reference(**{n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in args.items()})
+    impl = op.impls["triton_decode"]
+    site = CallSite(args, Target("cuda", ("sm_90", "sms_9"), ""), case.bucket)
+    names = ("values_m", "values_v", "values_l", "parts_at_once")
+    found = impl.fn(**args, **{**impl.configs(site)[0], **dict(zip(names, values, strict=True))})
+    rows = int(args["query_start_loc"][-1])
+    assert relative_error(found[:rows], truth[:rows]) < case.tolerance["float32"]
 
 
 @settings(max_examples=20, deadline=None)

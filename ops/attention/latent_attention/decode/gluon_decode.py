@@ -290,6 +290,7 @@ def wide_configs(site: CallSite) -> list[Config]:
 
 
 def _serves(site: CallSite) -> bool:
+    """Decode and verification without trees of drafts."""
     return is_wide(site) and site.args["ancestors_T"] is None and is_absorbed(site)
 
 

@@ -108,8 +108,8 @@ def launch_attention(
     launch_triton(
         _latent_kernel, (-(-Q * H // block_m), PROGRAMS),
         absorbed, latent_cache, parts, lse, plan, *where, plan if ancestors_T is None else ancestors_T,
-        paged.seq_lens.shape[0], TREE=ancestors_T is not None, SCALE=scale * math.log2(math.e), H=H,
-        PROGRAMS=PROGRAMS, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages,
+        paged.seq_lens.shape[0], TREE=ancestors_T is not None, SCALE=scale * math.log2(math.e), H=H, PROGRAMS=PROGRAMS,
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages,
         **cache_constants(paged, L, absorbed.shape[2] - L), **shares,
     )  # fmt: skip
 
