@@ -291,7 +291,7 @@ def test_staging_round_trip(longest: int, data: st.DataObject) -> None:
         staging.upload_late(index, "mask", len(mask), sizes)
         views = {name.removeprefix("step."): view.numpy() for name, view in staging.tensors(sizes).items()}
         neutral = {"query_start_loc": sum(counts), "slots": 5, "row_slots": 5, "top_p": 1, "repetition_penalty": 1,
-                   "mask_row": -1, "target": -1, "wanted": -1}  # fmt: skip
+                   "mask_row": -1, "target": -1, "wanted": -1, "exports": -1}  # fmt: skip
         for group in (0, 1):
             found = views[f"block_table.{group}"]
             table = step.arrays[f"block_table.{group}"]
