@@ -86,6 +86,17 @@ SHAPES |= {
         "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True,
         "attention_bias": False, "dtype": "bfloat16",
     },
+    # Attention of DeepSeek-V2 in a dense model of 0.5 B parameters.
+    "deepseek-0.5b": {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 1024,
+        "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 768,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "intermediate_size": 4096, "first_k_dense_replace": 20, "n_routed_experts": 8, "n_shared_experts": 1,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "topk_method": "greedy", "n_group": 1,
+        "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "vocab_size": 100352,
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+        "tie_word_embeddings": True, "dtype": "bfloat16", "attention_bias": False,
+    },
     # Mamba-Codestral-7B.
     "mamba2-7b": {
         "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "hidden_size": 4096, "num_hidden_layers": 64,

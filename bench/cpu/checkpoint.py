@@ -21,8 +21,8 @@ def config_of(shape: str, layers: int | None = None) -> dict[str, Any]:
 
 def tensors_of(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor of a checkpoint with tied embeddings: of Qwen2 or Qwen3-MoE, with heads that are
-    together as wide as the model, or of a hybrid, as transformers has it."""
-    if is_hybrid(config):
+    together as wide as the model, or of others, as transformers has it."""
+    if is_hybrid(config) or is_latent(config):
         yield from _of_transformers(config)
         return
     hidden, heads, experts = config["hidden_size"], config["num_attention_heads"], config.get("num_experts", 0)
@@ -52,6 +52,11 @@ def tensors_of(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 def is_hybrid(config: dict[str, Any]) -> bool:
     """Whether some layers are recurrent."""
     return "mamba_n_heads" in config
+
+
+def is_latent(config: dict[str, Any]) -> bool:
+    """Whether attention is over latents."""
+    return "kv_lora_rank" in config
 
 
 def _of_transformers(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:

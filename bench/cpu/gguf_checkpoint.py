@@ -1,4 +1,4 @@
-"""A Qwen2, Qwen3-MoE or Granite hybrid checkpoint as a GGUF file: the same numbers under llama.cpp's names, weights in
+"""A Qwen2, Qwen3-MoE, Granite hybrid or dense DeepSeek-V2 checkpoint as a GGUF file: the same numbers under llama.cpp's names, weights in
 bf16, the rest in float32. The matrices of a layer's experts are stacked."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.cpu.checkpoint import is_hybrid, words
+from bench.cpu.checkpoint import is_hybrid, is_latent, words
 from bench.cpu.peer import Workload
 
 GGUF_BITS = {"bf16": 16, "Q8_0": 8, "Q4_0": 4, "Q4_K_M": 4}
@@ -61,6 +61,8 @@ def write_gguf(checkpoint: Path, file: Path, config: dict[str, Any], words: Sequ
     add_sizes(writer, config)
     if is_hybrid(config):
         _add_hybrid(writer, config)
+    elif is_latent(config):
+        _add_latent(writer, config)
     else:
         writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -111,6 +113,11 @@ def _renamed(name: str, tensor: Any, config: dict[str, Any]) -> Iterator[tuple[s
                 yield f"blk.{layer}.ffn_{called}.weight", part
         else:
             yield f"blk.{layer}.ffn_down.weight", tensor
+    elif name.endswith(".kv_b_proj.weight"):
+        heads, keys = config["num_attention_heads"], config["qk_nope_head_dim"]
+        up = tensor.unflatten(0, (heads, -1))
+        yield gguf_name(name.replace("kv_b_proj", "k_b_proj"), config), up[:, :keys].transpose(1, 2).contiguous()
+        yield gguf_name(name.replace("kv_b_proj", "v_b_proj"), config), up[:, keys:].contiguous()
     else:
         plain = tensor.ndim > 1 and not name.endswith("mlp.gate.weight")
         yield gguf_name(name, config), tensor if plain else tensor.float()
@@ -131,6 +138,26 @@ def _add_hybrid(writer: Any, config: dict[str, Any]) -> None:
     writer.add_ssm_state_size(config["mamba_d_state"])
     writer.add_ssm_time_step_rank(config["mamba_n_heads"])
     writer.add_ssm_group_count(config["mamba_n_groups"])
+
+
+def _add_latent(writer: Any, config: dict[str, Any]) -> None:
+    """Keys and values as they are cached, for one head, and as heads have them."""
+    latent, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_head_count_kv(1)
+    writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(latent)
+    writer.add_key_length(latent + rotated)
+    writer.add_value_length(latent)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotated)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(rotated)
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_count(config["n_routed_experts"])  # of layers that there are none of
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
 
 
 def add_sizes(writer: Any, config: dict[str, Any]) -> None:
@@ -155,6 +182,8 @@ def _architecture(config: dict[str, Any]) -> Any:
 
     if is_hybrid(config):
         return gguf.MODEL_ARCH.GRANITE_HYBRID
+    if is_latent(config):
+        return gguf.MODEL_ARCH.DEEPSEEK2
     return gguf.MODEL_ARCH.QWEN3MOE if "num_experts" in config else gguf.MODEL_ARCH.QWEN2
 
 

@@ -43,6 +43,8 @@ CASES = [
                  "only": "graphllm,transformers,llama", "work": None, "lock": None}),
     ("cpu_hybrid", {"rounds": 2, "turns": 2, "threads": CPUS, "shape": "granite-hybrid-350m", "layers": 0,
                     "only": "bf16", "work": None, "lock": None}),
+    ("cpu_latent", {"rounds": 1, "turns": 3, "threads": CPUS, "shape": "deepseek-0.5b", "layers": 0, "only": "bf16",
+                    "work": None, "lock": None}),
     ("cpu_moe_quantized", {"rounds": 1, "turns": 3, "threads": CPUS, "shape": "qwen3-moe-1.2b", "layers": 0,
                            "only": "int8,int4,q8_0,q4_0", "work": None, "lock": None}),
 ]  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir import CallSite
-from graphllm.ops.gemm.fused_linear.launch_constants import Config, row_configs
+from graphllm.ops.gemm.fused_linear.launch_constants import SHARED, Config, row_configs
 from graphllm.ops.gemm.fused_linear.triton_fused_linear import launch_row, launch_tiles
 from graphllm.ops.gemm.linear.operands import Matrix
 from graphllm.ops.gemm.wide_linear.op import wide_linear
@@ -48,7 +48,8 @@ def _tiles(site: CallSite) -> Iterator[Config]:
     for block_t in sorted({min(128, rows), min(32, rows)}, reverse=True):
         for block_n, block_k, stages in _TILES[:1] if site.deterministic else _TILES:
             blocks, token_tiles = -(-width // block_n), rows // block_t
-            if block_n * block_t <= 64 * 128 and blocks * token_tiles <= 8 * site.target.multiprocessors:
+            fits = 2 * (block_n + block_t) * block_k * stages <= SHARED and block_n * block_t <= 64 * 128
+            if fits and blocks * token_tiles <= 8 * site.target.multiprocessors:
                 parts = _parts(site, blocks * (1 if site.deterministic else token_tiles))
                 yield {"block_t": block_t, "block_n": block_n, "block_k": block_k, "splits": parts, "warps": 4,
                        "stages": stages, "token_tiles": token_tiles, "direct": 0}  # fmt: skip

@@ -12,13 +12,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from graphllm import LLM, SamplingParams
 from graphllm.config import ConfigError
 from graphllm.engine.process.core_group import CoreGroup
 from graphllm.engine.process.messages import EngineDeadError
 from tests.core_processes import core_pids
-from tests.engine.experts.test_moving_experts import OPTIONS, PROMPTS, check, checkpoint, model  # noqa: F401
+from tests.engine.experts.test_moving_experts import (  # noqa: F401
+    GREEDY,
+    OPTIONS,
+    PROMPTS,
+    check,
+    check_output,
+    checkpoint,
+    model,
+)
+from tests.models.test_parity import ARCHS, V, saved_oracle
 from tests.waiting import gone, until
 
 SHARING = {**OPTIONS, "enable_eplb": False, "count_expert_tokens": True}
@@ -57,6 +67,24 @@ def test_text_and_counts(checkpoint: Path, model: Any, cores: int, backend: str)
         assert max(computed) < (time.monotonic() - begun) / 5  # all sleep
         check(model, llm, PROMPTS[:1])
     until(lambda: gone(*pids))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2_lite"])
+def test_attention_over_latents_by_data(name: str, tmp_path: Path) -> None:
+    """Each core has a cache of latents and the heads of its own requests; the routed experts are divided."""
+    arch = next(a for a in ARCHS if a.name == name)
+    oracle, given = saved_oracle(arch, tmp_path), [[token % V for token in ids] for ids in PROMPTS]
+    with LLM(tmp_path, **SHARING | {"data_parallel_size": 2, "count_expert_tokens": False}) as llm:
+        for prompts in (given, given * 3):
+            asked = [{"prompt_token_ids": ids} for ids in prompts]
+            for ids, output in zip(prompts, llm.generate(asked, GREEDY, use_tqdm=False), strict=True):
+                found = output.outputs[0]
+                with torch.inference_mode():
+                    logits = oracle(torch.tensor([[*ids, *found.token_ids[:-1]]])).logits[0, len(ids) - 1 :]
+                check_output(found, logits)
+        core: Any = llm.llm_engine.core
+        assert all(stats.steps for stats in core.engine_stats())
 
 
 @pytest.mark.thorough
