@@ -41,8 +41,8 @@ class ForwardContext(NamedTuple):
     sequence), context_lens [T] (tokens of the sequence known when the token was scheduled, the prompt's length during
     prefill, for position encodings that depend on length), logits_indices [R] (rows of x that are wanted),
     query_start_loc [S+1], seq_lens [S], slots [S] (entries of slot states; padding has the scrap one), state_versions
-    [S] (the version of recurrent states that is valid, 0 without drafts), exports [S] (entries for recurrent states
-    inside of chunks, negative for none), all int32; and what the graph declares.
+    [S] (the version of recurrent states that is valid, 0 without drafts), exports [S] (entries for states from inside
+    of chunks, negative: none), all int32; and what the graph declares.
     state: a layer's own states and the family's, by name. attn: of a layer with block states. shared: what ``embed``
     returned in addition to x (rotary cos and sin).
 
