@@ -13,7 +13,6 @@ from rich.table import Table
 from graphllm.cli.inspect_adapter import inspect_adapter, is_adapter
 from graphllm.config import Bucket
 from graphllm.config.setting import size_text
-from graphllm.loading.memory import usual_snapshots
 from graphllm.program import artifact, baked_table
 
 
@@ -53,7 +52,7 @@ def inspect(folder: Path, json: bool) -> None:
         console.print(
             f"states    {size_text(each)} a sequence, {size_text(each * (compiled.max_num_seqs + 1))} for all"
         )
-        snapshot, usual = manifest.memory.snapshot, usual_snapshots(compiled)
+        snapshot, usual = manifest.memory.snapshot, compiled.usual_snapshots
         kind = "" if compiled.snapshot_dtype == "auto" else f" in {compiled.snapshot_dtype}"
         console.print(
             f"snapshots {size_text(snapshot)} each{kind}; by default {usual} of them, {size_text(usual * snapshot)}, "

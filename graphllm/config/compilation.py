@@ -329,6 +329,11 @@ class CompileConfig:
         return max((b.query_len for b in self.buckets), default=1)
 
     @property
+    def usual_snapshots(self) -> int:
+        """Copies of recurrent states there are at most where the user does not say how much memory they have."""
+        return 4 * self.max_num_seqs
+
+    @property
     def tree(self) -> TokenTree | DynamicTree | None:
         """The tree of drafts that steps verify, None for one run of them."""
         return None if self.speculative_token_tree is None else token_tree(self.speculative_token_tree)

@@ -94,7 +94,7 @@ def cache_counts(
     snapshots = 0
     if memory.snapshot:
         given = cache.snapshot_memory_bytes
-        usual = min(usual_snapshots(config), size // 8 // memory.snapshot)
+        usual = min(config.usual_snapshots, size // 8 // memory.snapshot)
         snapshots = usual if given is None else given // memory.snapshot
         if cache.kv_cache_memory_bytes is None:
             size -= snapshots * memory.snapshot
@@ -109,11 +109,6 @@ def cache_counts(
             f"raise --kv-cache-memory-bytes or --gpu-memory-utilization{taken}"
         )
     return CacheCounts(int(blocks if most is None else min(blocks, most)), int(snapshots))
-
-
-def usual_snapshots(config: CompileConfig) -> int:
-    """How many there are at most where the user does not say how much memory they have."""
-    return 4 * config.max_num_seqs
 
 
 def _states(config: CompileConfig, memory: MemoryTable) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphllm.cli.inspect import inspect
 from graphllm.config import Bucket
 from graphllm.loading.checkpoint.source import open_source
 from tests.artifacts import artifact_of
@@ -37,7 +38,7 @@ class Opened:
             open_source(folder), target=target, backend=backend, dtype="float32", max_model_len=192, max_num_seqs=SEQS,
             max_num_batched_tokens=step_tokens, block_size=16, tune=False, **more,
         )  # fmt: skip
-        self.core = open_core(folder, place, 80, snapshots=20)
+        self.place, self.core = place, open_core(folder, place, 80, snapshots=20)
         draw = torch.Generator().manual_seed(3)
         self._prompts = {str(n): torch.randint(parity.V, (n,), generator=draw).tolist() for n in lengths}
 
@@ -57,7 +58,9 @@ class Opened:
 
 @pytest.mark.parametrize("name", ["mamba2", *map(thorough, ("jamba", "qwen3_next", "zamba2"))])
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=COMPILED)])
-def test_texts_that_go_on_from_rounded_states(name: str, backend: str, tmp_path: Path) -> None:
+def test_texts_that_go_on_from_rounded_states(
+    name: str, backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lengths = (33, 66, 100)
     opened = Opened(
         name, backend, tmp_path, 32, lengths, num_speculative_tokens=2, buckets=BUCKETS, snapshot_dtype="int8"
@@ -69,6 +72,8 @@ def test_texts_that_go_on_from_rounded_states(name: str, backend: str, tmp_path:
     assert cached == [32, 64, 96]
     assert exact < rounded < TOLERANCE[name]
     opened.core.close()
+    inspect(opened.place, json=False)
+    assert "each in int8; by default 12 of them" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("name", ["mamba2", *map(thorough, ("jamba", "lfm2", "qwen3_next", "zamba2"))])

@@ -161,6 +161,7 @@ class Outcome(NamedTuple):
     wrong: answers that are not what the request gets alone.
     killed: requests.
     shortest: tokens of the shortest conversation.
+    steps: of the device.
     """
 
     found: int
@@ -168,6 +169,7 @@ class Outcome(NamedTuple):
     wrong: int
     killed: int
     shortest: int
+    steps: int
 
 
 def run(trace: Trace, device: Device) -> Outcome:
@@ -215,4 +217,4 @@ def run(trace: Trace, device: Device) -> Outcome:
     while scheduler.unfinished or device.busy:
         device.step()
     found, lost = scheduler.admission.prefix_hits, scheduler.admission.prefix_hits_without_state
-    return Outcome(found, lost, wrong, killed, min(len(t.tokens) for t in texts.values()))
+    return Outcome(found, lost, wrong, killed, min(len(t.tokens) for t in texts.values()), steps)

@@ -74,6 +74,19 @@ def test_snapshots_in_8_bits_serve_four_times_as_many_conversations(trace: Trace
     assert found[ROUNDED] >= 0.9
 
 
+def test_states_from_inside_of_chunks_save_steps() -> None:
+    """As many tokens are found, in a step less for each prompt."""
+    trace, found, steps = MANY._replace(count=4, turns=4, at_once=4, tokens=12000, running=1), [], []
+    for exports in (0, 4):
+        made = Device(blocks_of(trace, 4), 20, exports=exports)
+        outcome = run(trace, made)
+        assert outcome.wrong == 0
+        found.append(outcome.found)
+        steps.append(outcome.steps)
+    assert found[1] >= found[0] > 0
+    assert steps[0] - steps[1] == 4 * 4
+
+
 def test_texts_where_running_requests_take_blocks_from_each_other() -> None:
     """Four of them, and blocks for two: some are preempted and some killed, and none gets another text."""
     trace = Trace(12, 4, at_once=6, common=500, tokens=2500, answer=300, kills=0.2)
