@@ -16,8 +16,8 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ir.op import each_alone
 from graphllm.ops.recurrent.gated_delta.op import gated_delta
-from graphllm.ops.recurrent.gated_delta.triton_lengths import CHUNK, CHUNKED, find_sequence
-from graphllm.ops.recurrent.slots import Slots, exporting
+from graphllm.ops.recurrent.gated_delta.triton_lengths import CHUNKED, find_sequence
+from graphllm.ops.recurrent.slots import Slots
 
 _NUMBERS = 2048  # of a state that a program has, if nothing else is chosen
 _LANES = 64  # programs that share a block's short sequences in a step with prompts
@@ -58,13 +58,12 @@ def _one_token(
 
 @triton.jit(do_not_specialize_on_alignment=["S"])
 def _delta_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, export_ptr, scale,
-    norm_eps, S, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr,
-    V_ROW: tl.constexpr, V_HEAD: tl.constexpr, G_ROW: tl.constexpr, G_HEAD: tl.constexpr,
-    BETA_ROW: tl.constexpr, BETA_HEAD: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr,
-    VERSIONS: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    K_PAD: tl.constexpr, BLOCK_V: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_S: tl.constexpr, NORM: tl.constexpr,
-    EXPORTS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr, scale, norm_eps,
+    S, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr,
+    V_HEAD: tl.constexpr, G_ROW: tl.constexpr, G_HEAD: tl.constexpr, BETA_ROW: tl.constexpr, BETA_HEAD: tl.constexpr,
+    SLOT: tl.constexpr, VERSION: tl.constexpr, VERSIONS: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr, BLOCK_V: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK_S: tl.constexpr, NORM: tl.constexpr,
     BELOW: tl.constexpr,  # sequences of as many tokens are left out, and longer ones; 0: none
     EMULATED: tl.constexpr,
 ):  # fmt: skip
@@ -101,12 +100,6 @@ def _delta_kernel(
                 )  # fmt: skip
                 tl.store(entry, after.to(state_ptr.dtype.element_ty), mask=inside)
             else:
-                border = 0
-                export = entry
-                if EXPORTS:
-                    to = tl.load(export_ptr + s)
-                    border = tl.where(to >= 0, (count - 1) // CHUNK * CHUNK, 0)
-                    export += (tl.maximum(to, 0) - tl.load(slot_ptr + s)).to(tl.int64) * SLOT
                 running = state.to(tl.float32)
                 for i in range(count):
                     running = _one_token(
@@ -117,9 +110,6 @@ def _delta_kernel(
                     if (count <= VERSIONS) | (i == count - 1):
                         written = entry + tl.minimum(i, VERSIONS - 1).to(tl.int64) * VERSION
                         tl.store(written, running.to(state_ptr.dtype.element_ty), mask=inside)
-                    if EXPORTS:  # noqa: SIM102
-                        if i + 1 == border:
-                            tl.store(export, running.to(state_ptr.dtype.element_ty), mask=inside)
         if BELOW > 0:
             place += tl.num_programs(2)
             s, _ = find_sequence(start_ptr, place, S, BELOW, "short", BLOCK_S)
@@ -160,31 +150,26 @@ def _supports(site: CallSite) -> bool:
 
 
 def _configs(site: CallSite) -> list[dict[str, int]]:
-    """Numbers of a state that a program has, and warps. chunks: whether the step has prompts, from which it exports."""
+    """Numbers of a state that a program has, and warps."""
     sizes = ((1024, 1), (2048, 4), (2048, 2), (4096, 4), (8192, 4), (4096, 2))
-    chunks = int(site.bucket.kind == "mixed")
-    return [{"numbers": numbers, "num_warps": warps, "chunks": chunks} for numbers, warps in sizes]
+    return [{"numbers": numbers, "num_warps": warps} for numbers, warps in sizes]
 
 
 @gated_delta.impl("triton", device="cuda", supports=_supports, configs=_configs, row_order=each_alone)
-@exporting
 def triton_gated_delta(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots, scale: float,
-    norm_eps: float, exports: Tensor | None = None, *, numbers: int = _NUMBERS, num_warps: int = 4, chunks: int = 1,
+    norm_eps: float, *, numbers: int = _NUMBERS, num_warps: int = 4,
 ) -> Tensor:  # fmt: skip
     """One launch, in which each token waits for the one before: good for decoding."""
     out_THV = v_THV.new_empty(v_THV.shape)
     sizes = {"numbers": numbers, "num_warps": num_warps}
-    launch_tokens(
-        q_TGK, k_TGK, v_THV, g, beta_TH, state, at, out_THV, scale, norm_eps, 0, exports if chunks else None, **sizes
-    )
+    launch_tokens(q_TGK, k_TGK, v_THV, g, beta_TH, state, at, out_THV, scale, norm_eps, **sizes)
     return out_THV
 
 
 def launch_tokens(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots,
-    out_THV: Tensor, scale: float, norm_eps: float, below: int = 0, exports: Tensor | None = None, *,
-    numbers: int = _NUMBERS, num_warps: int = 4,
+    out_THV: Tensor, scale: float, norm_eps: float, below: int = 0, *, numbers: int = _NUMBERS, num_warps: int = 4,
 ) -> None:  # fmt: skip
     """Sequences of fewer than ``below`` tokens, one token after the other; all if it is 0. numbers: of a state that a
     program has."""
@@ -195,11 +180,9 @@ def launch_tokens(
     tensors = {"Q": q_TGK, "K": k_TGK, "V": v_THV, "G": g, "BETA": beta_TH}
     launch_triton(
         _delta_kernel, ((V + block - 1) // block, H, lanes),
-        q_TGK, k_TGK, v_THV, g, beta_TH, state, out_THV, *at, at.slots if exports is None else exports, scale, norm_eps,
-        S,
+        q_TGK, k_TGK, v_THV, g, beta_TH, state, out_THV, *at, scale, norm_eps, S,
         **{f"{n}_{of}": t.stride(i) for n, t in tensors.items() for i, of in enumerate(("ROW", "HEAD"))},
         SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=versions, H=H, SHARE=H // q_TGK.shape[1], K=K, V=V,
         K_PAD=K_pad, BLOCK_V=block, CHANNELS=g.dim() == 3, NORM=norm_eps > 0, BELOW=below,
-        EXPORTS=exports is not None,
         BLOCK_S=256, EMULATED=triton.knobs.runtime.interpret, num_warps=num_warps,
     )  # fmt: skip

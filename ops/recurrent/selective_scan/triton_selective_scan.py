@@ -13,9 +13,8 @@ from graphllm.ir import CallSite, launch_triton
 from graphllm.ir.op import each_alone
 from graphllm.ops.recurrent.selective_scan.cpu import plain
 from graphllm.ops.recurrent.selective_scan.op import selective_scan
-from graphllm.ops.recurrent.slots import Slots, exporting
+from graphllm.ops.recurrent.slots import Slots
 from graphllm.ops.recurrent.triton_softplus import softplus
-from graphllm.program.schema import BORDER
 
 _ANY = 1 << 30  # tokens of a sequence
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -23,11 +22,11 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize_on_alignment=["x_row", "dt_row", "A_row", "B_row", "C_row"])
 def _scan_kernel(
-    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, state_ptr, query_start_ptr, slots_ptr, versions_ptr, exports_ptr, D_ptr,
-    dt_bias_ptr, out_ptr, x_row, dt_row, A_row, B_row, C_row,
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, state_ptr, query_start_ptr, slots_ptr, versions_ptr, D_ptr, dt_bias_ptr,
+    out_ptr, x_row, dt_row, A_row, B_row, C_row,
     D: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, SLOT: tl.constexpr, VERSION: tl.constexpr,
     VERSIONS: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, BLOCK_D: tl.constexpr,
-    MOST: tl.constexpr, EXPORTS: tl.constexpr, BORDER: tl.constexpr,
+    MOST: tl.constexpr,
 ):  # fmt: skip
     """MOST: tokens that a sequence has at most; where it is 1, nothing loops: rows are read while the state is."""
     s = tl.program_id(1)
@@ -43,13 +42,6 @@ def _scan_kernel(
         decay = tl.load(A_ptr + d[:, None] * A_row + n[None, :], mask=inside, other=0.0) * _LOG2E
         skip = tl.load(D_ptr + d, mask=is_d, other=0.0) if SKIP else tl.zeros([BLOCK_D], tl.float32)
         bias = tl.load(dt_bias_ptr + d, mask=is_d, other=0.0) if BIAS else tl.zeros([BLOCK_D], tl.float32)
-        border = 0
-        export = state_ptr
-        if EXPORTS:
-            to = tl.load(exports_ptr + s)
-            count = end - first
-            border = tl.where(to >= 0, (count - 1) // BORDER * BORDER, 0)
-            export += tl.maximum(to, 0).to(tl.int64) * SLOT
         for i in range(1 if MOST == 1 else end - first):
             t = first + i
             row = t.to(tl.int64)
@@ -63,9 +55,6 @@ def _scan_kernel(
             if (t == end - 1) | (end - first <= VERSIONS):
                 kept = entry + tl.minimum(t - first, VERSIONS - 1) * VERSION + places
                 tl.store(kept, state.to(state_ptr.dtype.element_ty), mask=inside)
-            if EXPORTS:  # noqa: SIM102
-                if i + 1 == border:
-                    tl.store(export + places, state.to(state_ptr.dtype.element_ty), mask=inside)
 
 
 def _supports(site: CallSite) -> bool:
@@ -82,7 +71,6 @@ def _configs(site: CallSite) -> list[dict[str, int]]:
 
 
 @selective_scan.impl("triton_scan", device="cuda", supports=_supports, configs=_configs, row_order=each_alone)
-@exporting
 def triton_scan(
     x_TD: Tensor,
     dt_TD: Tensor,
@@ -93,7 +81,6 @@ def triton_scan(
     at: Slots,
     D_D: Tensor | None = None,
     dt_bias_D: Tensor | None = None,
-    exports: Tensor | None = None,
     *,
     block: int = 32,
     num_warps: int = 1,
@@ -104,12 +91,11 @@ def triton_scan(
     D, N = A_DN.shape
     launch_triton(
         _scan_kernel, ((D + block - 1) // block, at.slots.shape[0]),
-        x_TD, dt_TD, A_DN, B_TN, C_TN, state, *at, at.slots if exports is None else exports,
-        A_DN if D_D is None else D_D,
+        x_TD, dt_TD, A_DN, B_TN, C_TN, state, *at, A_DN if D_D is None else D_D,
         A_DN if dt_bias_D is None else dt_bias_D, out_TD,
         *(t.stride(0) for t in (x_TD, dt_TD, A_DN, B_TN, C_TN)),
         D=D, N=N, N_PAD=max(2, triton.next_power_of_2(N)), SLOT=state.stride(0), VERSION=state.stride(1),
         VERSIONS=state.shape[1], SKIP=D_D is not None, BIAS=dt_bias_D is not None, BLOCK_D=block, MOST=most,
-        EXPORTS=exports is not None and most > 1, BORDER=BORDER, num_warps=num_warps,
+        num_warps=num_warps,
     )  # fmt: skip
     return out_TD

@@ -115,7 +115,6 @@ def triton_tiles(
 
 
 @ssd_scan.impl("triton", device="cuda", supports=_by_tokens, configs=_token_configs, row_order=each_alone)
-@exporting
 def triton_ssd_scan(
     x_THP: Tensor,
     dt_TH: Tensor,
@@ -128,7 +127,6 @@ def triton_ssd_scan(
     dt_bias_H: Tensor | None,
     dt_min: float,
     dt_max: float,
-    exports: Tensor | None,
     *,
     most: int,
     block: int,
@@ -138,7 +136,7 @@ def triton_ssd_scan(
     """The recurrence as it is written, token by token."""
     out_THP, limits = x_THP.new_empty(x_THP.shape), (dt_min, dt_max)
     launch_tokens(
-        *(x_THP, dt_TH, A_H, B_TGN, C_TGN, state, at, D_H, dt_bias_H, limits, out_THP, exports),
+        *(x_THP, dt_TH, A_H, B_TGN, C_TGN, state, at, D_H, dt_bias_H, limits, out_THP),
         most=most, block=block, num_warps=num_warps, single=single,
     )  # fmt: skip
     return out_THP

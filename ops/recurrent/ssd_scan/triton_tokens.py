@@ -12,7 +12,6 @@ from torch import Tensor
 from graphllm.ir import launch_triton
 from graphllm.ops.recurrent.slots import Slots
 from graphllm.ops.recurrent.triton_softplus import softplus
-from graphllm.program.schema import BORDER
 
 
 @triton.jit
@@ -38,11 +37,10 @@ def _one_token(
 @triton.jit
 def token_kernel(
     x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, bias_ptr, state_ptr, out_ptr, start_ptr, slot_ptr, version_ptr,
-    export_ptr, X_ROW: tl.constexpr, DT_ROW: tl.constexpr, B_ROW: tl.constexpr, C_ROW: tl.constexpr, SLOT: tl.constexpr,
+    X_ROW: tl.constexpr, DT_ROW: tl.constexpr, B_ROW: tl.constexpr, C_ROW: tl.constexpr, SLOT: tl.constexpr,
     VERSION: tl.constexpr, VERSIONS: tl.constexpr, H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
     BIAS: tl.constexpr, SKIP: tl.constexpr, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr, N_PAD: tl.constexpr,
-    BLOCK_P: tl.constexpr, MOST: tl.constexpr, SINGLE: tl.constexpr, EXPORTS: tl.constexpr, BORDER: tl.constexpr,
-    EMULATED: tl.constexpr,
+    BLOCK_P: tl.constexpr, MOST: tl.constexpr, SINGLE: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """MOST: sequences of more tokens are left to another kernel. SINGLE: whether one token goes without a loop, so that
     its rows are read while the state is."""
@@ -76,12 +74,6 @@ def token_kernel(
             )  # fmt: skip
             tl.store(entry + places, after.to(state_ptr.dtype.element_ty), mask=inside)
         else:
-            border = 0
-            export = state_ptr
-            if EXPORTS:
-                to = tl.load(export_ptr + s)
-                border = tl.where(to >= 0, (count - 1) // BORDER * BORDER, 0)
-                export += tl.maximum(to, 0).to(tl.int64) * SLOT
             running = state.to(tl.float32)
             for i in range(count):
                 running = _one_token(
@@ -91,9 +83,6 @@ def token_kernel(
                 if (count <= VERSIONS) | (i == count - 1):
                     kept = entry + tl.minimum(i, VERSIONS - 1) * VERSION + places
                     tl.store(kept, running.to(state_ptr.dtype.element_ty), mask=inside)
-                if EXPORTS:  # noqa: SIM102
-                    if i + 1 == border:
-                        tl.store(export + places, running.to(state_ptr.dtype.element_ty), mask=inside)
 
 
 def launch_tokens(
@@ -108,7 +97,6 @@ def launch_tokens(
     dt_bias_H: Tensor | None,
     limits: tuple[float, float],
     out_THP: Tensor,
-    exports: Tensor | None = None,
     *,
     most: int,
     block: int = 16,
@@ -121,11 +109,9 @@ def launch_tokens(
     launch_triton(
         token_kernel, (-(-P // block), H, at.slots.shape[0]),
         *(x_THP, dt_TH, A_H, B_TGN, C_TGN, A_H if D_H is None else D_H, A_H if dt_bias_H is None else dt_bias_H),
-        *(state, out_THP, *at, at.slots if exports is None else exports),
-        X_ROW=x_THP.stride(0), DT_ROW=dt_TH.stride(0), B_ROW=B_TGN.stride(0), C_ROW=C_TGN.stride(0),
-        SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=state.shape[1], H=H, P=P, G=G, N=N,
-        BIAS=dt_bias_H is not None, SKIP=D_H is not None, DT_MIN=limits[0], DT_MAX=limits[1],
+        *(state, out_THP, *at), X_ROW=x_THP.stride(0), DT_ROW=dt_TH.stride(0), B_ROW=B_TGN.stride(0),
+        C_ROW=C_TGN.stride(0), SLOT=state.stride(0), VERSION=state.stride(1), VERSIONS=state.shape[1], H=H, P=P, G=G,
+        N=N, BIAS=dt_bias_H is not None, SKIP=D_H is not None, DT_MIN=limits[0], DT_MAX=limits[1],
         N_PAD=triton.next_power_of_2(N), BLOCK_P=block, MOST=most, SINGLE=single,
-        EXPORTS=exports is not None and most > 1, BORDER=BORDER,
         EMULATED=triton.knobs.runtime.interpret, num_warps=num_warps,
     )  # fmt: skip
