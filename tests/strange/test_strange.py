@@ -429,7 +429,7 @@ def test_trees_that_a_model_cannot_verify(tmp_path: Path) -> None:
     """A tree needs keys and values that can be moved, and a branch something that drafts it."""
     for feature, told in (
         ("recurrent", "speculative_token_tree: the model has recurrent states, which are rolled back"),
-        ("latent", "speculative_token_tree: the model keeps '(latent|scale)', not keys and values only"),
+        ("latent", "speculative_token_tree: the model keeps '(latent|scale)', and not only keys and values or latents"),
         ("window", "speculative_token_tree: drafts of a tree come from a draft model; give one"),
     ):
         folder = Strange([feature], tmp_path / feature).folder
