@@ -46,15 +46,37 @@ def _tile(tiles_ptr, i, count, ROWS: gl.constexpr, GATED: gl.constexpr):
     return gl.load(tile), first, gl.load(tile + 1), gl.load(tile + 2)
 
 
+@triton.constexpr_function
+def _prefetch(size):
+    """PTX: brings ``size`` bytes from $1 on to the second-level cache, where $2 is not 0."""
+    return f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], {size}; mov.b32 $0, 0; }}"
+
+
+@gluon.jit
+def _bring_near(weight_ptr, expert, first, step, ROWS: gl.constexpr, K: gl.constexpr, N: gl.constexpr,
+                GATED: gl.constexpr, STEPS: gl.constexpr):  # fmt: skip
+    """STEPS steps of the rows of a tile of weights, into the second-level cache."""
+    r = gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([2], [32], [4], [0]))
+    row = expert * ROWS + first + r
+    if GATED:
+        row = expert * ROWS + first + r // 128 * 64 + r // 64 % 2 * (ROWS // 2) + r % 64
+    at = row.to(gl.int64) * K + step * BLOCK_K
+    there = at + STEPS * BLOCK_K <= N * ROWS * K
+    gl.inline_asm_elementwise(
+        _prefetch(STEPS * BLOCK_K * 2), "=r,l,r", [weight_ptr + at, there.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @gluon.jit
 def _bring_tiles(
     bring, X_ROW: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr, A: gl.constexpr, FIRST: gl.constexpr,
-    COPIED: gl.constexpr, GATED: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    COPIED: gl.constexpr, GATED: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, N: gl.constexpr,
+    AHEAD: gl.constexpr, NEAR: gl.constexpr,
 ):  # fmt: skip
     """What the warps that fill shared memory do, as far ahead as there is room. With a gate 64 rows of it and of up by
     turns, so that each half of a tile has what belongs together."""
     PART: gl.constexpr = 64 if GATED else BLOCK_N
-    x_smem, w_smem, full, free, order_ptr, tiles_ptr, count, x_ptr, weights, rows = bring
+    x_smem, w_smem, full, free, order_ptr, tiles_ptr, count, x_ptr, weights, rows, weight_ptr = bring
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout)).expand_dims(0)
     t = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, layout))
@@ -72,6 +94,13 @@ def _bring_tiles(
         for step in range(K // BLOCK_K):
             stage = n % STAGES
             arrived = full.index(stage)
+            if AHEAD and step % NEAR == 0:
+                if step + AHEAD < K // BLOCK_K:
+                    _bring_near(weight_ptr, expert, first, step + AHEAD, ROWS, K, N, GATED, NEAR)
+                elif i + gl.num_programs(0) < count:
+                    then = step + AHEAD - (K // BLOCK_K + NEAR - 1) // NEAR * NEAR
+                    if then < K // BLOCK_K:
+                        _bring_near(weight_ptr, following[0], following[1], then, ROWS, K, N, GATED, NEAR)
             mbarrier.wait(free.index(stage), ((n // STAGES) & 1) ^ 1)
             if COPIED:
                 mbarrier.expect(arrived, BLOCK_N * BLOCK_K * 2)
@@ -253,7 +282,7 @@ def hopper_sorted_kernel(
     COPIED: gl.constexpr,  # rows of x come by copies of the threads, not by the TMA unit, which gathers none
     GATED: gl.constexpr, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, TILES: gl.constexpr, COUNTS: gl.constexpr,
     TOKENS: gl.constexpr,  # blocks of a tile: 1, 2 or 3
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr, NEAR: gl.constexpr,
 ):  # fmt: skip
     # In this order: see the kernel of `gluon_product`, which writes descriptors before it waits.
     gl.inline_asm_elementwise(
@@ -281,12 +310,12 @@ def hopper_sorted_kernel(
     hopper.fence_async_shared()
     count = gl.load(tiles_ptr + TILES * 3) * ((ROWS + BLOCK_N - 1) // BLOCK_N)
     work = (x_smem, w_smem, full, free, order_ptr, tiles_ptr, count, bias_ptr, scale_ptr, out_ptr)
-    bring = (x_smem, w_smem, full, free, order_ptr, tiles_ptr, count, x_ptr, weights, rows)
+    bring = (x_smem, w_smem, full, free, order_ptr, tiles_ptr, count, x_ptr, weights, rows, weight_ptr)
     gl.warp_specialize(
         [
             (_multiply, (work, ROWS, K, FIRST, COPIED, GATED, BIAS, ACTIVATION, LIMIT, TOKENS, STAGES, 0)),
             (_multiply, (work, ROWS, K, FIRST, COPIED, GATED, BIAS, ACTIVATION, LIMIT, TOKENS, STAGES, 1)),
-            (_bring_tiles, (bring, X_ROW, ROWS, K, A, FIRST, COPIED, GATED, TOKENS, STAGES)),
+            (_bring_tiles, (bring, X_ROW, ROWS, K, A, FIRST, COPIED, GATED, TOKENS, STAGES, N, AHEAD, NEAR)),
         ],
         [4, 4],  # warps of the second group and of what fills shared memory
         [224, 56],  # registers of their threads; the first group has as many as the second one
@@ -348,6 +377,6 @@ def gluon_sorted(x_TD: Tensor, experts: Experts, route: Route, residual: Residua
             N=N, A=A, BIAS=bias is not None, FIRST=i == 0, COPIED=i == 0 or bool(config.get("copied")),
             GATED=i == 0 and experts.parts == 2, ACTIVATION=experts.activation, LIMIT=experts.limit,
             TILES=config["tiles"], COUNTS=0 if cleared is None else cleared.shape[0], TOKENS=config["tokens"],
-            STAGES=config["stages"],
+            STAGES=config["stages"], AHEAD=config.get("ahead", 0), NEAR=config.get("near", 4),
         )  # fmt: skip
     return added(y_PD, experts_TA, residual)
