@@ -113,6 +113,13 @@ def _views(v: dict[str, Tensor]) -> tuple[Tensor, ...]:
     )  # fmt: skip
 
 
+def _empty(v: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """Rows of nothing, beside and before rows of one number."""
+    x = v["x"]
+    more, twice = torch.arange(8, 9).expand(x.shape[0], -1), x[:, :1] * 2
+    return torch.cat([x[:, :2] + 1, twice, x.new_ones(x.shape[0], 0)], 1), torch.cat([x[:, :2].long(), more], 1)
+
+
 def _wide(v: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """Rows longer than a block, with and without a sum."""
     logits = v["x"] @ v["table"]
@@ -125,6 +132,7 @@ LOOPS: dict[str, tuple[graphs.Function, dict[str, TensorSpec]]] = {
     "normed": (_normed, {"w": dense("float32", 8)}),
     "functions": (_functions, {}),
     "edges": (_edges, {}),
+    "empty": (_empty, {}),
     "integers": (_integers, {"i": dense("int32", "T")}),
     "taken": (_taken, {"i": dense("int32", "T"), "few": dense("int64", 3)}),
     "sums": (_sums, {"q": dense("float32", "T", 48)}),

@@ -73,9 +73,9 @@ def moe_route(logits_TN: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     if routing.width > k:
         weights, chosen = moe_route.reference(logits_TN, routing._replace(shared=0, share_T1=None))
         T, N = logits_TN.shape
-        more = [chosen.new_full((T, 1), N + i) for i in range(routing.width - k)]
+        more = torch.arange(N, N + routing.width - k, dtype=chosen.dtype, device=chosen.device).expand(T, -1)
         shares = [] if share_T1 is None else [torch.sigmoid(share_T1.to(weights.dtype))]
-        return torch.cat([weights, weights.new_ones(T, shared), *shares], 1), torch.cat([chosen, *more], 1)
+        return torch.cat([weights, weights.new_ones(T, shared), *shares], 1), torch.cat([chosen, more], 1)
     if scoring == "sparsemixer":
         return _sparsemixer(logits, k, jitter, scale)
     scores = torch.softmax(logits, -1) if scoring == "softmax" else torch.sigmoid(logits)

@@ -42,7 +42,8 @@ class Steps:
         for number in range(len(self.all) - 1, self._open - 1, -1):
             loop = self.all[number]
             assert isinstance(loop, Loop)
-            fits = loop.rows == tuple(rows) and (inner == 1 or loop.inner in (None, inner)) and not loop.full
+            some = 0 not in (inner, loop.inner)  # over rows of nothing, what has one number a row would not run either
+            fits = loop.rows == tuple(rows) and some and (inner == 1 or loop.inner in (None, inner)) and not loop.full
             here = all(self._writers.get(a.root, -1) < number or a in loop.held for a in wanted)
             if fits and here and all(self._writers.get(root, -1) < number for root in anywhere):
                 if inner != 1:
