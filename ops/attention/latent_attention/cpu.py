@@ -37,12 +37,13 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-def _remedy(site: CallSite) -> str:
+def remedy(site: CallSite) -> str:
+    """What a user can do about dtypes that no kernel over latents takes."""
     dtype = str(site.args["latent_TL"].dtype).removeprefix("torch.")
     return f"dtype {dtype}: no attention over latents for a CPU takes it; use bfloat16 or float32"
 
 
-@latent_attention.impl("cpu", device="cpu", supports=_supports, configs=by_site, row_order=each_alone, remedy=_remedy)
+@latent_attention.impl("cpu", device="cpu", supports=_supports, configs=by_site, row_order=each_alone, remedy=remedy)
 def cpu_latent_attention(
     rows: LatentRows,
     up: UpProjections,

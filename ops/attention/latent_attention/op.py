@@ -134,7 +134,10 @@ def latent_attention(
 
 
 @latent_attention.fake
-def _(q_nope_THN: Tensor, q_rope_THR: Tensor, latent_TL: Tensor, k_rope_TR: Tensor, up: UpProjections) -> Tensor:
+def result_of(
+    q_nope_THN: Tensor, q_rope_THR: Tensor, latent_TL: Tensor, k_rope_TR: Tensor, up: UpProjections
+) -> Tensor:
+    """Room for the result of attention over latents, [T, H, V]. Raises RuntimeError for sizes that do not fit."""
     (T, H, N), V, L = q_nope_THN.shape, up.v_up_HVL.shape[1], latent_TL.shape[1]
     torch._check(up.k_up_HNL.shape == (H, N, L), lambda: f"k_up_HNL is {up.k_up_HNL.shape} for {H} heads of {N}")
     torch._check(up.v_up_HVL.shape == (H, V, L), lambda: f"v_up_HVL is {up.v_up_HVL.shape} for {H} heads")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from graphllm.ir.op import CallSite, by_site, each_alone
 from graphllm.ops.attention.cpu_kernels import kernels_of
+from graphllm.ops.attention.latent_attention.cpu import remedy
 from graphllm.ops.attention.latent_attention.operands import LatentRows, PagedLatents, UpProjections
 from graphllm.ops.attention.sparse_latent_attention.op import sparse_latent_attention
 
@@ -37,13 +38,8 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-def _remedy(site: CallSite) -> str:
-    dtype = str(site.args["latent_TL"].dtype).removeprefix("torch.")
-    return f"dtype {dtype}: no attention over latents for a CPU takes it; use bfloat16 or float32"
-
-
 @sparse_latent_attention.impl(
-    "cpu", device="cpu", supports=_supports, configs=by_site, row_order=each_alone, remedy=_remedy
+    "cpu", device="cpu", supports=_supports, configs=by_site, row_order=each_alone, remedy=remedy
 )
 def cpu_sparse_latent_attention(
     rows: LatentRows, up: UpProjections, paged: PagedLatents, chosen_TK: Tensor, scale: float, *,

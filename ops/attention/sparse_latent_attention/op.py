@@ -7,7 +7,7 @@ from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
 from graphllm.ops.attention.latent_attention import LatentRows, PagedLatents, UpProjections
-from graphllm.ops.attention.latent_attention.op import load, store
+from graphllm.ops.attention.latent_attention.op import load, result_of, store
 
 
 def _cost(rows: LatentRows, up: UpProjections, paged: PagedLatents, chosen_TK: Tensor) -> Cost:
@@ -63,10 +63,4 @@ def sparse_latent_attention(
     return out_THV
 
 
-@sparse_latent_attention.fake
-def _(q_nope_THN: Tensor, q_rope_THR: Tensor, latent_TL: Tensor, k_rope_TR: Tensor, up: UpProjections) -> Tensor:
-    (T, H, N), V, L = q_nope_THN.shape, up.v_up_HVL.shape[1], latent_TL.shape[1]
-    torch._check(up.k_up_HNL.shape == (H, N, L), lambda: f"k_up_HNL is {up.k_up_HNL.shape} for {H} heads of {N}")
-    torch._check(up.v_up_HVL.shape == (H, V, L), lambda: f"v_up_HVL is {up.v_up_HVL.shape} for {H} heads")
-    torch._check(q_rope_THR.shape[2] == k_rope_TR.shape[1], lambda: "queries and keys rotate different numbers")
-    return q_nope_THN.new_empty(T, H, V)
+sparse_latent_attention.fake(result_of)
