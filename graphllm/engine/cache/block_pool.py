@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from graphllm.engine.cache.pool_observer import PoolObserver
+
 Key = tuple[int, bytes]  # cache group, digest of the tokens up to the block's end
 
 
@@ -18,10 +20,11 @@ class BlockPool:
 
     num_blocks: blocks, with block 0, which is never given out.
     caching: whether contents are remembered.
+    observers: hear what can be found, and what no more.
     """
 
     def __init__(self, num_blocks: int, caching: bool) -> None:
-        self.caching = caching
+        self.caching, self.observers = caching, list[PoolObserver]()
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self.references = [0] * num_blocks
         self._key_of: list[Key | None] = [None] * num_blocks
@@ -85,17 +88,22 @@ class BlockPool:
         if self._key_of[block] is None and key not in self._cached:
             self._cached[key] = block
             self._key_of[block] = key
+            for observer in self.observers:
+                observer.stored(block, key)
 
     def _forget(self, block: int) -> None:
         key = self._key_of[block]
         if key is not None:
             del self._cached[key]
             self._key_of[block] = None
+            for observer in self.observers:
+                observer.evicted(block, key)
 
     def reset_cache(self) -> bool:
         """Forget all contents; False, and nothing done, while any block is held."""
         if len(self._free) != len(self.references) - 1:
             return False
-        for block in list(self._cached.values()):
-            self._forget(block)
+        self._cached, self._key_of = {}, [None] * len(self.references)
+        for observer in self.observers:
+            observer.cleared()
         return True

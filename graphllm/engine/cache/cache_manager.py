@@ -66,8 +66,8 @@ class CacheManager:
         self.states = SlotStates()
         if layout.recurrent:
             self.states = RecurrentStates(layout, self.boundary, snapshot_interval, caching, self.hasher, max_num_seqs)
-        self._retentions: list[Retained] = [*self.groups, *self.states.pools]
-        self.caching = caching and bool(self._retentions) and self.states.cacheable
+        self.retentions: list[Retained] = [*self.groups, *self.states.pools]
+        self.caching = caching and bool(self.retentions) and self.states.cacheable
         # All by slot. reach: tokens that have blocks, -1 where the slot must first get a block of its own. _release_at:
         # position after which a window frees a block. _stored: tokens in findable blocks. _store_at: tokens at which
         # the next blocks become findable.
@@ -100,7 +100,7 @@ class CacheManager:
 
     def find(self, digests: list[bytes], end: int) -> Hit | None:
         """The longest prefix that is cached, of at most ``end`` tokens. digests: of its blocks."""
-        end, found = cached(self._retentions, digests, end, self.block_size, self.boundary)
+        end, found = cached(self.retentions, digests, end, self.block_size, self.boundary)
         if not end:
             return None
         blocks = []
