@@ -22,6 +22,7 @@ from graphllm.config.engine import (
     ModelConfig,
     Peers,
     SchedulerConfig,
+    SleepConfig,
 )
 from graphllm.config.env import Env
 from graphllm.config.errors import ConfigError
@@ -47,6 +48,7 @@ __all__ = [
     "Peers",
     "Quantization",
     "SchedulerConfig",
+    "SleepConfig",
     "Setting",
     "SpeculationConfig",
     "Target",
