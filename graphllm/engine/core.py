@@ -30,6 +30,7 @@ from graphllm.engine.parts.lockstep import Lockstep
 from graphllm.engine.parts.logits_processors import LogitsProcessors
 from graphllm.engine.parts.logprobs import Logprobs
 from graphllm.engine.parts.part import NOTHING_MORE, CoreSetup, Moments, Part, PartContext, make_parts
+from graphllm.engine.parts.sleep import Sleep
 from graphllm.engine.parts.snapshots import Snapshots
 from graphllm.engine.parts.takeover import Takeover
 from graphllm.engine.parts.vectors import Vectors
@@ -53,7 +54,8 @@ if TYPE_CHECKING:
     from graphllm.runtime.step_handle import StepResult
 
 PARTS: tuple[type[Part], ...] = (
-    Drafts, Grammars, LogitsProcessors, Logprobs, Adapters, Items, Snapshots, Vectors, Experts, Lockstep, Takeover,
+    Sleep, Drafts, Grammars, LogitsProcessors, Logprobs, Adapters, Items, Snapshots, Vectors, Experts, Lockstep,
+    Takeover,
 )  # fmt: skip
 _Kind = TypeVar("_Kind", bound=Part)
 

@@ -21,7 +21,6 @@ UNSERVED: Mapping[str, str] = {
          "/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version",
          "/weight_info", "/weight_checker", "/get_world_size"), _WEIGHTS),
     **dict.fromkeys(("/pause", "/resume", "/is_paused"), _PAUSE),
-    "/release_kv_cache_memory": "sleep, then wake up the weights alone: /sleep?level=1 and /wake_up?tags=weights",
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime", "/reset_mm_cache",
                      "/reset_encoder_cache"), _SOUND),
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _LORA),

@@ -291,6 +291,8 @@ class CoreStats(msgspec.Struct):
     adapters_running, adapters_waiting: adapters of requests with and without a slot, by name.
     token_vector_bytes: bytes of kept vectors.
     token_vector_hits: prompts that had their vectors from there.
+    paused: requests are held back, see `graphllm.engine.parts.sleep`.
+    sleep_level: of a core that has given memory back; 0 otherwise.
     """
 
     started: float = 0.0
@@ -321,6 +323,8 @@ class CoreStats(msgspec.Struct):
     adapters_waiting: list[str] = []
     token_vector_bytes: int = 0
     token_vector_hits: int = 0
+    paused: bool = False
+    sleep_level: int = 0
 
     # vLLM's names, which loggers written for it read.
     num_running_reqs = property(lambda self: self.running)

@@ -11,9 +11,9 @@ import torch
 
 from graphllm.config import CoreConfig, Peers
 from graphllm.engine.experts.lockstep import CoreWaves
+from graphllm.loading.core.loaders.sleeping import let_sleep, parameters, sleep_memory
 from graphllm.loading.core.place import RankPlace, rank_place, stage_memory
 from graphllm.loading.core.rank_device import begin_weights, free_memory, rank_device, rank_threads
-from graphllm.loading.core.sleeping import let_sleep, parameters, sleep_memory
 from graphllm.loading.core.stored_weights import StoredWeights
 from graphllm.loading.memory import CacheCounts, cache_counts
 from graphllm.program.artifact import Artifact

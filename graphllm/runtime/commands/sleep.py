@@ -1,4 +1,4 @@
-"""The commands by which every rank gives memory back and takes it again (`graphllm.runtime.memory.sleeping`)."""
+"""The commands by which every rank gives memory back and takes it again (`graphllm.runtime.sleeping.rank_sleep`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from graphllm.config import ConfigError
 from graphllm.runtime.commands.command import Answered, Device, Query
-from graphllm.runtime.memory.sleeping import DROPPED, KEY, RankSleep
+from graphllm.runtime.sleeping.rank_sleep import DROPPED, KEY, RankSleep
 
 
 class FallAsleep(Query):
@@ -55,4 +55,6 @@ def _answer(device: Device, work: Callable[[RankSleep], list[str] | None]) -> An
     try:
         return Answered(work(_of(device)))
     except Exception as failure:
-        return Answered(error=str(failure) if isinstance(failure, ConfigError) else f"{type(failure).__name__}: {failure}")
+        return Answered(
+            error=str(failure) if isinstance(failure, ConfigError) else f"{type(failure).__name__}: {failure}"
+        )

@@ -51,8 +51,8 @@ def random_weights(
         noise.seed(seed, e.name, rank if _is_divided(e.expr) else None)
         encoded = list(_encoded(e.expr, tensor))
         if encoded:
-            for part, into in encoded:
-                matrices.setdefault((part.encoding, part.matrix), {})[part.part] = into
+            for part, target in encoded:
+                matrices.setdefault((part.encoding, part.matrix), {})[part.part] = target
         elif len(e.shape) == 1 and "norm" in e.name and "bias" not in e.name:
             tensor.fill_(1.0)
         else:

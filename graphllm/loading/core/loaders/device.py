@@ -6,8 +6,8 @@ from __future__ import annotations
 from graphllm.engine.core import EngineCore
 from graphllm.loading.core.core_start import CoreStart
 from graphllm.loading.core.loaders.make_core import make_core
+from graphllm.loading.core.loaders.sleeping import let_sleep, parameters, sleep_memory
 from graphllm.loading.core.rank_device import begin_weights, free_memory, rank_device, rank_threads
-from graphllm.loading.core.sleeping import let_sleep, parameters, sleep_memory
 from graphllm.loading.memory import cache_counts
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.stream import alone as single_threaded

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from graphllm.engine.core import EngineCore
 from graphllm.loading.core.core_start import CoreStart
 from graphllm.loading.core.loaders.make_core import make_core
-from graphllm.loading.core.sleeping import let_sleep
+from graphllm.loading.core.loaders.sleeping import let_sleep
 from graphllm.loading.core.stored_weights import StoredWeights
 from graphllm.program.program import Program
 from graphllm.runtime.executor import Executor

@@ -15,13 +15,13 @@ from graphllm.loading.core.stored_weights import StoredWeights
 from graphllm.program.baked_table import check
 from graphllm.program.stages import stage_reads
 from graphllm.runtime.executor import Executor
-from graphllm.runtime.memory.cpu_sleep_memory import CpuSleepMemory
-from graphllm.runtime.memory.sleeping import KEY, RankSleep, SleepMemory
+from graphllm.runtime.sleeping.cpu_memory import CpuSleepMemory
+from graphllm.runtime.sleeping.rank_sleep import KEY, RankSleep, SleepMemory
 
 if TYPE_CHECKING:
     import torch
 
-    from graphllm.runtime.cuda.sleep_memory import CudaSleepMemory
+    from graphllm.runtime.sleeping.cuda_memory import CudaSleepMemory
 
 _MOVED = "enable_eplb has moved experts since the weights were read"
 
@@ -30,7 +30,7 @@ def sleep_memory(config: CoreConfig, device: torch.device, place: RankPlace) -> 
     """The memory of a GPU that sleeps; None where it does not, and on a CPU, whose memory is as any other."""
     if not config.sleep.enable_sleep_mode or device.type != "cuda":
         return None
-    from graphllm.runtime.cuda.sleep_memory import CudaSleepMemory
+    from graphllm.runtime.sleeping.cuda_memory import CudaSleepMemory
 
     # Libraries keep hold of what they have once sent to other ranks.
     return CudaSleepMemory(device, CudaDriver(), shares=place.degree > 1 or config.peers is not None)

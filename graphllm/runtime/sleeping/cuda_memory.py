@@ -15,10 +15,10 @@ import torch
 
 from graphllm.config import ConfigError
 from graphllm.host.cuda_driver import CudaDriver, CudaError
-from graphllm.runtime.cuda.host_copy import HostCopy
 from graphllm.runtime.cuda.virtual_memory import Region, VirtualMemory
-from graphllm.runtime.memory.sleeping import CACHE, KEPT, WEIGHTS
 from graphllm.runtime.memory.torch_memory import TorchMemory
+from graphllm.runtime.sleeping.host_copy import HostCopy
+from graphllm.runtime.sleeping.rank_sleep import CACHE, KEPT, WEIGHTS
 
 _ALIGN = 512  # bytes, as torch aligns what it allocates on a GPU
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: a stream that does not wait for the others

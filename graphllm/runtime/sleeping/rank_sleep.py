@@ -1,8 +1,7 @@
 """One rank's sleep: which of its memory is given back, and how it comes back. The addresses stay.
 
 What is bound to the memory, as programs and captured graphs, stays valid: only what lies under the addresses goes.
-`SleepMemory` is the device's side, for a CPU in `cpu_sleep_memory.py` and for a GPU in
-`graphllm/runtime/cuda/sleep_memory.py`. No torch in here.
+`SleepMemory` is the device's side, for a CPU in `cpu_memory.py` and for a GPU in `cuda_memory.py`. No torch in here.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from graphllm.config import ConfigError
 from graphllm.host.hugepages import give_back
 from graphllm.host.machine import available_memory
 from graphllm.runtime.memory.memory import Array
-from graphllm.runtime.memory.sleeping import CACHE, DROPPED, WEIGHTS
 from graphllm.runtime.memory.states import States
+from graphllm.runtime.sleeping.rank_sleep import CACHE, DROPPED
 
 
 class CpuSleepMemory:
