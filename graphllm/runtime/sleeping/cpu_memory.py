@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from graphllm.config import ConfigError
 from graphllm.host.hugepages import give_back
 from graphllm.host.machine import available_memory
+from graphllm.program.baked_table import PAGE
 from graphllm.runtime.memory.memory import Array
 from graphllm.runtime.memory.states import States
-from graphllm.runtime.sleeping.rank_sleep import CACHE, DROPPED
+from graphllm.runtime.sleeping.rank_sleep import CACHE, DROPPED, WEIGHTS
 
 
 class CpuSleepMemory:
@@ -38,24 +39,31 @@ class CpuSleepMemory:
     def unmap(self, tag: str, level: int) -> None:
         if tag == CACHE:
             self._states.hold(True)
-            for start, nbytes in _places([*self._states.memories, self._scratch()]):
-                give_back(start, nbytes)
-        elif level == DROPPED or self._is_file:
-            for start, nbytes in self._weights:
-                give_back(start, nbytes)
+        for start, nbytes in self._lent(tag, level):
+            # In a file each parameter begins a page, and what follows it there is nobody's.
+            is_file = tag == WEIGHTS and self._is_file
+            give_back(start, -(-nbytes // PAGE) * PAGE if is_file else nbytes)
 
-    def map(self, tag: str) -> None:
+    def map(self, tag: str, level: int) -> None:
+        if tag == WEIGHTS and self._is_file:
+            return
+        needed, left = sum(nbytes for _, nbytes in self._lent(tag, level)), available_memory()
+        if needed > left:
+            raise ConfigError(
+                f"memory: {tag} takes {needed / 1e9:.1f} GB, there are {left / 1e9:.1f} GB left; free some, then wake "
+                "up again"
+            )
         if tag == CACHE:
             self._states.hold(False)
-        elif not self._is_file:
-            needed, left = sum(nbytes for _, nbytes in self._weights), available_memory()
-            if needed > left:
-                raise ConfigError(
-                    f"memory: the weights take {needed / 1e9:.1f} GB, there are {left / 1e9:.1f} GB left; free some"
-                )
 
     def finish(self) -> None:
         """Nothing was saved."""
+
+    def _lent(self, tag: str, level: int) -> Iterable[tuple[int, int]]:
+        """Addresses and bytes of what is given back."""
+        if tag == CACHE:
+            return _places([*self._states.memories, self._scratch()])
+        return self._weights if level == DROPPED or self._is_file else ()
 
 
 def _places(arrays: Iterable[Array]) -> Iterator[tuple[int, int]]:

@@ -113,7 +113,7 @@ class CudaSleepMemory(TorchMemory):
             if region.tag == tag:
                 region.unmap()
 
-    def map(self, tag: str) -> None:
+    def map(self, tag: str, level: int) -> None:
         for region in self._virtual.regions:
             if region.tag != tag:
                 continue
@@ -122,7 +122,8 @@ class CudaSleepMemory(TorchMemory):
                     self._fill(region, address, nbytes)
             except CudaError as failure:
                 raise ConfigError(
-                    f"memory: the GPU has no {region.nbytes / 1e9:.1f} GB left for {tag} ({failure}); free some of it"
+                    f"memory: the GPU has no {region.nbytes / 1e9:.1f} GB left for {tag} ({failure}); free some, then "
+                    "wake up again"
                 ) from failure
 
     def finish(self) -> None:

@@ -25,7 +25,7 @@ class SleepMemory(Protocol):
     def unmap(self, tag: str, level: int) -> None:
         """Give memory back. What is given back already is passed over."""
 
-    def map(self, tag: str) -> None:
+    def map(self, tag: str, level: int) -> None:
         """Have memory again: what was saved, and zeros elsewhere. It is still being filled. Raises where the device
         has no room; then some of it may be there, and `unmap` must follow."""
 
@@ -63,7 +63,7 @@ class RankSleep:
         found = [tag for tag in TAGS if tag in tags and tag in self.asleep]
         try:
             for tag in found:
-                self._memory.map(tag)
+                self._memory.map(tag, self.level)
             self._memory.finish()
             if WEIGHTS in found and self.level == DROPPED:
                 self._reload()
