@@ -81,6 +81,9 @@ class CudaSleepMemory(TorchMemory):
             region = self._virtual.region(max(1, nbytes), tag)
         except CudaError as failure:
             raise RuntimeError(f"{nbytes / 1e9:.1f} GB: {failure}") from failure
+        return self._tensor(region)
+
+    def _tensor(self, region: Region) -> torch.Tensor:
         return torch.as_tensor(region, device=self.device)
 
     # SleepMemory
