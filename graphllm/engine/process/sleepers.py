@@ -60,7 +60,7 @@ async def sleep(cores: Sequence[Ask], level: object = 1, mode: object = "abort")
     try:
         await _all(cores, SleepOrder(0, "pause", mode=how))
         await _all(cores, SleepOrder(0, "sleep", level=found, tags=tags), undo="wake")
-    except (ConfigError, SleepError):
+    except BaseException:
         await _all(cores, SleepOrder(0, "resume"), quietly=True)
         raise
 
