@@ -75,7 +75,7 @@ ROOMS = {
         ("requests",),
         ("cache", "metrics"),
         ("process", "schedule"),
-        ("structured", "vectors"),
+        ("events", "structured", "vectors"),
         ("step",),
         ("parts",),
         ("core",),

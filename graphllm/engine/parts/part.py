@@ -48,6 +48,7 @@ class CoreSetup:
     balancer: says which experts move; None where they do not.
     waves: of the cores that step together with this one; None for a single core.
     successor: waits for better programs; None where the engine keeps what it has.
+    rank: number of this core among those of the engine.
     """
 
     grammars: GrammarCompilers | None = None
@@ -57,6 +58,7 @@ class CoreSetup:
     balancer: ExpertBalancer | None = None
     waves: CoreWaves | None = None
     successor: Successor | None = None
+    rank: int = 0
 
 
 NOTHING_MORE = CoreSetup()

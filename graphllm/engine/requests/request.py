@@ -291,6 +291,9 @@ class CoreStats(msgspec.Struct):
     adapters_running, adapters_waiting: adapters of requests with and without a slot, by name.
     token_vector_bytes: bytes of kept vectors.
     token_vector_hits: prompts that had their vectors from there.
+    kv_event_batches: batches of events of the cache.
+    kv_event_batches_dropped: how many of them found no room in the publisher's queue.
+    kv_events: where a core publishes them, as `KVEventsConfig` has it; empty where it does not, and of several cores.
     """
 
     started: float = 0.0
@@ -321,6 +324,9 @@ class CoreStats(msgspec.Struct):
     adapters_waiting: list[str] = []
     token_vector_bytes: int = 0
     token_vector_hits: int = 0
+    kv_event_batches: int = 0
+    kv_event_batches_dropped: int = 0
+    kv_events: dict[str, Any] = {}
 
     # vLLM's names, which loggers written for it read.
     num_running_reqs = property(lambda self: self.running)

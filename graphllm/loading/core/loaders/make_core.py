@@ -63,6 +63,7 @@ def make_core(start: CoreStart, executor: Executor, waves: CoreWaves | None = No
         balancer=None if executor.experts is None else ExpertBalancer(executor.experts, config.parallel),
         waves=waves,
         successor=_successor(start, executor),
+        rank=config.parallel.data_parallel_rank or 0,
     )
     return EngineCore(
         executor,
