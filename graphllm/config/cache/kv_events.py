@@ -60,10 +60,10 @@ class KVEventsConfig:
                 raise ConfigError(f"{_NAME}.publisher is {value!r:.80}: use zmq or null")
             elif name.endswith("endpoint"):
                 _check_endpoint(name, value)
-        if values.get("replay_endpoint") == values.get("endpoint", cls.endpoint):
+        replay = values.get("replay_endpoint", "")
+        if replay == values.get("endpoint", cls.endpoint) and not replay.endswith(":0"):
             raise ConfigError(
-                f"{_NAME}.replay_endpoint is {values['replay_endpoint']!r:.80}: events are published there; give "
-                "another port"
+                f"{_NAME}.replay_endpoint is {replay!r:.80}: events are published there; give another port"
             )
         values.setdefault("publisher", "zmq" if values.get("enable_kv_cache_events") else "null")
         return cls(**values)

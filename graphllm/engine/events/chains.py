@@ -36,7 +36,7 @@ class Chains:
             self._searched[state.slot] = self._scheduler.cache.stored[state.slot] // self.block_size
 
     def find(self, wanted: set[bytes], plan: SchedulerOutput | None) -> dict[bytes, Place]:
-        """The places of digests, as far as anybody has them. plan: of the step whose result was just taken, if any."""
+        """The places of digests, as far as there are any. plan: of the step whose result was just taken, if any."""
         search = _Search(wanted)
         if plan is not None:
             self._of_step(search, plan)

@@ -59,8 +59,7 @@ class EventLog:
     def __init__(self, chains: Chains, units: Sequence[int]) -> None:
         self._chains, self._units = chains, units
         self._entries: list[_Happened] = []
-        self._wanted: set[bytes] = set()  # stored, and not found in a sequence yet
-        self._places: dict[bytes, Place] = {}
+        self._wanted: set[bytes] = set()  # of what was stored
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -69,20 +68,14 @@ class EventLog:
         """Hear of a pool. first: number that events have for its group 0."""
         pool.observers.append(_Listener(self._entries, self._wanted, first))
 
-    def find(self, plan: SchedulerOutput | None) -> None:
-        """Find out which tokens were stored, while those who have them are known. plan: of the step whose result is
-        taken; None: blocks were stored as a step was planned."""
-        if self._wanted:
-            self._places |= self._chains.find(self._wanted, plan)
-            self._wanted.clear()
-
-    def take(self) -> list[Record]:
-        """The records of what happened."""
-        self.find(None)
+    def take(self, plan: SchedulerOutput | None) -> list[Record]:
+        """The records of what happened. plan: of the step whose result was just taken, if any."""
+        places = self._chains.find(self._wanted, plan) if self._wanted else {}
+        self._wanted.clear()
         records: list[Record] = []
         run: _Run | None = None
         for stored, group, digest, medium in self._entries:
-            place = self._places.get(digest) if stored and medium == GPU and digest is not None else None
+            place = places.get(digest) if stored and medium == GPU and digest is not None else None
             if run is not None and (place is None or not run.goes_on(group, place)):
                 records.append(self._record(run))
                 run = None
@@ -100,7 +93,6 @@ class EventLog:
         if run is not None:
             records.append(self._record(run))
         self._entries.clear()
-        self._places.clear()
         return records
 
     def _record(self, run: _Run) -> Stored:

@@ -146,7 +146,8 @@ def _open(opened: zmq.Socket[bytes], name: str, endpoint: str, bind: bool) -> st
         opened.bind(endpoint)
     except zmq.ZMQError as problem:
         raise ConfigError(
-            f"kv_events_config.{name} is {endpoint!r:.80}: {problem.strerror}; give an address that is free here"
+            f"kv_events_config.{name} is {endpoint!r:.80}: {zmq.strerror(problem.errno)}; give an address that is free "
+            "here"
         ) from problem
     if not endpoint.endswith(":0"):
         return endpoint

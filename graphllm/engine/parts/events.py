@@ -49,8 +49,7 @@ class Events(Part):
         return KVEventsConfig.read(context.options.kv_events_config).enabled
 
     def planned(self, plan: SchedulerOutput | None) -> None:
-        self._events.find(None)
-        if plan is None:  # maybe it took blocks all the same
+        if plan is None:  # it may have taken blocks all the same
             self._publish()
         elif plan.admitted:
             self._chains.begin(plan)
@@ -59,8 +58,7 @@ class Events(Part):
         self._taken = step.plan
 
     def committed(self) -> None:
-        self._events.find(self._taken)
-        self._publish()
+        self._publish(self._taken)
 
     def started(self, step: StartedStep) -> Iterable[Command]:
         self._publish()  # nothing is left, unless no step before it has ended just now
@@ -78,6 +76,7 @@ class Events(Part):
         self._publish()
         self._publisher.close()
 
-    def _publish(self) -> None:
+    def _publish(self, plan: SchedulerOutput | None = None) -> None:
+        """plan: of the step whose result was just taken."""
         if self._events:
-            self._publisher.publish(self._events.take())
+            self._publisher.publish(self._events.take(plan))
