@@ -28,12 +28,12 @@ class Chains:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler, self.block_size = scheduler, scheduler.cache.block_size
-        self._searched = np.zeros(len(scheduler.requests.by_slot), dtype=np.int32)  # by slot: the first digests of each
+        self._searched = np.zeros(len(scheduler.requests.by_slot), dtype=np.int32)  # by slot: tokens of its chain
 
     def begin(self, plan: SchedulerOutput) -> None:
         """A step was planned: what its new sequences have found in the cache they will not store."""
         for state in plan.admitted:
-            self._searched[state.slot] = self._scheduler.cache.stored[state.slot] // self.block_size
+            self._searched[state.slot] = self._scheduler.cache.stored[state.slot]
 
     def find(self, wanted: set[bytes], plan: SchedulerOutput | None) -> dict[bytes, Place]:
         """The places of digests, as far as there are any. plan: of the step whose result was just taken, if any."""
@@ -50,18 +50,20 @@ class Chains:
         return search.found
 
     def _of_step(self, search: _Search, plan: SchedulerOutput) -> None:
-        slots, size = plan.slots, self.block_size
-        live = self._scheduler.requests.epoch[slots] == plan.epochs
-        begin, end = self._searched[slots], self._scheduler.cache.stored[slots] // size
-        for i in np.flatnonzero(live & (end > begin)).tolist():
-            search.look(plan.requests[i], int(begin[i]), int(end[i]))
-        self._searched[slots[live]] = end[live]
+        size, slots, requests = self.block_size, plan.slots, plan.requests
+        begin, end = self._searched[slots], self._scheduler.cache.stored[slots]
+        for i in np.flatnonzero(end > begin).tolist():
+            state, slot = requests[i], int(slots[i])
+            if state.slot == slot:
+                search.look(state, int(begin[i]) // size, int(end[i]) // size)
+                self._searched[slot] = end[i]
         if search.missing:
-            for i in np.flatnonzero(~live).tolist():
-                search.look(plan.requests[i], int(begin[i]), len(plan.requests[i].digests))
+            for state, first in zip(requests, begin.tolist(), strict=True):
+                if state.slot < 0:  # it has ended
+                    search.look(state, first // size, len(state.digests))
         if search.missing:  # snapshots, which lie in the step's own tokens
-            for state, first, last in zip(plan.requests, plan.starts, plan.starts + plan.counts, strict=True):
-                search.look(state, int(first) // size, int(last) // size)
+            for state, start, count in zip(requests, plan.starts.tolist(), plan.counts.tolist(), strict=True):
+                search.look(state, start // size, (start + count) // size)
 
 
 class _Search:
