@@ -145,9 +145,9 @@ def _open(opened: zmq.Socket[bytes], name: str, endpoint: str, bind: bool) -> st
             opened.set(zmq.IPV6, 1)
         opened.bind(endpoint)
     except zmq.ZMQError as problem:
+        why = zmq.strerror(problem.errno or 0)
         raise ConfigError(
-            f"kv_events_config.{name} is {endpoint!r:.80}: {zmq.strerror(problem.errno)}; give an address that is free "
-            "here"
+            f"kv_events_config.{name} is {endpoint!r:.80}: {why}; give an address that is free here"
         ) from problem
     if not endpoint.endswith(":0"):
         return endpoint
