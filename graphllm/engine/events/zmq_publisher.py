@@ -9,6 +9,7 @@ kept, and an end: an empty topic, the number -1, nothing.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import os
 import queue
@@ -57,7 +58,7 @@ class ZmqPublisher:
         except ConfigError:
             self._close_sockets()
             raise
-        self.config = KVEventsConfig(**{**vars(config), "endpoint": endpoint, "replay_endpoint": replay})
+        self.config = dataclasses.replace(config, endpoint=endpoint, replay_endpoint=replay)
         self._closing, self._close = os.pipe()
         self._threads = [threading.Thread(target=self._send_all, name="graphllm-kv-events", daemon=True)]
         if self._replay is not None:

@@ -109,7 +109,7 @@ _EVENT = st.one_of(_ADD, _ADD, st.tuples(st.sampled_from(["step", "step", "abort
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@settings(max_examples=draws(20, 300), deadline=None)
+@settings(max_examples=draws(12, 300), deadline=None)
 @given(events=st.lists(_EVENT, max_size=25))
 def test_the_router_knows_the_cache(layout: CacheLayout, events: list[tuple[Any, ...]]) -> None:
     """Prompts of few pieces begin alike; the pool holds two or three of them, so blocks go and sequences wait."""

@@ -166,9 +166,13 @@ def test_a_full_queue_drops_batches_and_says_so_once(caplog: pytest.LogCaptureFi
 
 
 def test_what_waits_is_sent_at_the_end() -> None:
-    publisher = _publisher()
     sent: list[int] = []
-    publisher._encode = lambda batch: sent.append(batch.number) or _payload(batch)  # type: ignore[func-returns-value]
+
+    def encode(batch: Batch) -> bytes:
+        sent.append(batch.number)
+        return _payload(batch)
+
+    publisher = _publisher(encode)
     for _ in range(100):
         publisher.publish([Cleared()])
     publisher.close()
