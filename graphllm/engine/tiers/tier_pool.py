@@ -39,6 +39,7 @@ class TierPool(PoolObserver):
         self._placed_now = list[tuple[Key, int]]()
         self._evicted = ahead  # since the last look ahead
         pool.observers.append(self)
+        host.observers.append(_Copied(pool))
 
     def _key(self, key: Key) -> Key:
         return key if self._group is None else (self._group, key[1])
@@ -96,3 +97,18 @@ class TierPool(PoolObserver):
         """Keys and entries of the copies that `rescues` and `copies` have asked for since this was last asked."""
         found, self._placed_now = self._placed_now, []
         return found
+
+
+class _Copied(PoolObserver):
+    """Listens to host memory, and tells the observers of the device's pool of the copies."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def stored(self, block: int, key: Key) -> None:
+        for observer in self._pool.observers:
+            observer.copied("CPU", (max(0, key[0]), key[1]))
+
+    def evicted(self, block: int, key: Key) -> None:
+        for observer in self._pool.observers:
+            observer.dropped("CPU", (max(0, key[0]), key[1]))
