@@ -23,6 +23,7 @@ from graphllm.config.engine import (
     Peers,
     SchedulerConfig,
     SleepConfig,
+    TierConfig,
 )
 from graphllm.config.env import Env
 from graphllm.config.errors import ConfigError
@@ -52,6 +53,7 @@ __all__ = [
     "SleepConfig",
     "SpeculationConfig",
     "Target",
+    "TierConfig",
     "check",
     "default_buckets",
     "definitions",

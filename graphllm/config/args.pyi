@@ -74,6 +74,10 @@ class EngineSettings(TypedDict, total=False):
     kv_cache_memory_bytes: int | str | None
     gpu_memory_utilization: float
     snapshot_memory_bytes: int | str | None
+    kv_offloading_size: int | float | str
+    kv_offloading_policy: Literal["lru", "arc"]
+    kv_offloading_disk: str | Path | None
+    kv_offloading_disk_size: int | str | None
     enable_prefix_caching: bool
     token_vector_memory_bytes: int | str
     scheduling_policy: Literal["fcfs", "priority"]
@@ -81,6 +85,7 @@ class EngineSettings(TypedDict, total=False):
     long_prefill_token_threshold: int
     scheduler_cls: str | type | None
     cache_secret: str | None
+    kv_events_config: dict[str, Any] | str | None
     snapshot_interval: int
     draft_proposer: str | type | None
     speculative_disable_by_batch_size: int | None
@@ -176,6 +181,10 @@ class EngineArgs:
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     snapshot_memory_bytes: int | None
+    kv_offloading_size: int | float
+    kv_offloading_policy: Literal["lru", "arc"]
+    kv_offloading_disk: str | Path | None
+    kv_offloading_disk_size: int | None
     enable_prefix_caching: bool
     token_vector_memory_bytes: int
     scheduling_policy: Literal["fcfs", "priority"]
@@ -183,6 +192,7 @@ class EngineArgs:
     long_prefill_token_threshold: int
     scheduler_cls: str | type | None
     cache_secret: str | None
+    kv_events_config: dict[str, Any] | None
     snapshot_interval: int
     draft_proposer: str | type | None
     speculative_disable_by_batch_size: int | None

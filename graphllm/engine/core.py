@@ -23,6 +23,7 @@ from graphllm.config import Bucket, ConfigError, SchedulerConfig
 from graphllm.config.compilation import ranked_logprobs
 from graphllm.engine.parts.adapters import Adapters
 from graphllm.engine.parts.drafts import Drafts
+from graphllm.engine.parts.events import Events
 from graphllm.engine.parts.experts import Experts
 from graphllm.engine.parts.grammars import Grammars
 from graphllm.engine.parts.items import Items
@@ -33,6 +34,7 @@ from graphllm.engine.parts.part import NOTHING_MORE, CoreSetup, Moments, Part, P
 from graphllm.engine.parts.sleep import Sleep
 from graphllm.engine.parts.snapshots import Snapshots
 from graphllm.engine.parts.takeover import Takeover
+from graphllm.engine.parts.tiers import Tiers
 from graphllm.engine.parts.vectors import Vectors
 from graphllm.engine.requests.request import CacheEntry, CoreStats, EngineCoreOutput, EngineRequest
 from graphllm.engine.schedule.scheduler_class import scheduler_class
@@ -54,8 +56,8 @@ if TYPE_CHECKING:
     from graphllm.runtime.step_handle import StepResult
 
 PARTS: tuple[type[Part], ...] = (
-    Sleep, Drafts, Grammars, LogitsProcessors, Logprobs, Adapters, Items, Snapshots, Vectors, Experts, Lockstep,
-    Takeover,
+    Sleep, Drafts, Grammars, LogitsProcessors, Logprobs, Adapters, Items, Tiers, Snapshots, Vectors, Experts, Events,
+    Lockstep, Takeover,
 )  # fmt: skip
 _Kind = TypeVar("_Kind", bound=Part)
 

@@ -99,7 +99,7 @@ def test_requests_that_come_meanwhile_wait(sleeper: Served) -> None:
         assert asked.result() == before
 
 
-@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+@pytest.mark.parametrize("mode", [thorough("abort"), thorough("wait"), "keep"])
 def test_requests_that_run(sleeper: Served, mode: str) -> None:
     expected = ask(sleeper, 3, max_tokens=160)["text"]
     begun, so_far = threading.Event(), list[str]()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from graphllm.config import ConfigError, SchedulerConfig, SleepConfig, SpeculationConfig
+from graphllm.config import ConfigError, SchedulerConfig, SleepConfig, SpeculationConfig, TierConfig
 from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, EngineRequest
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.engine.schedule.resource import Resource
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from graphllm.engine.structured.compilers import GrammarCompilers
     from graphllm.runtime.step_handle import StepResult
 
-_NO_SPECULATION, _NO_SLEEP = SpeculationConfig(), SleepConfig()
+_NO_SPECULATION, _NO_SLEEP, _NO_TIERS = SpeculationConfig(), SleepConfig(), TierConfig()
 GROUP = "graphllm.parts"
 WAIT = 0.05  # seconds that a step without work waits for what requests are held back for
 
@@ -49,6 +49,8 @@ class CoreSetup:
     waves: of the cores that step together with this one; None for a single core.
     successor: waits for better programs; None where the engine keeps what it has.
     sleep: whether the core can sleep.
+    tiers: the settings of the cache's tiers.
+    rank: number of this core among those of the engine.
     """
 
     grammars: GrammarCompilers | None = None
@@ -59,6 +61,8 @@ class CoreSetup:
     waves: CoreWaves | None = None
     successor: Successor | None = None
     sleep: SleepConfig = _NO_SLEEP
+    tiers: TierConfig = _NO_TIERS
+    rank: int = 0
 
 
 NOTHING_MORE = CoreSetup()

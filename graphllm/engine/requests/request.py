@@ -269,6 +269,21 @@ class BucketStats(msgspec.Struct):
     padding: int = 0
 
 
+class TierStats(msgspec.Struct):
+    """A tier of the cache below the device; counters only grow.
+
+    total_bytes, used_bytes: of copies.
+    hit_tokens: that came from there instead of being computed.
+    stored_bytes, copied_bytes: that went there, and that came from there.
+    """
+
+    total_bytes: int = 0
+    used_bytes: int = 0
+    hit_tokens: int = 0
+    stored_bytes: int = 0
+    copied_bytes: int = 0
+
+
 class CoreStats(msgspec.Struct):
     """Gauges and counters of a core; counters only grow.
 
@@ -293,6 +308,10 @@ class CoreStats(msgspec.Struct):
     token_vector_hits: prompts that had their vectors from there.
     paused: requests are held back, see `graphllm.engine.parts.sleep`.
     sleep_level: of a core that has given memory back; 0 otherwise.
+    tiers: of the cache, by name.
+    kv_event_batches: batches of events of the cache.
+    kv_event_batches_dropped: how many of them found no room in the publisher's queue.
+    kv_events: where a core publishes them, as `KVEventsConfig` has it; empty where it does not, and of several cores.
     """
 
     started: float = 0.0
@@ -325,6 +344,10 @@ class CoreStats(msgspec.Struct):
     token_vector_hits: int = 0
     paused: bool = False
     sleep_level: int = 0
+    tiers: dict[str, TierStats] = {}
+    kv_event_batches: int = 0
+    kv_event_batches_dropped: int = 0
+    kv_events: dict[str, Any] = {}
 
     # vLLM's names, which loggers written for it read.
     num_running_reqs = property(lambda self: self.running)

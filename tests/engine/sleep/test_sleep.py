@@ -446,3 +446,17 @@ def _of_process(file: Path) -> int:
         elif inside and name == "Rss:":
             found += 1024 * int(fields[0])
     return found
+
+
+def test_with_a_cache_in_tiers(checkpoint: Path, compiled_artifact: Path, expected: Texts) -> None:
+    """Requests that lose their blocks, and copies that are under way, are as without tiers."""
+    given: dict[str, Any] = {"artifact": compiled_artifact, "kv_offloading_size": 1 << 20}
+    with LLM(checkpoint, enable_sleep_mode=True, **given) as llm:
+        assert "tiers" in [part.name for part in llm.llm_engine.core.parts]  # type: ignore[attr-defined]
+        for level, mode in ((1, "keep"), (2, "wait"), (0, "keep"), (2, "keep")):
+            _begin(llm, SAMPLED, 9)
+            llm.sleep(level, mode)
+            llm.wake_up()
+            found = _finish(llm)
+            assert [found[str(i)].outputs[0].text for i in range(5)] == expected[SAMPLED]
+            assert texts(llm) == expected[GREEDY]

@@ -64,6 +64,8 @@ def make_core(start: CoreStart, executor: Executor, waves: CoreWaves | None = No
         waves=waves,
         successor=_successor(start, executor),
         sleep=config.sleep,
+        tiers=config.tiers,
+        rank=config.parallel.data_parallel_rank or 0,
     )
     return EngineCore(
         executor,

@@ -1,0 +1,189 @@
+"""The cache in tiers: what leaves the device is kept in host memory, and comes back before a request that needs it.
+
+What is evicted without a copy is copied before the step that overwrites it, so nothing is lost: a request that was
+preempted finds its blocks again. What is likely to be evicted next is copied ahead of that, while steps run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from graphllm.config import ConfigError
+from graphllm.config.setting import size_text
+from graphllm.engine.cache.block_pool import Key
+from graphllm.engine.parts.part import Part, PartContext
+from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, EngineRequest, TierStats
+from graphllm.engine.schedule.scheduler_output import SchedulerOutput
+from graphllm.engine.step.started_step import StartedStep
+from graphllm.engine.tiers.further_tier import FurtherTier
+from graphllm.engine.tiers.host_cache import HostCache
+from graphllm.engine.tiers.promotions import HOST, Promotions
+from graphllm.engine.tiers.rates import Rates
+from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool
+from graphllm.engine.tiers.wanted import SNAPSHOT
+from graphllm.host.machine import available_memory
+from graphllm.runtime.commands.tiers import AwaitStores, CloseTiers, EndedCopies, LoadEntries, OpenTiers, StoreEntries
+
+if TYPE_CHECKING:
+    from graphllm.runtime.step_handle import StepResult
+
+_log = logging.getLogger(__name__)
+_AHEAD = 2  # steps of the largest size, whose blocks are copied before they are evicted
+_WAIT = 0.001  # seconds between two looks at copies, where nothing else is to be done
+
+
+class Tiers(Part):
+    """resource: holds requests back while their blocks come."""
+
+    name = "tiers"
+
+    def __init__(self, context: PartContext) -> None:
+        super().__init__(context)
+        executor, cache, config = context.executor, context.scheduler.cache, context.setup.tiers
+        self._bytes = {BLOCKS: sum(executor.block_bytes), SNAPSHOTS: sum(executor.snapshot_bytes)}
+        pools = {BLOCKS: cache.pool} if cache.groups else {}
+        if cache.states.pools:
+            pools[SNAPSHOTS] = cache.states.pools[0].pool
+        places = {kind: len(pool.references) for kind, pool in pools.items()}
+        entries = _entries(config.kv_offloading_size, places, self._bytes)
+        host = {kind: HostCache(count, config.kv_offloading_policy) for kind, count in entries.items()}
+        limits = context.limits
+        ahead = min(_AHEAD * -(-limits.max_num_batched_tokens // limits.block_size), len(cache.pool.references) // 4)
+        self.further = self.further_tiers()
+        writes = any(tier.writes for tier in self.further)
+        self.pools = {
+            kind: TierPool(kind, pool, host[kind], self._wait, ahead=ahead, writes=writes)
+            if kind == BLOCKS
+            else TierPool(kind, pool, host[kind], self._wait, first=1, group=SNAPSHOT, writes=writes)
+            for kind, pool in pools.items()
+        }
+        self.rates = Rates()
+        self.resource = self.promotions = Promotions(cache, self.pools, self._bytes, self.rates, self.further)
+        self._tickets = itertools.count(1)
+        self._seconds = dict[int, list[float]]()  # by copy: of each rank on which it has ended
+        self._offers = dict[int, list[tuple[Key, int]]]()  # by store: what further tiers are offered when it has ended
+        executor.do(OpenTiers(entries))
+
+    def further_tiers(self) -> list[FurtherTier]:
+        """The tiers beyond host memory, the nearest first."""
+        return []
+
+    @classmethod
+    def applies(cls, context: PartContext) -> bool:
+        wanted = context.setup.tiers.kv_offloading_size > 0
+        if wanted and not context.scheduler.cache.caching:
+            _log.warning("kv_offloading_size has no effect: this engine shares no beginnings of prompts")
+            return False
+        return wanted
+
+    @property
+    def busy(self) -> bool:  # type: ignore[override]
+        """What comes has blocks of the device, also when nobody wants it any more; what goes has entries."""
+        return self.promotions.running > 0 or bool(self._offers) or any(tier.busy for tier in self.further)
+
+    def gather(self, idle: bool) -> Iterable[EngineRequest | EngineCoreOutput]:
+        """Take what has come."""
+        if idle and self.busy:
+            time.sleep(_WAIT)
+        if self.promotions.running or self._offers:
+            self._take_ended()
+        for tier in self.further:
+            for keys, seconds in tier.fetched():
+                self.promotions.fetched(tier.name, keys, seconds)
+            self._unpin(tier.written())
+        return ()
+
+    def _take_ended(self) -> None:
+        ranks = self.context.executor.ask(EndedCopies())
+        for ticket, seconds in itertools.chain.from_iterable(answer.value for answer in ranks):
+            of_ranks = self._seconds.setdefault(ticket, [])
+            of_ranks.append(seconds)
+            if len(of_ranks) < len(ranks):
+                continue
+            del self._seconds[ticket]
+            if ticket in self._offers:
+                self._offer(self._offers.pop(ticket))
+            else:
+                self.promotions.ended(ticket, max(of_ranks))
+
+    def _wait(self, ticket: int) -> None:
+        self.context.executor.do(AwaitStores(ticket))
+
+    def _offer(self, entries: list[tuple[Key, int]]) -> None:
+        """Host memory has these; each was pinned for this."""
+        for tier in self.further:
+            for key in tier.offer(entries):
+                self._pool(key).host.pin([key])
+        self._unpin(key for key, _ in entries)
+
+    def _unpin(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self._pool(key).host.unpin([key])
+
+    def _pool(self, key: Key) -> TierPool:
+        return self.pools[SNAPSHOTS if key[0] == SNAPSHOT else BLOCKS]
+
+    def planned(self, plan: SchedulerOutput | None) -> None:
+        """Copy what would be lost, start what waiting requests want, then copy ahead."""
+        pools = self.pools.values()
+        if rescues := {pool.kind: pairs for pool in pools if (pairs := pool.rescues())}:
+            self._store(rescues, next(self._tickets), blocking=True)
+        while loads := self.promotions.start(ticket := next(self._tickets)):
+            self.context.executor.do(LoadEntries(loads, ticket))
+        ticket = next(self._tickets)
+        if copies := {pool.kind: pairs for pool in pools if (pairs := pool.copies(ticket))}:
+            self._store(copies, ticket, blocking=False)
+
+    def _store(self, pairs: dict[str, Pairs], ticket: int, blocking: bool) -> None:
+        self.context.executor.do(StoreEntries(pairs, ticket, blocking, reported=bool(self.further)))
+        placed = [entry for pool in self.pools.values() for entry in pool.placed()]
+        if self.further:
+            self._offers[ticket] = placed
+            for key, _ in placed:
+                self._pool(key).host.pin([key])
+
+    def arrived(self, step: StartedStep, result: StepResult) -> None:
+        if not step.plan.verified:
+            self.rates.computed(step.batch.step.tokens, step.seconds)
+
+    def end(self, id: str, output: Sequence[int]) -> None:
+        self.promotions.forget(id)
+
+    def stats(self, into: CoreStats) -> None:
+        host = TierStats(hit_tokens=round(self.promotions.hits[HOST]), copied_bytes=self.promotions.copied[HOST])
+        for kind, pool in self.pools.items():
+            host.total_bytes += pool.host.num_entries * self._bytes[kind]
+            host.used_bytes += len(pool.host) * self._bytes[kind]
+            host.stored_bytes += pool.num_stored * self._bytes[kind]
+        into.tiers[HOST] = host
+        for tier in self.further:
+            into.tiers[tier.name] = found = tier.stats()
+            found.hit_tokens = round(self.promotions.hits[tier.name])
+            found.copied_bytes = self.promotions.copied[tier.name]
+
+    def reset(self) -> None:
+        for tier in self.further:
+            tier.reset()
+
+    def close(self) -> None:
+        for tier in self.further:
+            tier.close()
+        with contextlib.suppress(Exception):  # after a failure of the steps nobody is there
+            self.context.executor.do(CloseTiers())
+
+
+def _entries(size: int, places: Mapping[str, int], entry_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Entries of each kind of host memory of so many bytes, in the ratio of the device's. Raises ConfigError."""
+    if size > (free := available_memory()):
+        raise ConfigError(
+            f"kv_offloading_size is {size_text(size)}: the host has {size_text(free)} of memory left; give less"
+        )
+    if size < (least := sum(entry_bytes[kind] for kind in places)):
+        raise ConfigError(f"kv_offloading_size is {size}: copies take {least} bytes at least; give more")
+    device = sum(places[kind] * entry_bytes[kind] for kind in places)
+    return {kind: max(1, size * places[kind] // device) for kind in places}
