@@ -84,6 +84,7 @@ class Programs:
 
     def release(self) -> None:
         """Forget what was bound and captured; nothing runs any more."""
+        self.arena = None
         for graph in self.graphs.values():
             graph.release()
 

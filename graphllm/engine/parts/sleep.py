@@ -7,6 +7,7 @@ lets requests run. So several cores can make each move together, and none steps 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from graphllm.engine.schedule.resource import Resource
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.step.started_step import StartedStep
 from graphllm.runtime.commands.command import Answered
-from graphllm.runtime.commands.sleep import Awake, FallAsleep, PutBack
+from graphllm.runtime.commands.sleep import Awake, FallAsleep, NeverSleep, PutBack
 from graphllm.runtime.sleeping.rank_sleep import CACHE, TAGS, WEIGHTS
 
 _NAP = 0.01  # seconds of a step of a core that waits to be woken up, while requests wait in it
@@ -187,6 +188,10 @@ class Sleep(Part):
     def stats(self, into: CoreStats) -> None:
         into.sleep_level = self.level if self.asleep else PAUSE
         into.paused = self._gate.closed
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # after a failure of the steps nobody is there
+            self.context.executor.do(NeverSleep())
 
     def _is_drained(self) -> bool:
         return self.paused and not (self.context.scheduler.running or self._in_flight or self._ended)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from graphllm.config import ConfigError
-from graphllm.runtime.commands.command import Answered, Device, Query
+from graphllm.runtime.commands.command import Answered, Command, Device, Query
 from graphllm.runtime.sleeping.rank_sleep import DROPPED, KEY, RankSleep
 
 
@@ -40,6 +40,13 @@ class PutBack(Query):
 
     def run(self, device: Device) -> Answered:
         return _answer(device, lambda rank: rank.put_back(self.tags))
+
+
+class NeverSleep(Command):
+    """Forget what was kept for sleeping: the engine ends."""
+
+    def run(self, device: Device) -> None:
+        device.worker.kept.pop(KEY, None)
 
 
 def _of(device: Device) -> RankSleep:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import random
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -379,6 +381,18 @@ def test_requests_are_refused(checkpoint: Path, compiled_artifact: Path) -> None
             engine.step()
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_closed_while_it_sleeps(checkpoint: Path, compiled_artifact: Path, level: int) -> None:
+    """Whoever holds its executor holds no memory."""
+    with LLM(checkpoint, artifact=compiled_artifact, enable_sleep_mode=True) as llm:
+        executor: Any = llm.llm_engine.core.executor  # type: ignore[attr-defined]
+        refs = [weakref.ref(weight.numbers.base) for weight in executor.worker.parameters.values()]
+        llm.sleep(level)
+    gc.collect()
+    assert executor.worker.kept == {}
+    assert not any(ref() is not None for ref in refs)
 
 
 def test_without_sleep_mode(checkpoint: Path, compiled_artifact: Path) -> None:
