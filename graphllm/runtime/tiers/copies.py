@@ -7,6 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
+from graphllm.host.cuda_driver import CudaDriver
+from graphllm.runtime.cuda.batch_copy import ANY, STREAM, BatchCopy
 from graphllm.runtime.memory.states import States
 from graphllm.runtime.tiers.host_memory import HostMemory, columns
 
@@ -103,14 +107,13 @@ class CudaCopies:
     def __init__(self, device: Ordered, memory: HostMemory) -> None:
         import torch
 
-        self._torch, self._device = torch, device
+        self._torch, self._device, self._memory = torch, device, memory
         self._stores, self._loads = torch.cuda.Stream(), torch.cuda.Stream()
-        self._host: dict[str, torch.Tensor] = {}
+        self._batch = BatchCopy(CudaDriver())
         for kind in memory.kinds:
-            self._host[kind] = torch.from_numpy(memory.pieces(kind))
-            if self._host[kind].nbytes:
-                failed = torch.cuda.cudart().cudaHostRegister(self._host[kind].data_ptr(), self._host[kind].nbytes, 0)
-                torch.cuda.check_error(int(failed))
+            pieces = memory.pieces(kind)
+            failed = torch.cuda.cudart().cudaHostRegister(pieces.ctypes.data, pieces.nbytes, 0)
+            torch.cuda.check_error(int(failed))
         self._stored = deque[tuple[int, torch.cuda.Event]]()  # for `wait`
         # Of each direction: ticket, begin and end.
         self._storing, self._loading = deque[_Copy](), deque[_Copy]()
@@ -121,8 +124,8 @@ class CudaCopies:
             self._stores.wait_stream(steps)
             with self._torch.cuda.stream(self._stores):
                 begun = self._event()
-                for on_device, in_host in self._pieces(pairs):
-                    in_host.copy_(on_device, non_blocking=True)
+                for on_device, in_host, nbytes in self._pieces(pairs):
+                    self._batch.copy(in_host, on_device, nbytes, self._stores.cuda_stream, STREAM)
                 end = self._event()
             self._stored.append((ticket, end))
             if reported:
@@ -140,19 +143,23 @@ class CudaCopies:
             self._loads.wait_stream(self._stores)
             with self._torch.cuda.stream(self._loads):
                 begun = self._event()
-                for on_device, in_host in self._pieces(turned):
-                    on_device.copy_(in_host, non_blocking=True)
+                for on_device, in_host, nbytes in self._pieces(turned):
+                    self._batch.copy(on_device, in_host, nbytes, self._loads.cuda_stream, ANY)
                 self._loading.append((ticket, begun, self._event()))
 
         self._device.in_order(work)
 
-    def _pieces(self, pairs: Pairs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of pairs (place, entry): the pieces on the device and in host memory."""
+    def _pieces(self, pairs: Pairs) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        """Of pairs (place, entry), for each kind: the addresses of all pieces on the device and in host memory, and the
+        bytes of a piece."""
         for kind, of in pairs.items():
-            tensors, host = self._device.states.entries(kind), self._host[kind]
-            for place, entry in of:
-                for at, tensor in enumerate(tensors):
-                    yield tensor[place], host[entry, at]
+            places, entries = columns(of)
+            host, tensors = self._memory.pieces(kind), self._device.states.entries(kind)
+            _, count, nbytes = host.shape
+            first = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
+            on_device = first[None] + places[:, None] * nbytes
+            in_host = host.ctypes.data + (entries[:, None] * count + np.arange(count)) * nbytes
+            yield on_device.reshape(-1), in_host.reshape(-1), nbytes
 
     def _event(self) -> torch.cuda.Event:
         event = self._torch.cuda.Event(enable_timing=True)
@@ -180,6 +187,5 @@ class CudaCopies:
     def close(self) -> None:
         self._stores.synchronize()
         self._loads.synchronize()
-        for host in self._host.values():
-            if host.nbytes:
-                self._torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+        for kind in self._memory.kinds:
+            self._torch.cuda.cudart().cudaHostUnregister(self._memory.pieces(kind).ctypes.data)
