@@ -1,5 +1,5 @@
-"""The cache's host memory on one GPU: its copies, a long prompt that is found there, and agents whose conversations need
-more than the device holds.
+"""The cache's host memory on one GPU: its copies, a long prompt that is found there, and agents whose conversations
+need more than the device holds.
 
 Real shapes, random weights. copies: one way and both ways at once, of blocks as they lie. prompt: the time to the first
 token, computed, found on the device, and found in host memory. agents: with the tier and without it, the same requests;
@@ -99,7 +99,9 @@ def measure(
         core.reset_prefix_cache()
         rows["at 0 %, output tokens/s"] = round(drive(core, apart, [64] * len(apart), {"temperature": 0.0})["tokens/s"])
         if size:
-            rows |= {"copies": _copies(core), "prompt": _prompt(core, vocab)}
+            rows["copies"] = _copies(core)
+            core.reset_prefix_cache()  # what lies there now is another's
+            rows["prompt"] = _prompt(core, vocab)
         core.reset_prefix_cache()
         served[name] = serve_agents(core, Sizes(), conversations, turns, 2, vocab, seconds)
         rows["agents"] = served[name].figures()
