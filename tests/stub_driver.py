@@ -53,6 +53,14 @@ int cuStreamCreate(void** stream, unsigned flags) { *stream = malloc(1); return 
 int cuStreamDestroy_v2(void* stream) { free(stream); return 0; }
 int cuStreamSynchronize(void* stream) { return 0; }
 int cuMemcpyHtoD_v2(void* to, const void* from, size_t size) { memcpy(to, from, size); return 0; }
+int cuCtxGetCurrent(void** context) { *context = "mine"; return 0; }
+int cuMemHostRegister_v2(void* address, size_t size, unsigned flags) {
+  char told[99];
+  sprintf(told, "register %zu", size);
+  say(told);
+  return set("REGISTER") && size < 9000 ? 2 : 0;
+}
+int cuMemHostUnregister(void* address) { say("unregister"); return 0; }
 int cuMemcpyAsync(void* to, const void* from, size_t size, void* stream) {
   say("one");
   memcpy(to, from, size);

@@ -13,6 +13,7 @@ from graphllm.host.cuda_driver import CudaDriver
 from graphllm.runtime.cuda.batch_copy import ANY, STREAM, BatchCopy
 from graphllm.runtime.memory.states import States
 from graphllm.runtime.tiers.host_memory import HostMemory, columns
+from graphllm.runtime.tiers.registered_memory import RegisteredMemory
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,9 @@ class Copies(Protocol):
 
     def ended(self) -> list[tuple[int, float]]:
         """The copies that have ended since this was last asked, and the seconds that each took."""
+
+    def ready(self) -> dict[str, int]:
+        """By kind, how many entries of host memory can be used so far."""
 
     def close(self) -> None:
         """Wait for all copies."""
@@ -94,6 +98,9 @@ class CpuCopies:
     def ended(self) -> list[tuple[int, float]]:
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
+    def ready(self) -> dict[str, int]:
+        return {kind: len(self._memory.pieces(kind)) for kind in self._memory.kinds}
+
     def close(self) -> None:
         self._device.synchronize()
 
@@ -110,10 +117,7 @@ class CudaCopies:
         self._torch, self._device, self._memory = torch, device, memory
         self._stores, self._loads = torch.cuda.Stream(), torch.cuda.Stream()
         self._batch = BatchCopy(CudaDriver())
-        for kind in memory.kinds:
-            pieces = memory.pieces(kind)
-            failed = torch.cuda.cudart().cudaHostRegister(pieces.ctypes.data, pieces.nbytes, 0)
-            torch.cuda.check_error(int(failed))
+        self._registered = RegisteredMemory(memory)
         self._stored = deque[tuple[int, torch.cuda.Event]]()  # for `wait`
         # Of each direction: ticket, begin and end.
         self._storing, self._loading = deque[_Copy](), deque[_Copy]()
@@ -184,8 +188,10 @@ class CudaCopies:
                 found.append((ticket, begun.elapsed_time(end) / 1e3))
         return found
 
+    def ready(self) -> dict[str, int]:
+        return self._registered.ready()
+
     def close(self) -> None:
         self._stores.synchronize()
         self._loads.synchronize()
-        for kind in self._memory.kinds:
-            self._torch.cuda.cudart().cudaHostUnregister(self._memory.pieces(kind).ctypes.data)
+        self._registered.close()
