@@ -22,6 +22,7 @@ from graphllm.config.engine import (
     ModelConfig,
     Peers,
     SchedulerConfig,
+    TierConfig,
 )
 from graphllm.config.env import Env
 from graphllm.config.errors import ConfigError
@@ -50,6 +51,7 @@ __all__ = [
     "Setting",
     "SpeculationConfig",
     "Target",
+    "TierConfig",
     "check",
     "default_buckets",
     "definitions",

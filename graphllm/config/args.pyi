@@ -74,6 +74,10 @@ class EngineSettings(TypedDict, total=False):
     kv_cache_memory_bytes: int | str | None
     gpu_memory_utilization: float
     snapshot_memory_bytes: int | str | None
+    kv_offloading_size: int | float | str
+    kv_offloading_policy: Literal["lru", "arc"]
+    kv_offloading_disk: str | Path | None
+    kv_offloading_disk_size: int | str | None
     enable_prefix_caching: bool
     token_vector_memory_bytes: int | str
     scheduling_policy: Literal["fcfs", "priority"]
@@ -174,6 +178,10 @@ class EngineArgs:
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     snapshot_memory_bytes: int | None
+    kv_offloading_size: int | float
+    kv_offloading_policy: Literal["lru", "arc"]
+    kv_offloading_disk: str | Path | None
+    kv_offloading_disk_size: int | None
     enable_prefix_caching: bool
     token_vector_memory_bytes: int
     scheduling_policy: Literal["fcfs", "priority"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphllm.config.compilation import CompileConfig
+from graphllm.config.errors import ConfigError
 from graphllm.config.parallel import ParallelConfig, check_parallel
 from graphllm.config.pooling_config import PoolingType
 from graphllm.config.setting import assemble, parse_bytes, parse_object, setting
@@ -186,6 +187,42 @@ class CacheConfig:
 
 
 @dataclass(frozen=True)
+class TierConfig:
+    """Where blocks of the cache are kept when they leave the device."""
+
+    kv_offloading_size: int = setting(
+        0,
+        written=int | float,
+        parse=functools.partial(parse_bytes, "kv_offloading_size"),
+        help="Host memory for copies of the cache's blocks, of all ranks of an engine core together, such as 4GiB; a "
+        "number below a million without a unit is GiB, as in vLLM; 0: none.",
+        key=_RUNNING,
+        ge=0,
+    )
+    kv_offloading_policy: Literal["lru", "arc"] = setting(
+        "lru",
+        help="Which copies make room for others. lru: the least recently used. arc: it also weighs how often each was "
+        "used.",
+        key=_RUNNING,
+    )
+    kv_offloading_disk: str | None = setting(
+        None,
+        written=str | Path | None,
+        help="Folder for copies of the cache's blocks that outlive the engine, in addition to kv_offloading_size; "
+        "None: no copies on disk.",
+        key=_RUNNING,
+    )
+    kv_offloading_disk_size: int | None = setting(
+        None,
+        parse=functools.partial(parse_bytes, "kv_offloading_disk_size"),
+        help="Bytes of files in kv_offloading_disk, of all ranks together, such as 100GiB; default: half of what is "
+        "free there at the start.",
+        key=_RUNNING,
+        ge=1,
+    )
+
+
+@dataclass(frozen=True)
 class SchedulerConfig:
     """How requests are put into steps, and what of earlier ones is used again."""
 
@@ -261,6 +298,7 @@ class EngineConfig:
     load: LoadConfig
     compilation: CompileConfig
     cache: CacheConfig
+    tiers: TierConfig
     scheduler: SchedulerConfig
     speculation: SpeculationConfig
     lora: LoRAConfig
@@ -272,6 +310,21 @@ class EngineConfig:
         """Raise ConfigError for values, by the settings' names, that cannot be together."""
         ranks = (values["tensor_parallel_size"] or 1) * values["pipeline_parallel_size"]
         check_parallel(assemble(ParallelConfig, values), ranks)
+        _check_tiers(assemble(TierConfig, values))
+
+
+def _check_tiers(tiers: TierConfig) -> None:
+    """Raise ConfigError for a setting of tiers that needs another one."""
+    if tiers.kv_offloading_disk is not None and not tiers.kv_offloading_size:
+        raise ConfigError(
+            f"kv_offloading_disk is {str(tiers.kv_offloading_disk)!r:.80}: blocks reach it by way of host memory; "
+            "give kv_offloading_size, too, such as 1GiB"
+        )
+    if tiers.kv_offloading_disk_size is not None and tiers.kv_offloading_disk is None:
+        raise ConfigError(
+            f"kv_offloading_disk_size is {tiers.kv_offloading_disk_size}: there is no folder for files; give "
+            "kv_offloading_disk, too"
+        )
 
 
 @dataclass(frozen=True)
@@ -303,3 +356,4 @@ class CoreConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     peers: Peers | None = None
     successor: str | None = None
+    tiers: TierConfig = TierConfig()

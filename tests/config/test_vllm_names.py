@@ -168,6 +168,10 @@ def test_names_that_mean_a_setting() -> None:
         ({"structured_outputs_config": {"backend": "xgrammar"}}, {"structured_outputs_backend": "xgrammar"}),
         ({"structured_outputs_config": {"backend": None, "enable_in_reasoning": False}}, {}),
         ({"guided_decoding_backend": "outlines"}, {"structured_outputs_backend": "outlines"}),
+        ({"swap_space": 4}, {"kv_offloading_size": 4 << 30}),
+        ({"swap_space": 0, "kv_offloading_backend": "native", "kv_offloading_policy": None}, {}),
+        ({"kv_offloading_size": 1.5}, {"kv_offloading_size": "1536MiB"}),
+        ({"kv_offloading_size": "2"}, {"kv_offloading_size": 2 << 30}),
     ):
         assert EngineArgs(**given) == EngineArgs(**meant), given  # type: ignore[arg-type]
     choice = StructuredOutputsParams(choice=("a", "b"))
@@ -177,6 +181,9 @@ def test_names_that_mean_a_setting() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"kv_offloading_disk": "/d"}, "kv_offloading_disk is '/d': .*; give kv_offloading_size, too"),
+        ({"kv_offloading_disk_size": 9}, "kv_offloading_disk_size is 9: .*; give kv_offloading_disk, too"),
+        ({"kv_offloading_backend": "lmcache"}, "kv_offloading_backend is 'lmcache': .*; use native, with kv"),
         ({"enforce_eager": True, "target": "cpu", "spec_model": "a", "speculative_model": "b"}, "spec_model is 'a'"),
         (
             {"speculative_config": {"method": "eagel"}},
@@ -297,7 +304,7 @@ def test_a_scripts_own_options() -> None:
     assert given.n == 3
     assert args == EngineArgs(
         "7", backend="eager", max_model_len=4000, enable_prefix_caching=False, speculative_model="d",
-        num_speculative_tokens=2,
+        num_speculative_tokens=2, kv_offloading_size=4 << 30,
     )  # fmt: skip
     text = " ".join(parser.format_help().split())
     assert ("--gpu-memory-utilization" in text, "--swap-space" in text) == (True, False)

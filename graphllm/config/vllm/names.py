@@ -182,6 +182,26 @@ def _renamed(setting: str) -> ForeignName:
     return ForeignName(means=lambda value: {setting: value})
 
 
+def _gibibytes(value: Any) -> Any:
+    """Bytes of a number without a unit: of gibibytes, as in vLLM, where it is too small for bytes. None is 0; another
+    value stays as it is."""
+    try:
+        number = float(0 if value is None else value)
+    except (TypeError, ValueError):
+        return value
+    if isinstance(value, bool) or not 0 <= number < 2**63:
+        return value
+    return int(number * 2**30) if number < 10**6 else int(number)
+
+
+def _swap_space(value: Any) -> Mapping[str, Any]:
+    """vLLM's older word for kv_offloading_size."""
+    found = _gibibytes(value)
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        raise ConfigError(f"swap_space is {value!r:.80}: give a number of GiB, or kv_offloading_size in place of it")
+    return {"kv_offloading_size": found} if found else {}
+
+
 _MEANINGS = {
     "task": ForeignName(means=_task, remedy="`runner` and `convert`"),
     **dict.fromkeys(("pooler_config", "override_pooler_config"), ForeignName(means=_pooler, remedy="`pooling_type`")),
@@ -194,6 +214,7 @@ _MEANINGS = {
         means=_structured_outputs, remedy="`structured_outputs_backend`, of an object with `backend`"
     ),
     "guided_decoding_backend": _renamed("structured_outputs_backend")._replace(remedy="`structured_outputs_backend`"),
+    "swap_space": ForeignName(means=_swap_space, remedy="`kv_offloading_size`"),
     "num_lookahead_slots": _renamed("num_speculative_tokens")._replace(remedy="`num_speculative_tokens`"),
     "speculative_config": ForeignName(
         means=_speculation,
@@ -308,11 +329,13 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
     # The cache and the memory.
     **fixed(
         _CACHE, calculate_kv_scales=False, kv_cache_dtype_skip_layers=((), []),
-        kv_sharing_fast_prefill=False, num_gpu_blocks_override=(), kv_offloading_size=(),
+        kv_sharing_fast_prefill=False, num_gpu_blocks_override=(),
         prefix_cache_retention_interval=(), swa_bounded_replay=False,
     ),
-    **hints("the cache never leaves the device", swap_space=(0, 4), kv_offloading_backend=("native",),
-             preemption_mode="recompute"),
+    **fixed("copies lie in host memory and on disk; use native, with kv_offloading_size and kv_offloading_disk",
+             kv_offloading_backend="native"),
+    **hints("a request is computed again, or copied back from kv_offloading_size where that is faster",
+             preemption_mode=("recompute", "swap")),
     **hints("windows of attention are the model's own, and their blocks are freed", disable_sliding_window=False,
              disable_hybrid_kv_cache_manager=False, use_v2_block_manager=True),
     **hints("SHA-256 identifies blocks", prefix_caching_hash_algo="sha256", prefix_match_unit=()),
@@ -402,6 +425,7 @@ SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
     "logits_processors": {None: ()},
     "generation_config": {None: "auto"},
     "enable_prefix_caching": {None: True},
+    "kv_offloading_policy": {None: "lru"},
     "reasoning_parser": {"deepseek_r1": "think", "qwen3": "think", "": "auto"},
     "tool_call_parser": {"llama3_json": "llama3", "llama4_json": "llama3", "": "auto"},
     "uvicorn_log_level": {"trace": "debug", "critical": "error"},
@@ -413,8 +437,14 @@ SHORT = {
 }  # fmt: skip
 
 
+# Numbers that mean something else in vLLM.
+_NUMBERS: Mapping[str, Callable[[Any], Any]] = {"kv_offloading_size": _gibibytes}
+
+
 def spelled(name: str, value: Any) -> Any:
     """The word for a value that the setting has."""
+    if name in _NUMBERS:
+        return _NUMBERS[name](value)
     words = SPELLINGS.get(name, {})
     return words.get(value, value) if isinstance(value, str | int | None) and not isinstance(value, bool) else value
 
