@@ -32,6 +32,7 @@ from graphllm.engine.parts.logprobs import Logprobs
 from graphllm.engine.parts.part import NOTHING_MORE, CoreSetup, Moments, Part, PartContext, make_parts
 from graphllm.engine.parts.snapshots import Snapshots
 from graphllm.engine.parts.takeover import Takeover
+from graphllm.engine.parts.tiers import Tiers
 from graphllm.engine.parts.vectors import Vectors
 from graphllm.engine.requests.request import CacheEntry, CoreStats, EngineCoreOutput, EngineRequest
 from graphllm.engine.schedule.scheduler_class import scheduler_class
@@ -53,7 +54,8 @@ if TYPE_CHECKING:
     from graphllm.runtime.step_handle import StepResult
 
 PARTS: tuple[type[Part], ...] = (
-    Drafts, Grammars, LogitsProcessors, Logprobs, Adapters, Items, Snapshots, Vectors, Experts, Lockstep, Takeover,
+    Drafts, Grammars, LogitsProcessors, Logprobs, Adapters, Items, Tiers, Snapshots, Vectors, Experts, Lockstep,
+    Takeover,
 )  # fmt: skip
 _Kind = TypeVar("_Kind", bound=Part)
 

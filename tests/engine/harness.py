@@ -7,7 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from graphllm.config import CacheConfig, CoreConfig, LoadConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from graphllm.config import (
+    CacheConfig,
+    CoreConfig,
+    LoadConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+    TierConfig,
+)
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
 from graphllm.engine.parts.drafts import Drafts
@@ -51,7 +59,7 @@ def open_core(folder: Path, place: Path, pages: int = 49, **options: Any) -> Eng
     stop_ids = options.pop("stop_ids", ())
     draft = options.pop("draft", None)
     speculation = options.pop("speculation", SpeculationConfig())
-    snapshots = options.pop("snapshots", None)
+    snapshots, tiers = options.pop("snapshots", None), options.pop("tiers", TierConfig())
     memory = Artifact.open(place).memory
     config = CoreConfig(
         ModelConfig(str(folder), speculative_model=draft and str(draft)),
@@ -63,6 +71,7 @@ def open_core(folder: Path, place: Path, pages: int = 49, **options: Any) -> Eng
         SchedulerConfig(**options),
         stop_ids,
         speculation=speculation,
+        tiers=tiers,
     )
     core = load_core(config, processors=processors)
     if core.info.task == "generate":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 
 from graphllm.engine.cache.pool_observer import PoolObserver
 
@@ -68,6 +69,10 @@ class BlockPool:
     def has_empty(self) -> bool:
         """Whether a free block holds nothing that can be found."""
         return bool(self._free) and self._key_of[next(iter(self._free))] is None
+
+    def next_evicted(self, count: int) -> list[tuple[int, Key]]:
+        """Blocks with contents among the next ``count`` that are given out."""
+        return [(b, key) for b in islice(self._free, count) if (key := self._key_of[b]) is not None]
 
     def take(self, block: int) -> None:
         """Allocate this block, which is free."""

@@ -89,10 +89,14 @@ class CacheManager:
 
     # Beginnings that need not be computed
 
+    def reads(self, state: RequestState) -> bool:
+        """Whether a request uses what others have computed."""
+        return self.caching and not (state.scoring or state.request.params.skip_reading_prefix_cache)
+
     def lookup(self, state: RequestState) -> Hit:
         """The longest beginning of a sequence in the cache, at least one token short."""
         none = Hit(0, [[] for _ in self.groups])
-        if not self.caching or state.scoring or state.request.params.skip_reading_prefix_cache:
+        if not self.reads(state):
             return none
         end = (state.num_tokens - 1) // self.boundary * self.boundary
         self.hasher.digest(state, state.num_tokens - self._ahead)  # all at once: a step will store the rest

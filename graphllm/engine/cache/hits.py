@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from graphllm.engine.cache.retention import FullBlocks, Snapshots, WindowBlocks
 
-Retained = FullBlocks | WindowBlocks | Snapshots
+class Retained(Protocol):
+    """What is kept of sequences; see `graphllm.engine.cache.retention`. unit: tokens of an entry."""
+
+    @property
+    def unit(self) -> int: ...
+
+    def find(self, digests: Sequence[bytes]) -> list[int]:
+        """Entries by their digests, 0 for a missing one; the list may end where nothing later can be used."""
+        ...
+
+    def usable(self, found: Sequence[int], num_tokens: int) -> int:
+        """The longest beginning of up to ``num_tokens`` tokens that these entries serve, in tokens."""
+        ...
 
 
 class Hit(NamedTuple):

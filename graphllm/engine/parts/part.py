@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from graphllm.config import ConfigError, SchedulerConfig, SpeculationConfig
+from graphllm.config import ConfigError, SchedulerConfig, SpeculationConfig, TierConfig
 from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, EngineRequest
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.engine.schedule.resource import Resource
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from graphllm.engine.structured.compilers import GrammarCompilers
     from graphllm.runtime.step_handle import StepResult
 
-_NO_SPECULATION = SpeculationConfig()
+_NO_SPECULATION, _NO_TIERS = SpeculationConfig(), TierConfig()
 GROUP = "graphllm.parts"
 WAIT = 0.05  # seconds that a step without work waits for what requests are held back for
 
@@ -48,6 +48,7 @@ class CoreSetup:
     balancer: says which experts move; None where they do not.
     waves: of the cores that step together with this one; None for a single core.
     successor: waits for better programs; None where the engine keeps what it has.
+    tiers: the settings of the cache's tiers.
     """
 
     grammars: GrammarCompilers | None = None
@@ -57,6 +58,7 @@ class CoreSetup:
     balancer: ExpertBalancer | None = None
     waves: CoreWaves | None = None
     successor: Successor | None = None
+    tiers: TierConfig = _NO_TIERS
 
 
 NOTHING_MORE = CoreSetup()

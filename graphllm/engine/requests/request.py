@@ -269,6 +269,21 @@ class BucketStats(msgspec.Struct):
     padding: int = 0
 
 
+class TierStats(msgspec.Struct):
+    """A tier of the cache below the device; counters only grow.
+
+    total_bytes, used_bytes: of copies.
+    hit_tokens: that came from there instead of being computed.
+    stored_bytes, copied_bytes: that went there, and that came from there.
+    """
+
+    total_bytes: int = 0
+    used_bytes: int = 0
+    hit_tokens: int = 0
+    stored_bytes: int = 0
+    copied_bytes: int = 0
+
+
 class CoreStats(msgspec.Struct):
     """Gauges and counters of a core; counters only grow.
 
@@ -291,6 +306,7 @@ class CoreStats(msgspec.Struct):
     adapters_running, adapters_waiting: adapters of requests with and without a slot, by name.
     token_vector_bytes: bytes of kept vectors.
     token_vector_hits: prompts that had their vectors from there.
+    tiers: of the cache, by name.
     """
 
     started: float = 0.0
@@ -321,6 +337,7 @@ class CoreStats(msgspec.Struct):
     adapters_waiting: list[str] = []
     token_vector_bytes: int = 0
     token_vector_hits: int = 0
+    tiers: dict[str, TierStats] = {}
 
     # vLLM's names, which loggers written for it read.
     num_running_reqs = property(lambda self: self.running)

@@ -54,6 +54,12 @@ class States:
         """The named states that exist, by name."""
         return {n: self.tensors[f"state.{n}"] for n in names if f"state.{n}" in self.tensors}
 
+    def entries(self, kind: str) -> list[Array]:
+        """The memory of all "blocks", tensor by tensor, or of all "snapshots", each [entries, bytes] uint8."""
+        if kind == "blocks":
+            return self._pool
+        return [] if self._snapshots is None else [self._snapshots]
+
     @property
     def block_bytes(self) -> int:
         """Of one block in all tensors."""

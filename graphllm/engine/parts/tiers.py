@@ -1,0 +1,138 @@
+"""The cache in tiers: what leaves the device is kept in host memory, and comes back before a request that needs it.
+
+What is evicted without a copy is copied before the step that overwrites it, so nothing is lost: a request that was
+preempted finds its blocks again. What is likely to be evicted next is copied ahead of that, while steps run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from graphllm.config import ConfigError
+from graphllm.config.setting import size_text
+from graphllm.engine.parts.part import Part, PartContext
+from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, EngineRequest, TierStats
+from graphllm.engine.schedule.scheduler_output import SchedulerOutput
+from graphllm.engine.step.started_step import StartedStep
+from graphllm.engine.tiers.host_cache import HostCache
+from graphllm.engine.tiers.promotions import HOST, Promotions
+from graphllm.engine.tiers.rates import Rates
+from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, TierPool
+from graphllm.engine.tiers.wanted import SNAPSHOT
+from graphllm.host.machine import available_memory
+from graphllm.runtime.commands.tiers import AwaitStores, CloseTiers, EndedLoads, LoadEntries, OpenTiers, StoreEntries
+
+if TYPE_CHECKING:
+    from graphllm.runtime.step_handle import StepResult
+
+_log = logging.getLogger(__name__)
+_AHEAD = 2  # steps of the largest size, whose blocks are copied before they are evicted
+_WAIT = 0.001  # seconds between two looks at copies, where nothing else is to be done
+
+
+class Tiers(Part):
+    """resource: holds requests back while their blocks come."""
+
+    name = "tiers"
+
+    def __init__(self, context: PartContext) -> None:
+        super().__init__(context)
+        executor, cache, config = context.executor, context.scheduler.cache, context.setup.tiers
+        self._bytes = {BLOCKS: sum(executor.block_bytes), SNAPSHOTS: sum(executor.snapshot_bytes)}
+        pools = {BLOCKS: cache.pool} if cache.groups else {}
+        if cache.states.pools:
+            pools[SNAPSHOTS] = cache.states.pools[0].pool
+        places = {kind: len(pool.references) for kind, pool in pools.items()}
+        entries = _entries(config.kv_offloading_size, places, self._bytes)
+        host = {kind: HostCache(count, config.kv_offloading_policy) for kind, count in entries.items()}
+        limits = context.limits
+        ahead = min(_AHEAD * -(-limits.max_num_batched_tokens // limits.block_size), len(cache.pool.references) // 4)
+        self.pools = {
+            kind: TierPool(kind, pool, host[kind], ahead=ahead)
+            if kind == BLOCKS
+            else TierPool(kind, pool, host[kind], first=1, group=SNAPSHOT)
+            for kind, pool in pools.items()
+        }
+        self.rates = Rates()
+        self.resource = self.promotions = Promotions(cache, self.pools, self._bytes, self.rates)
+        self._tickets = itertools.count(1)
+        self._seconds = dict[int, list[float]]()  # by load: of each rank on which it has ended
+        executor.do(OpenTiers(entries))
+
+    @classmethod
+    def applies(cls, context: PartContext) -> bool:
+        wanted = context.setup.tiers.kv_offloading_size > 0
+        if wanted and not context.scheduler.cache.caching:
+            _log.warning("kv_offloading_size has no effect: this engine shares no beginnings of prompts")
+            return False
+        return wanted
+
+    @property
+    def busy(self) -> bool:  # type: ignore[override]
+        """What comes has blocks of the device, also when nobody wants it any more."""
+        return self.promotions.running > 0
+
+    def gather(self, idle: bool) -> Iterable[EngineRequest | EngineCoreOutput]:
+        """Take what has come."""
+        if self.promotions.running:
+            if idle:
+                time.sleep(_WAIT)
+            ranks = self.context.executor.ask(EndedLoads())
+            for ticket, seconds in itertools.chain.from_iterable(answer.value for answer in ranks):
+                of_ranks = self._seconds.setdefault(ticket, [])
+                of_ranks.append(seconds)
+                if len(of_ranks) == len(ranks):
+                    self.promotions.ended(ticket, max(self._seconds.pop(ticket)))
+        return ()
+
+    def planned(self, plan: SchedulerOutput | None) -> None:
+        """Copy what would be lost, start what waiting requests want, then copy ahead."""
+        do, pools = self.context.executor.do, self.pools.items()
+        if awaited := max([pool.awaited() for _, pool in pools]):
+            do(AwaitStores(awaited))
+        if rescues := {kind: pairs for kind, pool in pools if (pairs := pool.rescues())}:
+            do(StoreEntries(rescues, next(self._tickets), blocking=True))
+        while loads := self.promotions.start(ticket := next(self._tickets)):
+            do(LoadEntries(loads, ticket))
+        ticket = next(self._tickets)
+        if copies := {kind: pairs for kind, pool in pools if (pairs := pool.copies(ticket))}:
+            do(StoreEntries(copies, ticket, blocking=False))
+
+    def arrived(self, step: StartedStep, result: StepResult) -> None:
+        if not step.plan.verified:
+            self.rates.computed(step.batch.step.tokens, step.seconds)
+
+    def end(self, id: str, output: Sequence[int]) -> None:
+        self.promotions.forget(id)
+
+    def stats(self, into: CoreStats) -> None:
+        host = TierStats(hit_tokens=self.promotions.hits[HOST], copied_bytes=self.promotions.copied[HOST])
+        for kind, pool in self.pools.items():
+            host.total_bytes += pool.host.num_entries * self._bytes[kind]
+            host.used_bytes += len(pool.host) * self._bytes[kind]
+            host.stored_bytes += pool.num_stored * self._bytes[kind]
+        into.tiers[HOST] = host
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # after a failure of the steps nobody is there
+            self.context.executor.do(CloseTiers())
+
+
+def _entries(size: int, places: Mapping[str, int], entry_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Entries of each kind of host memory of so many bytes, in the ratio of the device's. Raises ConfigError."""
+    if size > (free := available_memory()):
+        raise ConfigError(
+            f"kv_offloading_size is {size_text(size)}: the host has {size_text(free)} of memory left; give less"
+        )
+    device = sum(places[kind] * entry_bytes[kind] for kind in places)
+    entries = {kind: size * places[kind] // device for kind in places}
+    if 0 in entries.values():
+        raise ConfigError(
+            f"kv_offloading_size is {size_text(size)}: an entry takes {size_text(max(entry_bytes.values()))}; give more"
+        )
+    return entries

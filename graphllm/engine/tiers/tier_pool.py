@@ -1,0 +1,90 @@
+"""TierPool: one pool of the device's cache with its copies in host memory: what must be copied before it is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from graphllm.engine.cache.block_pool import BlockPool, Key
+from graphllm.engine.cache.pool_observer import PoolObserver
+from graphllm.engine.tiers.host_cache import HostCache
+
+Pairs = list[tuple[int, int]]
+BLOCKS, SNAPSHOTS = "blocks", "snapshots"  # kinds of entries
+
+
+class TierPool(PoolObserver):
+    """Listens to a pool.
+
+    kind: of its entries, BLOCKS or SNAPSHOTS.
+    first: the number of the pool's first place for commands, 1 in a pool of snapshots, whose commands count from 0.
+    group: in keys of copies; None: the pool's own.
+    host: the copies.
+    ahead: places that are given out next, whose contents are copied before that.
+    num_stored: copies that were made.
+    """
+
+    def __init__(
+        self, kind: str, pool: BlockPool, host: HostCache, first: int = 0, group: int | None = None, ahead: int = 0
+    ) -> None:
+        self.kind, self.pool, self.host, self.first, self.ahead = kind, pool, host, first, ahead
+        self._group = group
+        self.num_stored = 0
+        # By place: the key of what was evicted and is still there, without a copy, and with one that may still read it.
+        self._lost = dict[int, Key]()
+        self._read = dict[int, tuple[Key, int]]()
+        self._copying = dict[int, int]()  # by place: the ticket of its copy, which may have ended
+        self._evicted = ahead  # since the last look ahead
+        pool.observers.append(self)
+
+    def _key(self, key: Key) -> Key:
+        return key if self._group is None else (self._group, key[1])
+
+    def stored(self, block: int, key: Key) -> None:
+        # Before the next step only an import stores into what was just evicted, and it writes at once.
+        self._lost.pop(block, None)
+        if (read := self._read.pop(block, None)) is not None:
+            self.host.drop(read[0])
+
+    def evicted(self, block: int, key: Key) -> None:
+        self._evicted += 1
+        key = self._key(key)
+        ticket = self._copying.pop(block, 0)
+        if self.host.find(key) < 0:
+            self._lost[block] = key
+        elif ticket:
+            self._read[block] = key, ticket
+
+    def cleared(self) -> None:
+        self._lost.clear()
+        self._read.clear()
+        self._copying.clear()
+        self.host.clear()
+
+    def awaited(self) -> int:
+        """The last copy that must end before what it reads is written; 0 for none. Asked for once."""
+        last = max((ticket for _, ticket in self._read.values()), default=0)
+        self._read.clear()
+        return last
+
+    def rescues(self) -> Pairs:
+        """(place, entry) of all that was evicted without a copy, to be copied before anything is written."""
+        if not self._lost:
+            return []
+        blocks = {key: block for block, key in self._lost.items()}
+        self._lost.clear()
+        return self._placed(blocks)
+
+    def copies(self, ticket: int) -> Pairs:
+        """(place, entry) of what is worth copying ahead of its eviction, while steps run; the copy has this ticket."""
+        if not self.ahead or self._evicted * 4 < self.ahead:
+            return []
+        self._evicted = 0
+        blocks = {self._key(key): block for block, key in self.pool.next_evicted(self.ahead)}
+        pairs = self._placed({key: block for key, block in blocks.items() if self.host.find(key) < 0})
+        self._copying.update((place + self.first, ticket) for place, _ in pairs)
+        return pairs
+
+    def _placed(self, blocks: Mapping[Key, int]) -> Pairs:
+        pairs = [(blocks[key] - self.first, entry) for key, entry in self.host.store(blocks)]
+        self.num_stored += len(pairs)
+        return pairs

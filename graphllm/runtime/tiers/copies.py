@@ -1,0 +1,174 @@
+"""Copies between a rank's device and its host memory, in order with the steps as far as they must be."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from graphllm.runtime.memory.states import States
+from graphllm.runtime.tiers.host_memory import HostMemory, columns
+
+if TYPE_CHECKING:
+    import torch
+
+Pairs = Mapping[str, Sequence[tuple[int, int]]]  # by kind
+
+
+class Ordered(Protocol):
+    """The part of a rank's executor that copies use. states: on the device."""
+
+    states: States
+
+    def in_order(self, work: Callable[[], None]) -> None:
+        """Launch work in order with the steps."""
+
+    def synchronize(self) -> None:
+        """Wait for everything so far."""
+
+
+class Copies(Protocol):
+    """Every copy has a ticket; tickets grow."""
+
+    def store(self, pairs: Pairs, ticket: int, blocking: bool) -> None:
+        """Copy (place, entry) to the host, as the steps so far have left the places. blocking: no later step or command
+        begins before the copy has ended."""
+
+    def load(self, pairs: Pairs, ticket: int) -> None:
+        """Copy (entry, place) to the device, once the steps and stores so far have ended."""
+
+    def wait(self, ticket: int) -> None:
+        """Have all later steps and commands wait for the copies up to this one."""
+
+    def ended(self) -> list[tuple[int, float]]:
+        """The loads that have ended since this was last asked, and the seconds that each took."""
+
+    def close(self) -> None:
+        """Wait for all copies."""
+
+
+class CpuCopies:
+    """Of a CPU: by the thread that runs the steps, between them."""
+
+    def __init__(self, device: Ordered, memory: HostMemory) -> None:
+        self._device, self._memory = device, memory
+        self._ended = deque[tuple[int, float]]()
+
+    def store(self, pairs: Pairs, ticket: int, blocking: bool) -> None:
+        def work() -> None:
+            for kind, of in pairs.items():
+                places, entries = columns(of)
+                pieces = self._memory.pieces(kind)
+                for at, tensor in enumerate(self._device.states.entries(kind)):
+                    pieces[entries, at] = tensor.numpy()[places]
+
+        self._device.in_order(work)
+
+    def load(self, pairs: Pairs, ticket: int) -> None:
+        states = self._device.states
+
+        def work() -> None:
+            begun = time.perf_counter()
+            for kind, of in pairs.items():
+                entries, places = columns(of)
+                if kind == "blocks":
+                    states.reach(int(places.max(initial=0)))
+                pieces = self._memory.pieces(kind)
+                for at, tensor in enumerate(states.entries(kind)):
+                    tensor.numpy()[places] = pieces[entries, at]
+            self._ended.append((ticket, time.perf_counter() - begun))
+
+        self._device.in_order(work)
+
+    def wait(self, ticket: int) -> None:
+        """All is in order."""
+
+    def ended(self) -> list[tuple[int, float]]:
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def close(self) -> None:
+        self._device.synchronize()
+
+
+class CudaCopies:
+    """Of a GPU: on two streams of their own, from and to registered memory."""
+
+    def __init__(self, device: Ordered, memory: HostMemory) -> None:
+        import torch
+
+        self._torch, self._device = torch, device
+        self._stores, self._loads = torch.cuda.Stream(), torch.cuda.Stream()
+        self._host: dict[str, torch.Tensor] = {}
+        for kind in memory.kinds:
+            self._host[kind] = torch.from_numpy(memory.pieces(kind))
+            if self._host[kind].nbytes:
+                failed = torch.cuda.cudart().cudaHostRegister(self._host[kind].data_ptr(), self._host[kind].nbytes, 0)
+                torch.cuda.check_error(int(failed))
+        self._stored = deque[tuple[int, torch.cuda.Event]]()
+        self._loading = deque[tuple[int, torch.cuda.Event, torch.cuda.Event]]()
+
+    def store(self, pairs: Pairs, ticket: int, blocking: bool) -> None:
+        def work() -> None:
+            steps = self._torch.cuda.current_stream()
+            self._stores.wait_stream(steps)
+            with self._torch.cuda.stream(self._stores):
+                for on_device, in_host in self._pieces(pairs):
+                    in_host.copy_(on_device, non_blocking=True)
+                event = self._event()
+            self._stored.append((ticket, event))
+            if blocking:
+                steps.wait_event(event)
+
+        self._device.in_order(work)
+
+    def load(self, pairs: Pairs, ticket: int) -> None:
+        turned = {kind: [(place, entry) for entry, place in of] for kind, of in pairs.items()}
+
+        def work() -> None:
+            self._loads.wait_stream(self._torch.cuda.current_stream())
+            self._loads.wait_stream(self._stores)
+            with self._torch.cuda.stream(self._loads):
+                begun = self._event()
+                for on_device, in_host in self._pieces(turned):
+                    on_device.copy_(in_host, non_blocking=True)
+                self._loading.append((ticket, begun, self._event()))
+
+        self._device.in_order(work)
+
+    def _pieces(self, pairs: Pairs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Of pairs (place, entry): the pieces on the device and in host memory."""
+        for kind, of in pairs.items():
+            tensors, host = self._device.states.entries(kind), self._host[kind]
+            for place, entry in of:
+                for at, tensor in enumerate(tensors):
+                    yield tensor[place], host[entry, at]
+
+    def _event(self) -> torch.cuda.Event:
+        event = self._torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self, ticket: int) -> None:
+        def work() -> None:
+            while self._stored and self._stored[0][1].query():
+                self._stored.popleft()
+            awaited = [event for number, event in self._stored if number <= ticket]
+            if awaited:
+                self._torch.cuda.current_stream().wait_event(awaited[-1])
+
+        self._device.in_order(work)
+
+    def ended(self) -> list[tuple[int, float]]:
+        found = []
+        while self._loading and self._loading[0][2].query():
+            ticket, begun, end = self._loading.popleft()
+            found.append((ticket, begun.elapsed_time(end) / 1e3))
+        return found
+
+    def close(self) -> None:
+        self._stores.synchronize()
+        self._loads.synchronize()
+        for host in self._host.values():
+            if host.nbytes:
+                self._torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
