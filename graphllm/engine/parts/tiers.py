@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING
 
 from graphllm.config import ConfigError
 from graphllm.config.setting import size_text
+from graphllm.engine.cache.block_pool import Key
 from graphllm.engine.parts.part import Part, PartContext
 from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, EngineRequest, TierStats
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.step.started_step import StartedStep
+from graphllm.engine.tiers.further_tier import FurtherTier
 from graphllm.engine.tiers.host_cache import HostCache
 from graphllm.engine.tiers.promotions import HOST, Promotions
 from graphllm.engine.tiers.rates import Rates
-from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, TierPool
+from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool
 from graphllm.engine.tiers.wanted import SNAPSHOT
 from graphllm.host.machine import available_memory
-from graphllm.runtime.commands.tiers import AwaitStores, CloseTiers, EndedLoads, LoadEntries, OpenTiers, StoreEntries
+from graphllm.runtime.commands.tiers import AwaitStores, CloseTiers, EndedCopies, LoadEntries, OpenTiers, StoreEntries
 
 if TYPE_CHECKING:
     from graphllm.runtime.step_handle import StepResult
@@ -52,16 +54,19 @@ class Tiers(Part):
         host = {kind: HostCache(count, config.kv_offloading_policy) for kind, count in entries.items()}
         limits = context.limits
         ahead = min(_AHEAD * -(-limits.max_num_batched_tokens // limits.block_size), len(cache.pool.references) // 4)
+        self.further: list[FurtherTier] = []
+        writes = any(tier.writes for tier in self.further)
         self.pools = {
-            kind: TierPool(kind, pool, host[kind], ahead=ahead)
+            kind: TierPool(kind, pool, host[kind], ahead=ahead, writes=writes)
             if kind == BLOCKS
-            else TierPool(kind, pool, host[kind], first=1, group=SNAPSHOT)
+            else TierPool(kind, pool, host[kind], first=1, group=SNAPSHOT, writes=writes)
             for kind, pool in pools.items()
         }
         self.rates = Rates()
-        self.resource = self.promotions = Promotions(cache, self.pools, self._bytes, self.rates)
+        self.resource = self.promotions = Promotions(cache, self.pools, self._bytes, self.rates, self.further)
         self._tickets = itertools.count(1)
-        self._seconds = dict[int, list[float]]()  # by load: of each rank on which it has ended
+        self._seconds = dict[int, list[float]]()  # by copy: of each rank on which it has ended
+        self._offers = dict[int, list[tuple[Key, int]]]()  # by store: what further tiers are offered when it has ended
         executor.do(OpenTiers(entries))
 
     @classmethod
@@ -75,33 +80,67 @@ class Tiers(Part):
     @property
     def busy(self) -> bool:  # type: ignore[override]
         """What comes has blocks of the device, also when nobody wants it any more."""
-        return self.promotions.running > 0
+        return self.promotions.running > 0 or any(tier.busy for tier in self.further)
 
     def gather(self, idle: bool) -> Iterable[EngineRequest | EngineCoreOutput]:
         """Take what has come."""
-        if self.promotions.running:
-            if idle:
-                time.sleep(_WAIT)
-            ranks = self.context.executor.ask(EndedLoads())
-            for ticket, seconds in itertools.chain.from_iterable(answer.value for answer in ranks):
-                of_ranks = self._seconds.setdefault(ticket, [])
-                of_ranks.append(seconds)
-                if len(of_ranks) == len(ranks):
-                    self.promotions.ended(ticket, max(self._seconds.pop(ticket)))
+        if idle and self.busy:
+            time.sleep(_WAIT)
+        if self.promotions.running or self._offers:
+            self._take_ended()
+        for tier in self.further:
+            for keys, seconds in tier.fetched():
+                self.promotions.fetched(tier.name, keys, seconds)
+            self._unpin(tier.written())
         return ()
+
+    def _take_ended(self) -> None:
+        ranks = self.context.executor.ask(EndedCopies())
+        for ticket, seconds in itertools.chain.from_iterable(answer.value for answer in ranks):
+            of_ranks = self._seconds.setdefault(ticket, [])
+            of_ranks.append(seconds)
+            if len(of_ranks) < len(ranks):
+                continue
+            del self._seconds[ticket]
+            if ticket in self._offers:
+                self._offer(self._offers.pop(ticket))
+            else:
+                self.promotions.ended(ticket, max(of_ranks))
+
+    def _offer(self, entries: list[tuple[Key, int]]) -> None:
+        """Host memory has these; each was pinned for this."""
+        for tier in self.further:
+            for key in tier.offer(entries):
+                self._pool(key).host.pin([key])
+        self._unpin(key for key, _ in entries)
+
+    def _unpin(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self._pool(key).host.unpin([key])
+
+    def _pool(self, key: Key) -> TierPool:
+        return self.pools[SNAPSHOTS if key[0] == SNAPSHOT else BLOCKS]
 
     def planned(self, plan: SchedulerOutput | None) -> None:
         """Copy what would be lost, start what waiting requests want, then copy ahead."""
-        do, pools = self.context.executor.do, self.pools.items()
-        if awaited := max([pool.awaited() for _, pool in pools]):
+        do, pools = self.context.executor.do, self.pools.values()
+        if awaited := max([pool.awaited() for pool in pools]):
             do(AwaitStores(awaited))
-        if rescues := {kind: pairs for kind, pool in pools if (pairs := pool.rescues())}:
-            do(StoreEntries(rescues, next(self._tickets), blocking=True))
+        if rescues := {pool.kind: pairs for pool in pools if (pairs := pool.rescues())}:
+            self._store(rescues, next(self._tickets), blocking=True)
         while loads := self.promotions.start(ticket := next(self._tickets)):
             do(LoadEntries(loads, ticket))
         ticket = next(self._tickets)
-        if copies := {kind: pairs for kind, pool in pools if (pairs := pool.copies(ticket))}:
-            do(StoreEntries(copies, ticket, blocking=False))
+        if copies := {pool.kind: pairs for pool in pools if (pairs := pool.copies(ticket))}:
+            self._store(copies, ticket, blocking=False)
+
+    def _store(self, pairs: dict[str, Pairs], ticket: int, blocking: bool) -> None:
+        self.context.executor.do(StoreEntries(pairs, ticket, blocking, reported=bool(self.further)))
+        placed = [entry for pool in self.pools.values() for entry in pool.placed()]
+        if self.further:
+            self._offers[ticket] = placed
+            for key, _ in placed:
+                self._pool(key).host.pin([key])
 
     def arrived(self, step: StartedStep, result: StepResult) -> None:
         if not step.plan.verified:
@@ -117,8 +156,17 @@ class Tiers(Part):
             host.used_bytes += len(pool.host) * self._bytes[kind]
             host.stored_bytes += pool.num_stored * self._bytes[kind]
         into.tiers[HOST] = host
+        for tier in self.further:
+            into.tiers[tier.name] = found = tier.stats()
+            found.hit_tokens, found.copied_bytes = self.promotions.hits[tier.name], self.promotions.copied[tier.name]
+
+    def reset(self) -> None:
+        for tier in self.further:
+            tier.reset()
 
     def close(self) -> None:
+        for tier in self.further:
+            tier.close()
         with contextlib.suppress(Exception):  # after a failure of the steps nobody is there
             self.context.executor.do(CloseTiers())
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from graphllm.engine.cache.block_pool import Key
 from graphllm.engine.cache.cache_manager import CacheManager
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.engine.schedule.resource import Resource
+from graphllm.engine.tiers.further_tier import FurtherTier
 from graphllm.engine.tiers.host_cache import HostCache
 from graphllm.engine.tiers.rates import Rates
 from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool
@@ -24,21 +24,6 @@ from graphllm.engine.tiers.wanted import SNAPSHOT, Wanted, wanted
 HOST = "host"
 _LOOKS = 16  # how often a request that finds nothing asks before it looks again
 _MOST = 3  # promotions and fetches of a request before it joins: what comes may be lost again
-
-
-class FurtherTier(Protocol):
-    """A tier from which contents come by way of host memory: a disk, another engine.
-
-    name: of the tier, for metrics.
-    """
-
-    name: str
-
-    def has(self, key: Key) -> bool:
-        """Whether it has this key's contents, as far as is known now; at once."""
-
-    def fetch(self, entries: Sequence[tuple[Key, int]]) -> None:
-        """Begin to fill entries of host memory on every rank; each key's end is given to `Promotions.fetched`."""
 
 
 @dataclass(frozen=True)

@@ -20,19 +20,23 @@ class TierPool(PoolObserver):
     group: in keys of copies; None: the pool's own.
     host: the copies.
     ahead: places that are given out next, whose contents are copied before that.
+    writes: all contents are copied as soon as they can be found.
     num_stored: copies that were made.
     """
 
     def __init__(
-        self, kind: str, pool: BlockPool, host: HostCache, first: int = 0, group: int | None = None, ahead: int = 0
-    ) -> None:
+        self, kind: str, pool: BlockPool, host: HostCache, first: int = 0, group: int | None = None, ahead: int = 0,
+        writes: bool = False,
+    ) -> None:  # fmt: skip
         self.kind, self.pool, self.host, self.first, self.ahead = kind, pool, host, first, ahead
-        self._group = group
+        self._group, self._writes = group, writes
         self.num_stored = 0
         # By place: the key of what was evicted and is still there, without a copy, and with one that may still read it.
         self._lost = dict[int, Key]()
         self._read = dict[int, tuple[Key, int]]()
+        self._fresh = dict[int, Key]()  # by place: contents that are to be copied at once
         self._copying = dict[int, int]()  # by place: the ticket of its copy, which may have ended
+        self._placed_now = list[tuple[Key, int]]()
         self._evicted = ahead  # since the last look ahead
         pool.observers.append(self)
 
@@ -44,10 +48,13 @@ class TierPool(PoolObserver):
         self._lost.pop(block, None)
         if (read := self._read.pop(block, None)) is not None:
             self.host.drop(read[0])
+        if self._writes:
+            self._fresh[block] = self._key(key)
 
     def evicted(self, block: int, key: Key) -> None:
         self._evicted += 1
         key = self._key(key)
+        self._fresh.pop(block, None)
         ticket = self._copying.pop(block, 0)
         if self.host.find(key) < 0:
             self._lost[block] = key
@@ -58,6 +65,7 @@ class TierPool(PoolObserver):
         self._lost.clear()
         self._read.clear()
         self._copying.clear()
+        self._fresh.clear()
         self.host.clear()
 
     def awaited(self) -> int:
@@ -76,15 +84,24 @@ class TierPool(PoolObserver):
 
     def copies(self, ticket: int) -> Pairs:
         """(place, entry) of what is worth copying ahead of its eviction, while steps run; the copy has this ticket."""
-        if not self.ahead or self._evicted * 4 < self.ahead:
+        blocks = {key: block for block, key in self._fresh.items()}
+        self._fresh.clear()
+        if self.ahead and self._evicted * 4 >= self.ahead:
+            self._evicted = 0
+            blocks |= {self._key(key): block for block, key in self.pool.next_evicted(self.ahead)}
+        if not blocks:
             return []
-        self._evicted = 0
-        blocks = {self._key(key): block for block, key in self.pool.next_evicted(self.ahead)}
         pairs = self._placed({key: block for key, block in blocks.items() if self.host.find(key) < 0})
         self._copying.update((place + self.first, ticket) for place, _ in pairs)
         return pairs
 
     def _placed(self, blocks: Mapping[Key, int]) -> Pairs:
-        pairs = [(blocks[key] - self.first, entry) for key, entry in self.host.store(blocks)]
-        self.num_stored += len(pairs)
-        return pairs
+        placed = self.host.store(blocks)
+        self.num_stored += len(placed)
+        self._placed_now += placed
+        return [(blocks[key] - self.first, entry) for key, entry in placed]
+
+    def placed(self) -> list[tuple[Key, int]]:
+        """Keys and entries of the copies that `rescues` and `copies` have asked for since this was last asked."""
+        found, self._placed_now = self._placed_now, []
+        return found

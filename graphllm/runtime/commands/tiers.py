@@ -52,9 +52,10 @@ class StoreEntries(Command):
     pairs: dict[str, Pairs]
     ticket: int
     blocking: bool
+    reported: bool
 
     def run(self, device: Device) -> None:
-        tiers_of(device).copies.store(self.pairs, self.ticket, self.blocking)
+        tiers_of(device).copies.store(self.pairs, self.ticket, self.blocking, self.reported)
 
 
 class LoadEntries(Command):
@@ -76,8 +77,8 @@ class AwaitStores(Command):
         tiers_of(device).copies.wait(self.ticket)
 
 
-class EndedLoads(Query):
-    """The loads that have ended since this was last asked, with the seconds of each."""
+class EndedCopies(Query):
+    """The copies that have ended since this was last asked, with the seconds of each."""
 
     def run(self, device: Device) -> Answered:
         return Answered([list(pair) for pair in tiers_of(device).copies.ended()])

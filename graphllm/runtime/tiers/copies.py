@@ -31,9 +31,9 @@ class Ordered(Protocol):
 class Copies(Protocol):
     """Every copy has a ticket; tickets grow."""
 
-    def store(self, pairs: Pairs, ticket: int, blocking: bool) -> None:
+    def store(self, pairs: Pairs, ticket: int, blocking: bool, reported: bool) -> None:
         """Copy (place, entry) to the host, as the steps so far have left the places. blocking: no later step or command
-        begins before the copy has ended."""
+        begins before the copy has ended. reported: `ended` tells of it."""
 
     def load(self, pairs: Pairs, ticket: int) -> None:
         """Copy (entry, place) to the device, once the steps and stores so far have ended."""
@@ -42,7 +42,7 @@ class Copies(Protocol):
         """Have all later steps and commands wait for the copies up to this one."""
 
     def ended(self) -> list[tuple[int, float]]:
-        """The loads that have ended since this was last asked, and the seconds that each took."""
+        """The copies that have ended since this was last asked, and the seconds that each took."""
 
     def close(self) -> None:
         """Wait for all copies."""
@@ -55,13 +55,16 @@ class CpuCopies:
         self._device, self._memory = device, memory
         self._ended = deque[tuple[int, float]]()
 
-    def store(self, pairs: Pairs, ticket: int, blocking: bool) -> None:
+    def store(self, pairs: Pairs, ticket: int, blocking: bool, reported: bool) -> None:
         def work() -> None:
+            begun = time.perf_counter()
             for kind, of in pairs.items():
                 places, entries = columns(of)
                 pieces = self._memory.pieces(kind)
                 for at, tensor in enumerate(self._device.states.entries(kind)):
                     pieces[entries, at] = tensor.numpy()[places]
+            if reported:
+                self._ended.append((ticket, time.perf_counter() - begun))
 
         self._device.in_order(work)
 
@@ -91,6 +94,9 @@ class CpuCopies:
         self._device.synchronize()
 
 
+_Copy = tuple[int, "torch.cuda.Event", "torch.cuda.Event"]
+
+
 class CudaCopies:
     """Of a GPU: on two streams of their own, from and to registered memory."""
 
@@ -105,20 +111,24 @@ class CudaCopies:
             if self._host[kind].nbytes:
                 failed = torch.cuda.cudart().cudaHostRegister(self._host[kind].data_ptr(), self._host[kind].nbytes, 0)
                 torch.cuda.check_error(int(failed))
-        self._stored = deque[tuple[int, torch.cuda.Event]]()
-        self._loading = deque[tuple[int, torch.cuda.Event, torch.cuda.Event]]()
+        self._stored = deque[tuple[int, torch.cuda.Event]]()  # for `wait`
+        # Of each direction: ticket, begin and end.
+        self._storing, self._loading = deque[_Copy](), deque[_Copy]()
 
-    def store(self, pairs: Pairs, ticket: int, blocking: bool) -> None:
+    def store(self, pairs: Pairs, ticket: int, blocking: bool, reported: bool) -> None:
         def work() -> None:
             steps = self._torch.cuda.current_stream()
             self._stores.wait_stream(steps)
             with self._torch.cuda.stream(self._stores):
+                begun = self._event()
                 for on_device, in_host in self._pieces(pairs):
                     in_host.copy_(on_device, non_blocking=True)
-                event = self._event()
-            self._stored.append((ticket, event))
+                end = self._event()
+            self._stored.append((ticket, end))
+            if reported:
+                self._storing.append((ticket, begun, end))
             if blocking:
-                steps.wait_event(event)
+                steps.wait_event(end)
 
         self._device.in_order(work)
 
@@ -161,9 +171,10 @@ class CudaCopies:
 
     def ended(self) -> list[tuple[int, float]]:
         found = []
-        while self._loading and self._loading[0][2].query():
-            ticket, begun, end = self._loading.popleft()
-            found.append((ticket, begun.elapsed_time(end) / 1e3))
+        for copies in (self._storing, self._loading):
+            while copies and copies[0][2].query():
+                ticket, begun, end = copies.popleft()
+                found.append((ticket, begun.elapsed_time(end) / 1e3))
         return found
 
     def close(self) -> None:

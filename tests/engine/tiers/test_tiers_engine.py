@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ import pytest
 from graphllm.config import TierConfig
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
-from graphllm.engine.parts.tiers import Tiers
 from tests.engine.harness import finish, open_core, request
 
 MIB = 1 << 20
