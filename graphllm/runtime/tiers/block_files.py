@@ -46,6 +46,7 @@ class BlockFiles:
     entry_bytes: of each block.
     max_bytes: of all files; None: half of the free space that there is at the start, and of these files.
     share: the part of max_bytes that is this store's.
+    file_bytes: of each file.
     readers, writers: threads; a thread that writes reads first what waits to be read.
     max_writes: writes that may wait; others are dropped.
     """
@@ -65,8 +66,8 @@ class BlockFiles:
     ) -> None:
         self._disk = Disk(Path(folder)) if disk is None else disk
         self._health = DiskHealth(str(folder)) if health is None else health
-        self._entry_bytes, self._file_bytes = entry_bytes, file_bytes(entry_bytes)
-        self._max_bytes, self._share, self._max_writes = max_bytes, share, max_writes
+        self._entry_bytes, self.file_bytes = entry_bytes, file_bytes(entry_bytes)
+        self._share, self._max_writes = share, max_writes
         self._lock = threading.Lock()  # of all that follows
         self._to_read, self._to_write = threading.Condition(self._lock), threading.Condition(self._lock)
         self._to_keep, self._idle = threading.Condition(self._lock), threading.Condition(self._lock)
@@ -74,7 +75,7 @@ class BlockFiles:
         self._writing = dict[bytes, FileJob]()  # also those that wait
         self._index, self._stats = FileIndex(), FileStats()
         self._generation = 0  # of the contents; `clear` begins another
-        self._max_files = None if max_bytes is None else int(max_bytes * share) // self._file_bytes
+        self._max_files = None if max_bytes is None else int(max_bytes * share) // self.file_bytes
         self._new = 0  # files since the last scan
         self._cleared = self._closed = self._scanned = False
         self._prepared = threading.Event()
@@ -96,6 +97,11 @@ class BlockFiles:
     def scanned(self) -> bool:
         """Whether the files of earlier processes are known."""
         return self._scanned
+
+    @property
+    def max_bytes(self) -> int:
+        """Of all files; 0 while it is not known."""
+        return (self._max_files or 0) * self.file_bytes
 
     def write(self, key: bytes, view: np.ndarray) -> FileJob:
         """Keep an entry in a file, unless there is one with this key. view: bytes of the host's memory."""
@@ -179,7 +185,7 @@ class BlockFiles:
     # ---- threads that read and write
 
     def _work(self, writes: bool) -> None:
-        scratch = pages(self._file_bytes)
+        scratch = pages(self.file_bytes)
         self._prepared.wait()
         while (job := self._next(writes)) is not None:
             start = time.perf_counter()
@@ -191,10 +197,10 @@ class BlockFiles:
             seconds = time.perf_counter() - start
             with self._lock:
                 if outcome == "written":
-                    self._stats.write_bytes += self._file_bytes
+                    self._stats.write_bytes += self.file_bytes
                     self._stats.write_seconds += seconds
                 elif outcome == "read":
-                    self._stats.read_bytes += self._file_bytes
+                    self._stats.read_bytes += self.file_bytes
                     self._stats.read_seconds += seconds
                 evicted = self._enter(job) if outcome in ("written", "present") else []
             self._delete(evicted)
@@ -233,7 +239,7 @@ class BlockFiles:
             counter = "failed_writes" if job.writes else "failed_reads"
         if job.writes:
             del self._writing[job.key]
-        elif outcome in ("missing", "damaged"):
+        elif outcome != "read":
             self._index.remove(job.key)
         setattr(self._stats, counter, getattr(self._stats, counter) + 1)
         job.end(outcome)
@@ -246,7 +252,7 @@ class BlockFiles:
         if not self._health.may_write or job.generation != self._generation:
             return "dropped"
         path = path_of(job.key)
-        if not self._cleared and self._disk.has(path, self._file_bytes):  # of another process
+        if not self._cleared and self._disk.has(path, self.file_bytes):  # of another process
             return "present"
         header, body = scratch[:PAGE], job.view
         if not is_aligned(body):
@@ -371,10 +377,10 @@ class BlockFiles:
             key = key_of(path.name)
             if key is None or path_of(key) != path:
                 continue
-            if size == self._file_bytes:
+            if size == self.file_bytes:
                 found[key] = used
             elif not self._is_known(key):
-                self._drop_damaged(path, f"it has {size} bytes in place of {self._file_bytes}")
+                self._drop_damaged(path, f"it has {size} bytes in place of {self.file_bytes}")
                 with self._lock:
                     self._stats.damaged += 1
         free = self._disk.free() if self._max_files is None else 0
@@ -382,8 +388,8 @@ class BlockFiles:
             if generation == self._generation and not self._closed:
                 self._index.merge(found, additions)
             if self._max_files is None:
-                own = len(self._index) * self._file_bytes
-                self._max_files = int((free * self._share + own) / 2) // self._file_bytes
+                own = len(self._index) * self.file_bytes
+                self._max_files = int((free * self._share + own) / 2) // self.file_bytes
             evicted = self._above_limit()
             self._scanned = True
         self._delete(evicted)
