@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import logging
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +26,12 @@ from graphllm.runtime.commands.files import (
     ReadFiles,
     WriteFiles,
 )
-from tests.artifacts import PATIENCE
 from tests.engine.harness import finish, open_core, request
 from tests.engine.tiers.test_tiers_engine import conversations, run
 from tests.runtime.tiers.stores import Clock, until
 from tests.tiers import draws
 
-_TALKS = conversations(1, 8, 3)
+_TALKS = conversations(1, 8, 2)
 
 
 @pytest.fixture(scope="module")
@@ -155,38 +152,6 @@ def test_other_settings_and_secrets(core_on: Any, tmp_path: Path) -> None:
         core_on()
     with pytest.raises(ConfigError, match="kv_offloading_disk_size is 10: the smallest number of files takes"):
         core_on(cache_secret="mine", size=10)
-
-
-_GENERATES = """
-import sys
-from graphllm import LLM, SamplingParams
-
-if __name__ == "__main__":
-    artifact, folder, prompt, waits = sys.argv[1:]
-    with LLM(artifact=artifact, kv_offloading_size="16MiB", kv_offloading_disk=folder) as llm:
-        greedy = SamplingParams(temperature=0, max_tokens=8)
-        for _ in range(2000 if waits == "second" else 0):  # the files are looked for while requests run
-            llm.generate(["again"], greedy)
-            if llm.llm_engine.core.stats().tiers["disk"].used_bytes:
-                break
-        (output,) = llm.generate([prompt], greedy)
-    print(output.num_cached_tokens, output.outputs[0].token_ids)
-"""
-
-
-def test_the_embedded_model_in_two_processes(embedded_artifact: Path, tmp_path: Path) -> None:
-    """A prompt that one process has computed is found by the next one, which gives the same text."""
-    prompt = "Once upon a time there was a cache that did not forget. " * 8
-    said = []
-    for which in ("first", "second"):
-        command = [sys.executable, "-c", _GENERATES, str(embedded_artifact), str(tmp_path), prompt, which]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-        assert done.returncode == 0, done.stderr
-        cached, _, tokens = done.stdout.strip().splitlines()[-1].partition(" ")
-        said.append((int(cached), tokens))
-    assert said[0][0] == 0
-    assert said[1][0] >= 64
-    assert said[0][1] == said[1][1]
 
 
 class Ranks:
