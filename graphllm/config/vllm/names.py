@@ -345,7 +345,7 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
     ),
     **hints("no weights are offloaded", offload_num_in_group=1, offload_prefetch_step=1),
     **fixed(_TRANSFER, kv_transfer_config=({},), ec_transfer_config=({},), ec_manager_config=({},),
-             kv_events_config=({},), weight_transfer_config=({},)),
+             weight_transfer_config=({},)),
     **fixed(_NO_SLEEP, enable_sleep_mode=False, sleep_preserve_parameter_names=((), [])),
     **hints("an engine does not sleep", sleep_mode_backend=(), sleep_mode_offload_cudagraph=False,
              enable_cumem_allocator=False),

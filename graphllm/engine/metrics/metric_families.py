@@ -124,6 +124,14 @@ OF_CORE = (
         core=lambda s: {(): s.token_vector_hits},
     ),
     Family(
+        "kv_event_batches", "counter", "Batches of events of the prefix cache, dropped ones included.",
+        core=lambda s: {(): s.kv_event_batches},
+    ),
+    Family(
+        "kv_event_batches_dropped", "counter", "Batches of events that found no room in the publisher's queue.",
+        core=lambda s: {(): s.kv_event_batches_dropped},
+    ),
+    Family(
         "preemptions", "counter", "Sequences that lost their blocks and were computed again.", "num_preemptions",
         core=lambda s: {(): s.preemptions},
     ),

@@ -11,6 +11,7 @@ _SUMS = (
     "started", "steps", "running", "waiting", "free_blocks", "total_blocks", "prefix_queries", "prefix_hits",
     "prefix_hits_without_state", "preemptions", "prompt_tokens", "cached_tokens", "generated_tokens", "drafts",
     "draft_tokens", "max_adapters", "token_vector_bytes", "token_vector_hits", "expert_moves",
+    "kv_event_batches", "kv_event_batches_dropped",
 )  # fmt: skip
 
 

@@ -48,7 +48,9 @@ class HostCache:
             if key in self._entry_of or key in self._coming or (entry := self._room()) < 0:
                 continue
             self._add(key, entry)
+            self.pin([key])  # one copy writes them all
             found.append((key, entry))
+        self.unpin(key for key, _ in found)
         return found
 
     def expect(self, key: Key) -> int:

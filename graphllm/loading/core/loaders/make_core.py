@@ -72,6 +72,7 @@ def make_core(start: CoreStart, executor: Executor, waves: CoreWaves | None = No
         waves=waves,
         successor=_successor(start, executor),
         tiers=tiers,
+        rank=config.parallel.data_parallel_rank or 0,
     )
     return EngineCore(
         executor,
