@@ -20,6 +20,7 @@ from graphllm.engine.parts.part import Part, PartContext
 from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, EngineRequest, TierStats
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.step.started_step import StartedStep
+from graphllm.engine.tiers.disk_tier import DiskTier
 from graphllm.engine.tiers.further_tier import FurtherTier
 from graphllm.engine.tiers.host_cache import HostCache
 from graphllm.engine.tiers.promotions import HOST, Promotions
@@ -63,6 +64,8 @@ class Tiers(Part):
         host = {kind: HostCache(count, config.kv_offloading_policy) for kind, count in entries.items()}
         limits = context.limits
         ahead = min(_AHEAD * -(-limits.max_num_batched_tokens // limits.block_size), len(cache.pool.references) // 4)
+        self._entries = entries
+        executor.do(OpenTiers(entries))
         self.further = self.further_tiers()
         writes = any(tier.writes for tier in self.further)
         self.pools = {
@@ -77,11 +80,15 @@ class Tiers(Part):
         self._tickets = itertools.count(1)
         self._seconds = dict[int, list[float]]()  # by copy: of each rank on which it has ended
         self._offers = dict[int, list[tuple[Key, int]]]()  # by store: what further tiers are offered when it has ended
-        executor.do(OpenTiers(entries))
 
     def further_tiers(self) -> list[FurtherTier]:
         """The tiers beyond host memory, the nearest first."""
-        return []
+        executor, config = self.context.executor, self.context.setup.tiers
+        if config.kv_offloading_disk is None:
+            return []
+        of_ranks = {BLOCKS: executor.block_bytes, SNAPSHOTS: executor.snapshot_bytes}
+        sizes = {kind: of_ranks[kind] for kind in self._entries}
+        return [DiskTier(executor, config.kv_offloading_disk, config.kv_offloading_disk_size, sizes, self._entries)]
 
     @classmethod
     def applies(cls, context: PartContext) -> bool:
@@ -93,8 +100,9 @@ class Tiers(Part):
 
     @property
     def busy(self) -> bool:  # type: ignore[override]
-        """What comes has blocks of the device, also when nobody wants it any more; what goes has entries."""
-        return self.promotions.running > 0 or bool(self._offers) or any(tier.busy for tier in self.further)
+        """What comes has blocks of the device, also when nobody wants it any more. Further tiers get what is new."""
+        offers = bool(self._offers) or any(pool.has_new for pool in self.pools.values())
+        return self.promotions.running > 0 or offers or any(tier.busy for tier in self.further)
 
     def _take_ready(self) -> None:
         """More of host memory may be ready than before."""
@@ -187,6 +195,9 @@ class Tiers(Part):
             found.copied_bytes = self.promotions.copied[tier.name]
 
     def reset(self) -> None:
+        for ticket, entries in self._offers.items():  # of what is forgotten now
+            self._unpin(key for key, _ in entries)
+            self._offers[ticket] = []
         for tier in self.further:
             tier.reset()
 
