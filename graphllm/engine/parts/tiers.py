@@ -20,6 +20,7 @@ from graphllm.engine.parts.part import Part, PartContext
 from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, EngineRequest, TierStats
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.step.started_step import StartedStep
+from graphllm.engine.tiers.disk_tier import DiskTier
 from graphllm.engine.tiers.further_tier import FurtherTier
 from graphllm.engine.tiers.host_cache import HostCache
 from graphllm.engine.tiers.promotions import HOST, Promotions
@@ -27,13 +28,22 @@ from graphllm.engine.tiers.rates import Rates
 from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool
 from graphllm.engine.tiers.wanted import SNAPSHOT
 from graphllm.host.machine import available_memory
-from graphllm.runtime.commands.tiers import AwaitStores, CloseTiers, EndedCopies, LoadEntries, OpenTiers, StoreEntries
+from graphllm.runtime.commands.tiers import (
+    AwaitStores,
+    CloseTiers,
+    EndedCopies,
+    LoadEntries,
+    OpenTiers,
+    ReadyEntries,
+    StoreEntries,
+)
 
 if TYPE_CHECKING:
     from graphllm.runtime.step_handle import StepResult
 
 _log = logging.getLogger(__name__)
 _AHEAD = 2  # steps of the largest size, whose blocks are copied before they are evicted
+_LATER = 0.05  # seconds between two looks at host memory that is being prepared
 _WAIT = 0.001  # seconds between two looks at copies, where nothing else is to be done
 
 
@@ -54,6 +64,8 @@ class Tiers(Part):
         host = {kind: HostCache(count, config.kv_offloading_policy) for kind, count in entries.items()}
         limits = context.limits
         ahead = min(_AHEAD * -(-limits.max_num_batched_tokens // limits.block_size), len(cache.pool.references) // 4)
+        self._entries = entries
+        executor.do(OpenTiers(entries))
         self.further = self.further_tiers()
         writes = any(tier.writes for tier in self.further)
         self.pools = {
@@ -64,14 +76,19 @@ class Tiers(Part):
         }
         self.rates = Rates()
         self.resource = self.promotions = Promotions(cache, self.pools, self._bytes, self.rates, self.further)
+        self._look_at = 0.0
         self._tickets = itertools.count(1)
         self._seconds = dict[int, list[float]]()  # by copy: of each rank on which it has ended
         self._offers = dict[int, list[tuple[Key, int]]]()  # by store: what further tiers are offered when it has ended
-        executor.do(OpenTiers(entries))
 
     def further_tiers(self) -> list[FurtherTier]:
         """The tiers beyond host memory, the nearest first."""
-        return []
+        executor, config = self.context.executor, self.context.setup.tiers
+        if config.kv_offloading_disk is None:
+            return []
+        of_ranks = {BLOCKS: executor.block_bytes, SNAPSHOTS: executor.snapshot_bytes}
+        sizes = {kind: of_ranks[kind] for kind in self._entries}
+        return [DiskTier(executor, config.kv_offloading_disk, config.kv_offloading_disk_size, sizes, self._entries)]
 
     @classmethod
     def applies(cls, context: PartContext) -> bool:
@@ -83,11 +100,22 @@ class Tiers(Part):
 
     @property
     def busy(self) -> bool:  # type: ignore[override]
-        """What comes has blocks of the device, also when nobody wants it any more; what goes has entries."""
-        return self.promotions.running > 0 or bool(self._offers) or any(tier.busy for tier in self.further)
+        """What comes has blocks of the device, also when nobody wants it any more. Further tiers get what is new."""
+        offers = bool(self._offers) or any(pool.has_new for pool in self.pools.values())
+        return self.promotions.running > 0 or offers or any(tier.busy for tier in self.further)
+
+    def _take_ready(self) -> None:
+        """More of host memory may be ready than before."""
+        if all(pool.host.is_ready for pool in self.pools.values()) or time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _LATER
+        answers = [answer.value for answer in self.context.executor.ask(ReadyEntries())]
+        for kind, pool in self.pools.items():
+            pool.host.ready(min(entries[kind] for entries in answers))
 
     def gather(self, idle: bool) -> Iterable[EngineRequest | EngineCoreOutput]:
         """Take what has come."""
+        self._take_ready()
         if idle and self.busy:
             time.sleep(_WAIT)
         if self.promotions.running or self._offers:
@@ -167,6 +195,9 @@ class Tiers(Part):
             found.copied_bytes = self.promotions.copied[tier.name]
 
     def reset(self) -> None:
+        for ticket, entries in self._offers.items():  # of what is forgotten now
+            self._unpin(key for key, _ in entries)
+            self._offers[ticket] = []
         for tier in self.further:
             tier.reset()
 

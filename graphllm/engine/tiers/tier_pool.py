@@ -66,6 +66,11 @@ class TierPool(PoolObserver):
         self._fresh.clear()
         self.host.clear()
 
+    @property
+    def has_new(self) -> bool:
+        """Whether contents are to be copied as soon as a step is planned."""
+        return bool(self._fresh)
+
     def rescues(self) -> Pairs:
         """(place, entry) of all that was evicted without a copy, to be copied before anything is written."""
         if not self._lost:

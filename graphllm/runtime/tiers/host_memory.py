@@ -42,6 +42,11 @@ class HostMemory:
         """[entries, pieces, bytes] uint8."""
         return self._memory[kind]
 
+    def entry_bytes(self, kind: str) -> int:
+        """The size of an entry."""
+        _, pieces, size = self._memory[kind].shape
+        return int(pieces * size)
+
     def entry(self, kind: str, number: int) -> np.ndarray:
         """The bytes of one entry, where they lie."""
         return self._memory[kind][number].reshape(-1)

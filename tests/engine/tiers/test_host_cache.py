@@ -27,6 +27,7 @@ class HostCacheMachine(RuleBasedStateMachine):
     @initialize(entries=st.integers(1, 8), policy=st.sampled_from(["lru", "arc"]))
     def start(self, entries: int, policy: str) -> None:
         self.host = HostCache(entries, policy)
+        self.host.ready(entries // 2)
         self.content: dict[int, Key] = {}
         self.coming: dict[Key, int] = {}
         self.pins: list[Key] = []
@@ -40,6 +41,11 @@ class HostCacheMachine(RuleBasedStateMachine):
             assert entry not in self.coming.values()
             assert entry not in pinned.values()
             self.content[entry] = k
+
+    @rule()
+    def become_ready(self) -> None:
+        self.host.ready(self.host.num_entries)
+        assert self.host.is_ready
 
     @rule(number=st.integers(0, 12))
     def expect(self, number: int) -> None:
@@ -104,6 +110,7 @@ TestHostCache.settings = settings(
 
 def _hits(policy: str, accesses: list[int], entries: int = 8) -> int:
     host, hits = HostCache(entries, policy), 0
+    host.ready(entries)
     for number in accesses:
         if host.find(key(number)) >= 0:
             host.use(key(number))

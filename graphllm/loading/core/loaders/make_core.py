@@ -17,6 +17,8 @@ from graphllm.engine.structured.compilers import GrammarCompilers
 from graphllm.host.importing import imported
 from graphllm.loading.artifact.successor import ArtifactSuccessor
 from graphllm.loading.core.core_start import CoreStart
+from graphllm.loading.tiers.disk_folder import open_disk_folder
+from graphllm.loading.tiers.identity import cache_identity
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.memory.memory import HostMemory
 from graphllm.weights.adapters.adapters import adapter_digest, read_adapter
@@ -40,6 +42,12 @@ def make_core(start: CoreStart, executor: Executor, waves: CoreWaves | None = No
         backend = config.model.structured_outputs_backend
         grammars = GrammarCompilers(tokenizer, executor.vocab, frozenset(config.stop_ids), backend)
     clock("executor")
+    tiers, scheduler = config.tiers, config.scheduler
+    if tiers.kv_offloading_disk is not None and tiers.kv_offloading_size and scheduler.enable_prefix_caching:
+        checkpoint = None if start.stored.is_baked else start.stored.tensors.checkpoint
+        identity = cache_identity(start.artifact, checkpoint, config.parallel.pipeline_parallel_size)
+        tiers, scheduler = open_disk_folder(tiers, scheduler, identity)
+        clock("folder on disk")
     cold: list[Bucket] = []
     if executor.device.type == "cuda":
         for bucket in executor.buckets:
@@ -64,13 +72,13 @@ def make_core(start: CoreStart, executor: Executor, waves: CoreWaves | None = No
         waves=waves,
         successor=_successor(start, executor),
         sleep=config.sleep,
-        tiers=config.tiers,
+        tiers=tiers,
         rank=config.parallel.data_parallel_rank or 0,
     )
     return EngineCore(
         executor,
         compiled.max_model_len,
-        config.scheduler,
+        scheduler,
         setup,
         executor.pipeline_depth,
         executor.min_batch_per_stage,
