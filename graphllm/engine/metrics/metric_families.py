@@ -350,8 +350,6 @@ BY_NAME = {family.name: family for family in FAMILIES}
 _NO_LIFETIMES = "blocks have no clock; see prefix_cache_hits and kv_cache_usage_perc"
 NOT_MEASURED = {
     "num_requests_kv_fetch_by_stage": "caches do not move between engines",
-    "external_prefix_cache_queries": "caches do not move between engines",
-    "external_prefix_cache_hits": "caches do not move between engines",
     "corrupted_requests": "logits that are no numbers end a request with finished_reason error: see request_success",
     "watermark_requests": "answers carry no watermark",
     "mm_cache_queries": "models here read text only",

@@ -11,7 +11,7 @@ import msgspec
 from graphllm.config import ConfigError
 from graphllm.runtime.sleeping.rank_sleep import TAGS
 
-NAME = "sleep"  # of the part
+NAME, TIERS = "sleep", "tiers"  # names of parts
 PauseMode = Literal["abort", "wait", "keep"]
 MODES: tuple[str, ...] = get_args(PauseMode)
 PAUSE, SCHEDULING = 0, "scheduling"  # the level and the tag that touch no memory
@@ -91,7 +91,7 @@ def obey(core: Any, order: SleepOrder) -> SleepState | None:
                 tags = [] if part.is_quiet() else None
             case "sleep":
                 ready = part.is_quiet() or not part.paused
-                tags = part.sleep(order.level, order.tags, core.reset_prefix_cache) if ready else None
+                tags = part.sleep(order.level, order.tags, lambda: _forget(core)) if ready else None
             case "wake":
                 tags = part.wake(order.tags)
             case "put_back":
@@ -101,6 +101,16 @@ def obey(core: Any, order: SleepOrder) -> SleepState | None:
     except (ConfigError, SleepError) as failure:
         return SleepState([], list(part.asleep), part.paused, str(failure), isinstance(failure, ConfigError))
     return None if tags is None else SleepState(tags, list(part.asleep), part.paused)
+
+
+def _forget(core: Any) -> bool:
+    """Empty what lies on the device; False while something holds blocks of it. Tiers beyond host memory keep what they
+    have: it outlasts the engine, too."""
+    done: bool = core.scheduler.cache.reset()
+    for part in core.parts if done else ():
+        if part.name != TIERS:
+            part.reset()
+    return done
 
 
 def begin(core: Any, order: SleepOrder) -> None:
