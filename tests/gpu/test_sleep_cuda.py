@@ -56,7 +56,7 @@ def test_waking_up_without_room(llm: LLM, level: int) -> None:
     llm.sleep(level)
     taken = torch.empty(free() - CACHE // 2, dtype=torch.uint8, device="cuda")
     left = free()
-    with pytest.raises(SleepError, match="the GPU has no .* left for kv_cache .*; the engine is asleep as before"):
+    with pytest.raises(SleepError, match=r"the GPU has no .* left for kv_cache .*; the engine is asleep as before"):
         llm.wake_up()
     assert abs(free() - left) < 64 << 20
     del taken
