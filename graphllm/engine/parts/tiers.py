@@ -28,13 +28,22 @@ from graphllm.engine.tiers.rates import Rates
 from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool
 from graphllm.engine.tiers.wanted import SNAPSHOT
 from graphllm.host.machine import available_memory
-from graphllm.runtime.commands.tiers import AwaitStores, CloseTiers, EndedCopies, LoadEntries, OpenTiers, StoreEntries
+from graphllm.runtime.commands.tiers import (
+    AwaitStores,
+    CloseTiers,
+    EndedCopies,
+    LoadEntries,
+    OpenTiers,
+    ReadyEntries,
+    StoreEntries,
+)
 
 if TYPE_CHECKING:
     from graphllm.runtime.step_handle import StepResult
 
 _log = logging.getLogger(__name__)
 _AHEAD = 2  # steps of the largest size, whose blocks are copied before they are evicted
+_LATER = 0.05  # seconds between two looks at host memory that is being prepared
 _WAIT = 0.001  # seconds between two looks at copies, where nothing else is to be done
 
 
@@ -67,6 +76,7 @@ class Tiers(Part):
         }
         self.rates = Rates()
         self.resource = self.promotions = Promotions(cache, self.pools, self._bytes, self.rates, self.further)
+        self._look_at = 0.0
         self._tickets = itertools.count(1)
         self._seconds = dict[int, list[float]]()  # by copy: of each rank on which it has ended
         self._offers = dict[int, list[tuple[Key, int]]]()  # by store: what further tiers are offered when it has ended
@@ -94,8 +104,18 @@ class Tiers(Part):
         offers = bool(self._offers) or any(pool.has_new for pool in self.pools.values())
         return self.promotions.running > 0 or offers or any(tier.busy for tier in self.further)
 
+    def _take_ready(self) -> None:
+        """More of host memory may be ready than before."""
+        if all(pool.host.is_ready for pool in self.pools.values()) or time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _LATER
+        answers = [answer.value for answer in self.context.executor.ask(ReadyEntries())]
+        for kind, pool in self.pools.items():
+            pool.host.ready(min(entries[kind] for entries in answers))
+
     def gather(self, idle: bool) -> Iterable[EngineRequest | EngineCoreOutput]:
         """Take what has come."""
+        self._take_ready()
         if idle and self.busy:
             time.sleep(_WAIT)
         if self.promotions.running or self._offers:
