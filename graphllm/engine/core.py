@@ -301,7 +301,7 @@ class EngineCore:
         """Forget all that is cached; False, and nothing done, while requests hold some."""
         done = self.scheduler.cache.reset()
         for reset in self._at.reset if done else ():
-            reset()
+            reset("everywhere")
         return done
 
     def collective_rpc(self, call: Call, timeout: float | None = None) -> list[Any]:

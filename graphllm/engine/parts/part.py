@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from graphllm.runtime.step_handle import StepResult
 
 _NO_SPECULATION, _NO_SLEEP, _NO_TIERS = SpeculationConfig(), SleepConfig(), TierConfig()
+Kept = Literal["device", "process", "everywhere"]
 GROUP = "graphllm.parts"
 WAIT = 0.05  # seconds that a step without work waits for what requests are held back for
 
@@ -202,8 +203,8 @@ class Part:
     def stats(self, into: CoreStats) -> None:
         """Fill in gauges and counters as of now."""
 
-    def reset(self) -> None:
-        """Forget what is kept for later requests."""
+    def reset(self, where: Kept) -> None:
+        """Forget what is kept for later requests: on the device, in the memory of this process, too, or everywhere."""
 
     def close(self) -> None:
         """Stop threads; no step follows."""

@@ -11,7 +11,7 @@ import msgspec
 from graphllm.config import ConfigError
 from graphllm.runtime.sleeping.rank_sleep import TAGS
 
-NAME, TIERS = "sleep", "tiers"  # names of parts
+NAME = "sleep"  # of the part
 PauseMode = Literal["abort", "wait", "keep"]
 MODES: tuple[str, ...] = get_args(PauseMode)
 PAUSE, SCHEDULING = 0, "scheduling"  # the level and the tag that touch no memory
@@ -91,7 +91,7 @@ def obey(core: Any, order: SleepOrder) -> SleepState | None:
                 tags = [] if part.is_quiet() else None
             case "sleep":
                 ready = part.is_quiet() or not part.paused
-                tags = part.sleep(order.level, order.tags, lambda: _forget(core)) if ready else None
+                tags = part.sleep(order.level, order.tags, lambda: _forget(core, order.level)) if ready else None
             case "wake":
                 tags = part.wake(order.tags)
             case "put_back":
@@ -103,13 +103,12 @@ def obey(core: Any, order: SleepOrder) -> SleepState | None:
     return None if tags is None else SleepState(tags, list(part.asleep), part.paused)
 
 
-def _forget(core: Any) -> bool:
-    """Empty what lies on the device; False while something holds blocks of it. Tiers beyond host memory keep what they
-    have: it outlasts the engine, too."""
+def _forget(core: Any, level: int) -> bool:
+    """Empty what lies on the device; False while something holds blocks of it. At level 2, after which the weights may
+    be others, also what this process keeps elsewhere. What outlives the process stays."""
     done: bool = core.scheduler.cache.reset()
     for part in core.parts if done else ():
-        if part.name != TIERS:
-            part.reset()
+        part.reset("process" if level > 1 else "device")
     return done
 
 
