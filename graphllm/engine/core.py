@@ -13,7 +13,7 @@ import collections
 import contextlib
 import copy
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +24,7 @@ from graphllm.config.compilation import ranked_logprobs
 from graphllm.engine.parts.adapters import Adapters
 from graphllm.engine.parts.drafts import Drafts
 from graphllm.engine.parts.events import Events
+from graphllm.engine.parts.exchange import Exchange
 from graphllm.engine.parts.experts import Experts
 from graphllm.engine.parts.grammars import Grammars
 from graphllm.engine.parts.items import Items
@@ -36,12 +37,11 @@ from graphllm.engine.parts.snapshots import Snapshots
 from graphllm.engine.parts.takeover import Takeover
 from graphllm.engine.parts.tiers import Tiers
 from graphllm.engine.parts.vectors import Vectors
-from graphllm.engine.requests.request import CacheEntry, CoreStats, EngineCoreOutput, EngineRequest
+from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, EngineRequest
 from graphllm.engine.schedule.scheduler_class import scheduler_class
 from graphllm.engine.schedule.scheduler_output import DraftResults, SchedulerOutput
 from graphllm.engine.step.batch import Batch, SamplingTable
 from graphllm.engine.step.core_info import core_info, scheduler_limits
-from graphllm.engine.step.device_states import export_prefix, import_prefix
 from graphllm.engine.step.news import News
 from graphllm.engine.step.providers import find_providers, provide
 from graphllm.engine.step.started_step import LogitsEdit, StartedStep
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from graphllm.runtime.step_handle import StepResult
 
 PARTS: tuple[type[Part], ...] = (
-    Sleep, Drafts, Grammars, LogitsProcessors, Logprobs, Adapters, Items, Tiers, Snapshots, Vectors, Experts, Events,
-    Lockstep, Takeover,
+    Sleep, Drafts, Grammars, LogitsProcessors, Logprobs, Adapters, Items, Tiers, Snapshots, Exchange, Vectors, Experts,
+    Events, Lockstep, Takeover,
 )  # fmt: skip
 _Kind = TypeVar("_Kind", bound=Part)
 
@@ -324,15 +324,6 @@ class EngineCore:
     def write_adapter(self, digest: str, values: Mapping[str, np.ndarray]) -> None:
         """Have requests with the adapter of this digest read these tables; see `Adapters.put`. Raises ConfigError."""
         self.part(Adapters).put(digest, values)
-
-    def export_cache(self, request: EngineRequest) -> list[CacheEntry]:
-        """What the cache has of a request's prompt: blocks up to its last block boundary, and the snapshot there."""
-        return export_prefix(self.executor, self.scheduler.cache, request)
-
-    def import_cache(self, entries: Sequence[CacheEntry]) -> int:
-        """Have requests find what another core exported, one with the same artifact and ``cache_secret``; how many of
-        the entries were new. Raises ConfigError."""
-        return import_prefix(self.executor, self.scheduler.cache, entries)
 
     def close(self) -> None:
         """Finish the step in flight and stop the threads. Nobody wants to know of that step any more, nor of its
