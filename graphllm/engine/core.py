@@ -24,7 +24,6 @@ from graphllm.config.compilation import ranked_logprobs
 from graphllm.engine.parts.adapters import Adapters
 from graphllm.engine.parts.drafts import Drafts
 from graphllm.engine.parts.events import Events
-from graphllm.engine.parts.exchange import Exchange
 from graphllm.engine.parts.experts import Experts
 from graphllm.engine.parts.grammars import Grammars
 from graphllm.engine.parts.items import Items
@@ -56,8 +55,8 @@ if TYPE_CHECKING:
     from graphllm.runtime.step_handle import StepResult
 
 PARTS: tuple[type[Part], ...] = (
-    Sleep, Drafts, Grammars, LogitsProcessors, Logprobs, Adapters, Items, Tiers, Snapshots, Exchange, Vectors, Experts,
-    Events, Lockstep, Takeover,
+    Sleep, Drafts, Grammars, LogitsProcessors, Logprobs, Adapters, Items, Tiers, Snapshots, Vectors, Experts, Events,
+    Lockstep, Takeover,
 )  # fmt: skip
 _Kind = TypeVar("_Kind", bound=Part)
 
