@@ -77,6 +77,7 @@ ROOMS = {
         ("process", "schedule"),
         ("structured", "tiers", "vectors"),
         ("step",),
+        ("transfer",),
         ("parts",),
         ("core",),
     ),

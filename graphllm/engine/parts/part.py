@@ -49,6 +49,7 @@ class CoreSetup:
     waves: of the cores that step together with this one; None for a single core.
     successor: waits for better programs; None where the engine keeps what it has.
     tiers: the settings of the cache's tiers.
+    identity: of all that a block holds in addition to its tokens: engines with equal ones may exchange blocks.
     """
 
     grammars: GrammarCompilers | None = None
@@ -59,6 +60,7 @@ class CoreSetup:
     waves: CoreWaves | None = None
     successor: Successor | None = None
     tiers: TierConfig = _NO_TIERS
+    identity: str = ""
 
 
 NOTHING_MORE = CoreSetup()

@@ -29,7 +29,7 @@ class TierPool(PoolObserver):
         writes: bool = False,
     ) -> None:  # fmt: skip
         self.kind, self.pool, self.host, self.first, self.ahead = kind, pool, host, first, ahead
-        self._group, self._writes = group, writes
+        self._group, self.writes = group, writes
         self.num_stored = 0
         # By place: the key of what was evicted and is still there, without a copy, and with one that may still read it.
         self._lost = dict[int, Key]()
@@ -48,7 +48,7 @@ class TierPool(PoolObserver):
         self._lost.pop(block, None)
         if (read := self._read.pop(block, None)) is not None:
             self.host.drop(read[0])
-        if self._writes:
+        if self.writes:
             self._fresh[block] = self._key(key)
 
     def evicted(self, block: int, key: Key) -> None:
@@ -67,6 +67,17 @@ class TierPool(PoolObserver):
         self._copying.clear()
         self._fresh.clear()
         self.host.clear()
+
+    def copy_soon(self, key: Key) -> None:
+        """Copy what the device has of a key, as soon as can be; nothing where there is a copy."""
+        place = self.pool.find(key[0] if self._group is None else 0, key[1])
+        if place and self.host.find(key) < 0:
+            self._fresh[place] = key
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to be copied at once."""
+        return bool(self._fresh)
 
     def awaited(self) -> int:
         """The last copy that must end before what it reads is written; 0 for none. Asked for once."""
