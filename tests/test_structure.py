@@ -81,7 +81,7 @@ ROOMS = {
         ("parts",),
         ("core",),
     ),
-    "loading": (("checkpoint", "memory"), ("artifact",), ("core",)),
+    "loading": (("checkpoint", "memory", "tiers"), ("artifact",), ("core",)),
     "server": (
         ("http", "page"),
         ("supervision",),

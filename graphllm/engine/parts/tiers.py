@@ -21,6 +21,7 @@ from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, Engine
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.step.started_step import StartedStep
+from graphllm.engine.tiers.disk_tier import DiskTier
 from graphllm.engine.tiers.further_tier import FurtherTier
 from graphllm.engine.tiers.host_cache import HostCache
 from graphllm.engine.tiers.promotions import HOST, Promotions
@@ -62,6 +63,11 @@ class Tiers(Part):
         kind_of_connector = None if transfer is None else find_connector(transfer)
         executor.do(OpenTiers(entries, shared=kind_of_connector is not None and kind_of_connector.shares_memory))
         self.further: list[FurtherTier] = []
+        if config.kv_offloading_disk is not None:
+            of_ranks = {BLOCKS: executor.block_bytes, SNAPSHOTS: executor.snapshot_bytes}
+            sizes = {kind: of_ranks[kind] for kind in pools}
+            folder, limit = config.kv_offloading_disk, config.kv_offloading_disk_size
+            self.further.append(DiskTier(executor, folder, limit, sizes, entries))
         writes = any(tier.writes for tier in self.further)
         self.pools = {
             kind: TierPool(kind, pool, host[kind], ahead=ahead, writes=writes)
@@ -94,10 +100,9 @@ class Tiers(Part):
 
     @property
     def busy(self) -> bool:  # type: ignore[override]
-        """What comes has blocks of the device, also when nobody wants it any more. What further tiers are to have is
-        copied at once."""
-        waiting = self.further and (self._offers or any(pool.waiting for pool in self.pools.values()))
-        return self.promotions.running > 0 or bool(waiting) or any(tier.busy for tier in self.further)
+        """What comes has blocks of the device, also when nobody wants it any more. Further tiers get what is new."""
+        offers = bool(self._offers) or any(pool.has_new for pool in self.pools.values())
+        return self.promotions.running > 0 or offers or any(tier.busy for tier in self.further)
 
     def gather(self, idle: bool) -> Iterable[EngineRequest | EngineCoreOutput]:
         """Take what has come."""
@@ -197,6 +202,9 @@ class Tiers(Part):
             found.hit_tokens, found.copied_bytes = self.promotions.hits[tier.name], self.promotions.copied[tier.name]
 
     def reset(self) -> None:
+        for ticket, entries in self._offers.items():  # of what is forgotten now
+            self._unpin(key for key, _ in entries)
+            self._offers[ticket] = []
         for tier in self.further:
             tier.reset()
 

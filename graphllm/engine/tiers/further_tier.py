@@ -28,7 +28,7 @@ class FurtherTier(Protocol):
 
     name: of the tier, for metrics.
     writes: what the device's cache stores is offered at once, not only when it is about to be evicted.
-    busy: fetches or writes run.
+    busy: fetches run. Writes go on also when nobody asks for them.
     """
 
     name: str

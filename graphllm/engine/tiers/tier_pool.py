@@ -74,16 +74,16 @@ class TierPool(PoolObserver):
         if place and self.host.find(key) < 0:
             self._fresh[place] = key
 
-    @property
-    def waiting(self) -> bool:
-        """Whether there is something to be copied at once."""
-        return bool(self._fresh)
-
     def awaited(self) -> int:
         """The last copy that must end before what it reads is written; 0 for none. Asked for once."""
         last = max((ticket for _, ticket in self._read.values()), default=0)
         self._read.clear()
         return last
+
+    @property
+    def has_new(self) -> bool:
+        """Whether contents are to be copied as soon as a step is planned."""
+        return bool(self._fresh)
 
     def rescues(self) -> Pairs:
         """(place, entry) of all that was evicted without a copy, to be copied before anything is written."""

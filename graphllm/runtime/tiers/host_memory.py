@@ -57,6 +57,11 @@ class HostMemory:
         while self.files:
             os.close(self.files.popitem()[1])
 
+    def entry_bytes(self, kind: str) -> int:
+        """The size of an entry."""
+        _, pieces, size = self._memory[kind].shape
+        return int(pieces * size)
+
     def entry(self, kind: str, number: int) -> np.ndarray:
         """The bytes of one entry, where they lie."""
         return self._memory[kind][number].reshape(-1)
