@@ -102,9 +102,7 @@ class HostConnector(KVConnector):
             }
             if not right.get(name, False):
                 remedy = f"give {_EXTRA[name]}" if name in _EXTRA else f"HostConnector has {', '.join(_EXTRA)}"
-                raise ConfigError(
-                    f"kv_transfer_config: {name} in kv_connector_extra_config is {value!r:.80}: {remedy}"
-                )
+                raise ConfigError(f"kv_transfer_config: {name} in kv_connector_extra_config is {value!r:.80}: {remedy}")
         meeting_folder(config.kv_connector_extra_config)
 
     @classmethod
@@ -192,7 +190,7 @@ class HostConnector(KVConnector):
                 continue
             worse = lease
             if best is None or len(lease.entries) > len(best.entries):
-                best, worse = lease, best  # type: ignore[assignment]
+                best, worse = lease, best
             if worse is not None:
                 worse.close()
         return best

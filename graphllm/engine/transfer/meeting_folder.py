@@ -7,7 +7,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from graphllm.config import ConfigError
 from graphllm.config.kv_transfer import is_engine_id
 
 _SECRET, _ENDING = "secret", ".sock"
-_LONGEST = 100  # bytes of a socket's path; the system takes 107
 _OTHERS = 64  # engines that may have asked for one id, as the cores of one server do
 
 
@@ -33,8 +32,6 @@ def meeting_folder(config: Mapping[str, Any]) -> Path:
         raise _unusable(folder, failure.strerror or str(failure)) from failure
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise _unusable(folder, "others than this user may enter it")
-    if len(os.fsencode(folder)) > _LONGEST - 70:
-        raise _unusable(folder, "its path is too long for sockets in it")
     return folder
 
 
@@ -78,7 +75,8 @@ def listen(folder: Path, wanted: str) -> tuple[str, socket.socket]:
         id = f"{wanted}-{number}" if number else wanted
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            listener.bind(str(socket_of(folder, id)))
+            with _short(socket_of(folder, id)) as path:
+                listener.bind(path)
         except OSError:
             listener.close()
             continue
@@ -89,12 +87,23 @@ def listen(folder: Path, wanted: str) -> tuple[str, socket.socket]:
     )
 
 
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """A path as sockets take it, which is short, however long the folder's is."""
+    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)
+
+
 def _remove_dead(path: Path) -> None:
     """Remove the socket of an engine that is gone without having done so."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1)
         try:
-            probe.connect(str(path))
+            with _short(path) as short:
+                probe.connect(short)
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
         except OSError:
@@ -108,7 +117,8 @@ def connect(folder: Path, engine_id: str, timeout: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout)
     try:
-        connection.connect(str(socket_of(folder, engine_id)))
+        with _short(socket_of(folder, engine_id)) as path:
+            connection.connect(path)
     except OSError:
         connection.close()
         raise

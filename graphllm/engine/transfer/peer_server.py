@@ -18,7 +18,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class PeerServer:
-    """A thread that listens, and one for each connection: an engine has one for each request that it takes contents for.
+    """A thread that listens, and one for each connection, of which an engine has one for each request.
 
     listener: socket, at ``path``.
     own: what this engine would say of itself.

@@ -25,9 +25,7 @@ class HostMemory:
     Raises ConfigError when there is no room.
     """
 
-    def __init__(
-        self, entries: Mapping[str, int], shapes: Mapping[str, tuple[int, int]], shared: bool = False
-    ) -> None:
+    def __init__(self, entries: Mapping[str, int], shapes: Mapping[str, tuple[int, int]], shared: bool = False) -> None:
         self.files: dict[str, int] = {}  # descriptors, by kind
         self._memory = {kind: self._allocate(kind, count, shapes[kind], shared) for kind, count in entries.items()}
 
