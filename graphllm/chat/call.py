@@ -24,6 +24,7 @@ from graphllm.chat.tools import (
 )
 from graphllm.config import ConfigError, SchedulerConfig
 from graphllm.config.errors import ErrorPlace
+from graphllm.config.kv_transfer import PARAMS
 from graphllm.config.parameter import parameters
 from graphllm.config.requests.sampling_params import BeamSearchParams, SamplingParams
 from graphllm.config.requests.structured_outputs import BACKENDS, StructuredOutputsParams
@@ -146,12 +147,14 @@ def parse_call(url: object, body: object, defaults: SamplingParams, config: Chat
     if not isinstance(body, dict):
         raise ConfigError(f"body is {body!r:.80}: give an object")
     chat = url == CHAT
-    rest = judged(body, strict=config.strict_fields)
+    rest = judged(body, (PARAMS,), strict=config.strict_fields)
     rest |= unguided(rest)
     if "vllm_xargs" in rest:  # which SamplingParams has under its own name
         rest["extra_args"] = _take(rest, "vllm_xargs", dict, {})
     elif "extra_args" in rest:
         raise ConfigError(f"extra_args is {rest['extra_args']!r:.80}: not supported; give vllm_xargs")
+    if PARAMS in rest:  # as in vLLM
+        rest["extra_args"] = {**rest.get("extra_args", {}), PARAMS: _take(rest, PARAMS, dict, {})}
     call = Call(
         chat,
         defaults,

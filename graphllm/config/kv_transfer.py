@@ -10,6 +10,7 @@ from typing import Any
 
 from graphllm.config.errors import ConfigError
 
+PARAMS = "kv_transfer_params"  # the field of requests and answers, and in `SamplingParams.extra_args`
 PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
 _POLICIES = ("recompute", "fail")
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")

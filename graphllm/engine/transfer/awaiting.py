@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphllm.config.kv_transfer import PARAMS
 from graphllm.engine.cache.block_pool import Key
 from graphllm.engine.cache.cache_manager import CacheManager
 from graphllm.engine.requests.request_table import RequestState
@@ -11,8 +12,6 @@ from graphllm.engine.schedule.resource import Resource
 from graphllm.engine.tiers.promotions import Promotions
 from graphllm.engine.tiers.wanted import SNAPSHOT
 from graphllm.engine.transfer.kv_connector import ConnectorRequest, KVConnector
-
-PARAMS = "kv_transfer_params"  # in `SamplingParams.extra_args`
 
 
 class Awaiting(Resource):

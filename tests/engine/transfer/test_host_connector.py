@@ -24,9 +24,7 @@ def transfer(folder: Path, role: str, **more: Any) -> TierConfig:
 
 def asking(limit: int, **params: Any) -> SamplingParams:
     """Greedy, with kv_transfer_params."""
-    return SamplingParams(
-        temperature=0.0, max_tokens=limit, ignore_eos=True, extra_args={"kv_transfer_params": params}
-    )
+    return SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True, extra_args={"kv_transfer_params": params})
 
 
 def prefilled(core: EngineCore, id: str, prompt: list[int]) -> dict[str, Any]:
