@@ -77,3 +77,81 @@ def test_a_completion(parts: Parts, served: Served) -> None:
     assert reply.usage is not None
     print(reply.usage)
     assert cached(reply.usage) >= 32
+
+
+def test_a_streamed_chat(parts: Parts, served: Served) -> None:
+    body: Any = {
+        "model": MODEL,
+        "messages": [{"role": "system", "content": PROMPT}, *SUM],
+        "max_tokens": 20,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    texts = []
+    for client in (openai.OpenAI(base_url=f"{served.url}/v1", api_key="none"), parts.client):
+        chunks = list(client.chat.completions.create(**body, **fresh()))
+        texts.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices))
+    assert texts[0] == texts[1]
+    assert cached(chunks[-1].usage) >= 32
+
+
+def test_what_goes_to_one_server_only(parts: Parts, served: Served) -> None:
+    body = {"prompt": [PROMPT, "Hi"], "max_tokens": 5, "temperature": 0, "n": 1, "cache_salt": "several"}
+    answers = [server.post("/v1/completions", body)[1]["choices"] for server in (served, parts.router)]
+    assert answers[0] == answers[1]
+    assert json.loads(parts.router.get("/v1/models")[1])["data"][0]["id"] == MODEL
+    assert parts.router.post("/tokenize", {"prompt": "Hi"})[1] == served.post("/tokenize", {"prompt": "Hi"})[1]
+    assert json.loads(parts.router.get("/health")[1]) == {"status": "ready"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", b"{"),
+        ("/v1/completions", {"prompt": "Hi", "temperature": -1}),
+        ("/v1/completions", {"prompt": [5] * 9000}),
+        ("/v1/chat/completions", {"messages": []}),
+        ("/v1/nothing", {}),
+    ],
+)
+def test_errors_are_the_servers_own(parts: Parts, served: Served, path: str, body: Any) -> None:
+    found = [server.post(path, body)[:2] for server in (served, parts.router)]
+    assert found[0][0] >= 400
+    assert found[0] == found[1]
+
+
+def test_a_client_that_leaves_ends_the_work(parts: Parts) -> None:
+    stream = parts.client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    assert parts.decode.metric("graphllm_requests_running") == 1
+    stream.close()
+    parts.decode.idle()
+
+
+@pytest.mark.thorough
+def test_deaths(embedded_artifact: Path, tmp_path: Path, served: Served) -> None:
+    """Of the engine for prompts while it is asked, of its server, and of the server that goes on."""
+    parts = start(tmp_path, embedded_artifact)
+    try:
+        body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+        expected = served.post("/v1/completions", body)[1]["choices"][0]["text"]
+        os.kill(parts.prefill.engine_pid, signal.SIGKILL)
+        for salt in ("a", "b"):
+            status, reply, _ = parts.router.post("/v1/completions", {**body, "cache_salt": salt})
+            assert (status, reply["choices"][0]["text"]) == (200, expected)
+        parts.prefill.stop(signal.SIGKILL)
+        status, reply, _ = parts.router.post("/v1/completions", {**body, "cache_salt": "c"})
+        assert (status, reply["choices"][0]["text"]) == (200, expected)
+        parts.router.wait(lambda: json.loads(parts.router.get("/health")[1])["status"] == "degraded")
+        parts.decode.stop(signal.SIGKILL)
+        status, reply, _ = parts.router.post("/v1/completions", body)
+        assert status == 503
+        assert reply["error"]["type"] == "server_error"
+        parts.router.wait(lambda: parts.router.get("/health")[0] == 503)
+    finally:
+        for server in parts:
+            server.process.kill()
+            server.process.wait()

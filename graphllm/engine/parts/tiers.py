@@ -93,6 +93,11 @@ class Tiers(Part):
     @classmethod
     def applies(cls, context: PartContext) -> bool:
         wanted = context.setup.tiers.kv_offloading_size > 0
+        if wanted and not context.scheduler.cache.caching and context.setup.tiers.transfer is not None:
+            raise ConfigError(
+                "kv_transfer_config: this engine shares no beginnings of prompts, so it has nothing to transfer; leave "
+                "out enable_prefix_caching, or give snapshot_memory_bytes where a model has recurrent states"
+            )
         if wanted and not context.scheduler.cache.caching:
             _log.warning("kv_offloading_size has no effect: this engine shares no beginnings of prompts")
             return False

@@ -262,8 +262,8 @@ class HostConnector(KVConnector):
         for lease in self._leases.values():
             lease.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for fd in self._files:
-            os.close(fd)
+        while self._files:
+            os.close(self._files.pop())
         super().close()
 
 
