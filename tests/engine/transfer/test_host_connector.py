@@ -16,6 +16,7 @@ from graphllm.engine.core import EngineCore
 from graphllm.engine.parts.tiers import Tiers
 from tests.artifacts import artifact_of
 from tests.engine.harness import finish, open_core, request
+from tests.engine.transfer import late_connector
 from tests.engine.transfer.engines import asking, cached_tokens, prefilled, transfer
 from tests.tiers import both_tiers, thorough
 
@@ -144,21 +145,23 @@ def test_a_producer_that_ends_at_any_moment(opened: Open, expected: Expected) ->
     assert 0 in seen  # it has ended before anything could be copied
 
 
-def test_memory_that_gets_another_use_while_it_is_copied(opened: Open, expected: Expected) -> None:
-    """The producer has room for eight blocks and keeps nothing: whatever is lost between the look and the copy is
-    computed."""
+def test_memory_that_gets_another_use_before_it_is_copied(opened: Open, expected: Expected) -> None:
+    """The producer has room for eight blocks and keeps none: after the consumer has found blocks, others are written in
+    their place. What is copied then is thrown away."""
     first = opened("kv_producer", size=8 * 4096, extra={"keep_seconds": 1e-6})
-    second = opened("kv_consumer")
-    for moment in range(6) if both_tiers() else (1, 2):
-        second.reset_prefix_cache()
-        params = prefilled(first, f"p{moment}", PROMPT)
+    late = {"kv_connector": "LateConnector", "kv_connector_module_path": late_connector.__name__}
+    second = opened("kv_consumer", **late)
+    params = prefilled(first, "p", PROMPT)
 
-        def disturb(step: int, moment: int = moment) -> None:
-            if step == moment:
-                finish(first, [request(f"o{moment}-{i}", other, asking(1)) for i, other in enumerate(OTHERS)])
+    def disturb(step: int) -> None:
+        if late_connector.BEGUN.is_set() and not late_connector.GO.is_set():
+            finish(first, [request(f"o{i}", other, asking(1)) for i, other in enumerate(OTHERS)])
+            late_connector.GO.set()
 
-        found = finish(second, [request(f"d{moment}", PROMPT, asking(6, **params))], disturb)
-        assert found[f"d{moment}"].tokens == expected(PROMPT)
+    found = finish(second, [request("d", PROMPT, asking(6, **params))], disturb)["d"]
+    assert late_connector.GO.is_set()
+    assert found.tokens == expected(PROMPT)
+    assert found.cached < BLOCKS_OF_PROMPT
 
 
 def test_blocks_are_kept_until_they_are_fetched(opened: Open, expected: Expected) -> None:
