@@ -111,7 +111,7 @@ class Tiers(Part):
 
     def gather(self, idle: bool) -> Iterable[EngineRequest | EngineCoreOutput]:
         """Take what has come."""
-        if idle and self.busy:
+        if idle and (self.busy or (self.awaiting is not None and self.awaiting.unanswered)):
             time.sleep(_WAIT)
         if self.promotions.running or self._offers:
             self._take_ended()

@@ -25,6 +25,11 @@ class Awaiting(Resource):
         self._asked = dict[str, ConnectorRequest]()  # of waiting requests
         self._known = set[str]()  # waiting requests of which the connector has said what it may bring
 
+    @property
+    def unanswered(self) -> bool:
+        """Whether a request waits for the connector to say what it has."""
+        return len(self._asked) > len(self._known)
+
     def acquire(self, state: RequestState) -> bool:
         id = state.request.id
         if id not in self._known and self._cache.reads(state):

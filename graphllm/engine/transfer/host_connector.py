@@ -83,8 +83,13 @@ class HostConnector(KVConnector):
         self._loading = dict[int, str]()  # by ticket
         self._checking = list[_Load]()
         places = [answer.value for answer in setup.executor.ask(SharedPlaces())]
-        shapes = [{kind: shape for kind, (_, shape) in of.items()} for _, of in places]
-        self._files = [opened(pid, fd) for pid, of in places for fd, _ in of.values()]
+        if len({host for host, _, _ in places}) > 1:
+            raise ConfigError(
+                "kv_transfer_config: kv_connector is 'HostConnector': the engine's ranks are on several hosts; use "
+                "ranks of one, or another connector"
+            )
+        shapes = [{kind: shape for kind, (_, shape) in of.items()} for _, _, of in places]
+        self._files = [opened(pid, fd) for _, pid, of in places for fd, _ in of.values()]
         secret = hashlib.sha256(b"kv transfer" + setup.cache.hasher.fingerprint).digest()
         self._own = Hello(VERSION, setup.identity, secret, len(places))
         self.engine_id, listener = listen(self._folder, self.config.engine_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from graphllm.host.importing import imported
@@ -70,9 +71,11 @@ class FinishedTransfers(Query):
 
 
 class SharedPlaces(Query):
-    """Where others find this rank's host memory: its process, and by kind the descriptor there and the shape."""
+    """Where others find this rank's host memory: its host, its process, and by kind the descriptor there and the
+    shape."""
 
     def run(self, device: Device) -> Answered:
         memory = tiers_of(device).memory
         places = {kind: [fd, list(memory.pieces(kind).shape)] for kind, fd in memory.files.items()}
-        return Answered([os.getpid(), places])
+        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Answered([host, os.getpid(), places])
