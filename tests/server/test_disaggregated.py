@@ -1,9 +1,12 @@
-"""A server for prompts, one that goes on with them, and a router in front: answers are those of one server."""
+"""A server for prompts, one that goes on with them, and a router in front: answers are those of one server. They are
+started by the commands of docs/disaggregated-prefill.md, on other ports."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,20 +39,30 @@ class Parts(NamedTuple):
         return openai.OpenAI(base_url=f"{self.router.url}/v1", api_key="none", max_retries=0)
 
 
-def start(place: Path, artifact: Path, *more: object) -> Parts:
+GUIDE = (Path(__file__).parents[2] / "docs" / "disaggregated-prefill.md").read_text()
+COMMANDS = [shlex.split(text) for text in re.findall(r"```bash\n(graphllm .*?)```", GUIDE, flags=re.DOTALL)]
+
+
+def start(place: Path, artifact: Path) -> Parts:
     """All three. place: for their logs, and where the engines meet."""
+    of_prefill, of_decode, of_router = ([word for word in words if word != "\n"] for words in COMMANDS)
+    ports = {words[words.index("--port") + 1]: words for words in (of_prefill, of_decode)}
 
-    def engine(role: str) -> Served:
-        config = {
-            "kv_connector": "HostConnector",
-            "kv_role": role,
-            "kv_connector_extra_config": {"folder": str(place / "meet")},
-        }
-        options = ("--artifact", artifact, "--kv-offloading-size", "64MiB", "--kv-transfer-config", json.dumps(config))
-        return Served(place / role, *options, *more)
+    def options(words: list[str]) -> list[str]:
+        at = words.index("--port")
+        return [*words[2:at], *words[at + 2 :]]
 
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    router = Routing(place / "router", "--prefill", prefill.url, "--decode", decode.url)
+    def engine(name: str, words: list[str]) -> Served:
+        assert words[:2] == ["graphllm", "serve"]
+        return Served(
+            place / name, *options(words), "--artifact", artifact, environment={"XDG_RUNTIME_DIR": str(place)}
+        )
+
+    prefill, decode = engine("prefill", of_prefill), engine("decode", of_decode)
+    assert of_router[:2] == ["graphllm", "route"]
+    urls = dict(zip(ports, (prefill.url, decode.url), strict=True))
+    words = [urls.get(word.removeprefix("http://127.0.0.1:"), word) for word in options(of_router)]
+    router = Routing(place / "router", *words)
     for server in (prefill, decode, router):
         server.wait_ready()
     return Parts(prefill, decode, router)
@@ -69,13 +82,21 @@ def cached(usage: Any) -> int:
     return usage.prompt_tokens_details.cached_tokens
 
 
+def test_the_guides_request(parts: Parts) -> None:
+    (command,) = re.findall(r"```bash\n(curl .*?)```", GUIDE, flags=re.DOTALL)
+    words = shlex.split(command)
+    assert words[1].endswith(":8000/v1/completions")
+    status, reply, _ = parts.router.post("/v1/completions", words[words.index("-d") + 1].encode())
+    assert status == 200
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
+
+
 def test_a_completion(parts: Parts, served: Served) -> None:
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0.0}
     alone = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none").completions.create(**body, **fresh())
     reply = parts.client.completions.create(**body, **fresh())
     assert reply.choices[0].text == alone.choices[0].text
     assert reply.usage is not None
-    print(reply.usage)
     assert cached(reply.usage) >= 32
 
 

@@ -57,6 +57,12 @@ def test_contents_outlive_an_engine(checkpoint: Path, eager_artifact: Path, tmp_
     second.close()
 
 
+def test_the_guide_has_the_whole_connector() -> None:
+    guide = Path(__file__).parents[3] / "docs" / "disaggregated-prefill.md"
+    code = Path(folder_connector.__file__).read_text().partition("\n\nclass PatientConnector")[0]
+    assert code.rstrip() in guide.read_text()
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
