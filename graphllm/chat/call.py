@@ -24,11 +24,11 @@ from graphllm.chat.tools import (
 )
 from graphllm.config import ConfigError, SchedulerConfig
 from graphllm.config.errors import ErrorPlace
-from graphllm.config.kv_transfer import PARAMS
 from graphllm.config.parameter import parameters
 from graphllm.config.requests.sampling_params import BeamSearchParams, SamplingParams
 from graphllm.config.requests.structured_outputs import BACKENDS, StructuredOutputsParams
 from graphllm.config.server import ChatConfig
+from graphllm.config.vllm.kv_transfer import PARAMS
 from graphllm.engine.chat_template.conversation import check_template_kwargs, conversation, text_of
 from graphllm.engine.process.template_trial import TemplateTrial
 from graphllm.engine.requests.processor import Prompt, Truncation

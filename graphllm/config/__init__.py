@@ -26,10 +26,10 @@ from graphllm.config.engine import (
 )
 from graphllm.config.env import Env
 from graphllm.config.errors import ConfigError
-from graphllm.config.kv_transfer import KVTransferConfig
 from graphllm.config.parallel import ParallelConfig
 from graphllm.config.setting import Setting, definitions, key_fields, parse_bytes, setting
 from graphllm.config.speculation import SpeculationConfig
+from graphllm.config.vllm.kv_transfer import KVTransferConfig
 
 __all__ = [
     "Bucket",

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from graphllm.config.compilation import CompileConfig
 from graphllm.config.errors import ConfigError
-from graphllm.config.kv_transfer import KVTransferConfig, read_kv_transfer
 from graphllm.config.parallel import ParallelConfig, check_parallel
 from graphllm.config.pooling_config import PoolingType
 from graphllm.config.setting import assemble, parse_bytes, parse_object, setting
 from graphllm.config.speculation import SpeculationConfig
+from graphllm.config.vllm.kv_transfer import KVTransferConfig, read_kv_transfer
 
 _LOADING = "read when an engine is loaded; the compiled programs are the same"
 _RUNNING = "read while an engine runs; the compiled programs are the same"

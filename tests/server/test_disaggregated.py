@@ -18,6 +18,7 @@ import pytest
 from tests.server.live import Served
 from tests.server.sdk import MODEL, SUM, fresh
 
+pytestmark = pytest.mark.thorough
 PROMPT = "A long time ago there was a small town by the sea, and in this town lived an old man who had a dog. " * 2
 
 
@@ -152,7 +153,6 @@ def test_a_client_that_leaves_ends_the_work(parts: Parts) -> None:
     parts.decode.idle()
 
 
-@pytest.mark.thorough
 def test_deaths(embedded_artifact: Path, tmp_path: Path, served: Served) -> None:
     """Of the engine for prompts while it is asked, of its server, and of the server that goes on."""
     parts = start(tmp_path, embedded_artifact)

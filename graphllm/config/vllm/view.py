@@ -18,9 +18,9 @@ from graphllm.config.engine import (
     SchedulerConfig,
 )
 from graphllm.config.errors import ConfigError
-from graphllm.config.kv_transfer import KVTransferConfig, read_kv_transfer
 from graphllm.config.parallel import ParallelConfig
 from graphllm.config.setting import definitions
+from graphllm.config.vllm.kv_transfer import KVTransferConfig, read_kv_transfer
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphllm.config.kv_transfer import PARAMS
+from graphllm.config.vllm.kv_transfer import PARAMS
 from graphllm.engine.cache.block_pool import Key
 from graphllm.engine.cache.cache_manager import CacheManager
 from graphllm.engine.requests.request_table import RequestState

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from graphllm.config import ConfigError
-from graphllm.config.kv_transfer import is_engine_id
+from graphllm.config.vllm.kv_transfer import is_engine_id
 
 _SECRET, _ENDING = "secret", ".sock"
 _OTHERS = 64  # engines that may have asked for one id, as the cores of one server do

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError, CoreConfig, EngineArgs
-from graphllm.config.kv_transfer import read_kv_transfer
 from graphllm.config.requests.pooling_params import Vectors, vectors_of
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.config.setting import assemble
+from graphllm.config.vllm.kv_transfer import read_kv_transfer
 from graphllm.engine.requests.options import LogitsProcessor
 from graphllm.engine.requests.processor import GrammarChecker
 from graphllm.engine.requests.request import CoreInfo

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from graphllm.config.kv_transfer import PARAMS
+from graphllm.config.vllm.kv_transfer import PARAMS
 
 _ASKED = {
     "do_remote_decode": True,

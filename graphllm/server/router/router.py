@@ -15,7 +15,7 @@ from typing import Any
 
 from graphllm.chat.call import CHAT, COMPLETIONS
 from graphllm.chat.error_bodies import error_body
-from graphllm.config.kv_transfer import PARAMS
+from graphllm.config.vllm.kv_transfer import PARAMS
 from graphllm.server.http.wire import Receive, Scope, Send, cancelled, encode, read_json, until_gone
 from graphllm.server.router.prefill import decode_body, prefill_body
 from graphllm.server.router.upstream import Answer, Headers, Upstream, UpstreamError
@@ -29,12 +29,12 @@ class Router:
     """prefill, decode: the servers, of which those with the fewest requests are asked. max_body: bytes."""
 
     def __init__(self, prefill: Sequence[Upstream], decode: Sequence[Upstream], max_body: int) -> None:
-        self._prefill, self._decode, self._max_body = prefill, decode, max_body
+        self.prefill, self.decode, self._max_body = prefill, decode, max_body
 
     async def watch(self) -> None:
         """Look at all servers again and again, until this is cancelled."""
         while True:
-            await asyncio.gather(*(server.look() for server in (*self._prefill, *self._decode)))
+            await asyncio.gather(*(server.look() for server in (*self.prefill, *self.decode)))
             await asyncio.sleep(_PAUSE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,8 +74,8 @@ class Router:
 
     async def _health(self, send: Send) -> None:
         """200 while a server is there that answers; the others are named."""
-        down = [server.url for server in (*self._prefill, *self._decode) if server.down.is_set()]
-        ready = not all(server.down.is_set() for server in self._decode)
+        down = [server.url for server in (*self.prefill, *self.decode) if server.down.is_set()]
+        ready = not all(server.down.is_set() for server in self.decode)
         status = "dead" if not ready else "degraded" if down else "ready"
         cause = {"cause": f"no answer from {', '.join(down)}"} if down else {}
         await _respond(send, 200 if ready else 503, {"status": status, **cause})
@@ -89,7 +89,7 @@ class Router:
             if refusal is not None:
                 await _pass(refusal[0], refusal[1], send)
                 return
-        async with self._served(self._decode, method, path, headers, body) as answer:
+        async with self._served(self.decode, method, path, headers, body) as answer:
             if answer is None:
                 message = "no server that goes on with prompts answers; send the request again later"
                 await _respond(send, 503, error_body(message, type=_SERVER), [(b"retry-after", b"2")])
@@ -106,7 +106,7 @@ class Router:
         asked = prefill_body(given) if isinstance(given, dict) else None
         if asked is None:
             return None, body
-        async with self._served(self._prefill, b"POST", path, headers, encode(asked), busy_is_down=True) as answer:
+        async with self._served(self.prefill, b"POST", path, headers, encode(asked), busy_is_down=True) as answer:
             if answer is None:
                 return None, body
             try:
