@@ -53,6 +53,30 @@ int cuStreamCreate(void** stream, unsigned flags) { *stream = malloc(1); return 
 int cuStreamDestroy_v2(void* stream) { free(stream); return 0; }
 int cuStreamSynchronize(void* stream) { return 0; }
 int cuMemcpyHtoD_v2(void* to, const void* from, size_t size) { memcpy(to, from, size); return 0; }
+int cuCtxGetCurrent(void** context) { *context = "mine"; return 0; }
+int cuMemHostRegister_v2(void* address, size_t size, unsigned flags) {
+  char told[99];
+  sprintf(told, "register %zu", size);
+  say(told);
+  return set("REGISTER") && size < 9000 ? 2 : 0;
+}
+int cuMemHostUnregister(void* address) { say("unregister"); return 0; }
+int cuMemcpyAsync(void* to, const void* from, size_t size, void* stream) {
+  say("one");
+  memcpy(to, from, size);
+  return set("COPY");
+}
+#ifndef OLD
+struct attributes { int order, source[2], target[2]; unsigned flags; };
+int cuMemcpyBatchAsync(void** to, void** from, size_t* sizes, size_t count, struct attributes* given,
+                       size_t* first, size_t number, size_t* failed, void* stream) {
+  char told[99];
+  sprintf(told, "%zu in order %d, %d %d %zu %zu", count, given->order, given->source[0], given->flags, *first, number);
+  say(told);
+  for (size_t i = 0; i < count; ++i) memcpy(to[i], from[i], sizes[i]);
+  return set("COPY");
+}
+#endif
 int cuMemcpyHtoDAsync_v2(void* to, const void* from, size_t size, void* stream) {
   memcpy(to, from, size);
   return set("COPY");
@@ -61,16 +85,26 @@ int cuMemcpyHtoDAsync_v2(void* to, const void* from, size_t size, void* stream) 
 
 
 def run_with_driver(
-    place: Path, script: str, *words: str, driver: bool = True, **said: int
+    place: Path, script: str, *words: str, driver: bool = True, old: bool = False, **said: int
 ) -> tuple[list[str], list[str]]:
     """What a script prints in a process with this library, and what the library was asked for. place: a folder to work
-    in. said: codes that INIT, ALLOC and COPY return; 0 is success. driver: whether there is one at all."""
+    in. said: codes that INIT, ALLOC and COPY return; 0 is success. driver: whether there is one at all. old: one before
+    CUDA 12.8."""
     calls = place / "calls"
     calls.write_text("")
     if driver:
         source = place / "driver.c"
         source.write_text(_SOURCE)
-        command = ["gcc", "-shared", "-fPIC", "-w", "-o", str(place / "libcuda.so.1"), str(source)]
+        command = [
+            "gcc",
+            "-shared",
+            "-fPIC",
+            "-w",
+            *(["-DOLD"] if old else []),
+            "-o",
+            str(place / "libcuda.so.1"),
+            str(source),
+        ]
         subprocess.run(command, check=True)
     env = {**os.environ, "LD_LIBRARY_PATH": str(place), "CALLS": str(calls), **{n: str(v) for n, v in said.items()}}
     command = [sys.executable, "-c", script, *words]

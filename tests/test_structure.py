@@ -75,7 +75,7 @@ ROOMS = {
         ("requests",),
         ("cache", "metrics"),
         ("process", "schedule"),
-        ("structured", "tiers", "vectors"),
+        ("events", "structured", "tiers", "vectors"),
         ("step",),
         ("transfer",),
         ("parts",),

@@ -86,6 +86,7 @@ class EngineSettings(TypedDict, total=False):
     long_prefill_token_threshold: int
     scheduler_cls: str | type | None
     cache_secret: str | None
+    kv_events_config: dict[str, Any] | str | None
     snapshot_interval: int
     draft_proposer: str | type | None
     speculative_disable_by_batch_size: int | None
@@ -191,6 +192,7 @@ class EngineArgs:
     long_prefill_token_threshold: int
     scheduler_cls: str | type | None
     cache_secret: str | None
+    kv_events_config: dict[str, Any] | None
     snapshot_interval: int
     draft_proposer: str | type | None
     speculative_disable_by_batch_size: int | None

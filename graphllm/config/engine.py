@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from graphllm.config.cache.kv_events import KVEventsConfig
 from graphllm.config.compilation import CompileConfig
 from graphllm.config.errors import ConfigError
 from graphllm.config.parallel import ParallelConfig, check_parallel
@@ -267,6 +268,14 @@ class SchedulerConfig:
     cache_secret: str | None = setting(
         None, help="Engines with the same one may exchange cached prefixes; None: nobody can.", key=_RUNNING
     )
+    kv_events_config: dict[str, Any] | None = setting(
+        None,
+        written=dict | None,
+        parse=functools.partial(parse_object, "kv_events_config"),
+        help="Publish what the prefix cache holds, for routers. A JSON object: enable_kv_cache_events, publisher (zmq "
+        "or null), endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic.",
+        key=_RUNNING,
+    )
     snapshot_interval: int = setting(
         0,
         help="Tokens from one recurrent state that is kept for reuse to the next; 0: only the ends of prompts and of "
@@ -325,6 +334,7 @@ class EngineConfig:
         ranks = (values["tensor_parallel_size"] or 1) * values["pipeline_parallel_size"]
         check_parallel(assemble(ParallelConfig, values), ranks)
         _check_tiers(assemble(TierConfig, values))
+        KVEventsConfig.read(values["kv_events_config"]).check_ranks(values["data_parallel_size"])
 
 
 def _check_tiers(tiers: TierConfig) -> None:

@@ -23,6 +23,7 @@ from graphllm.config import Bucket, ConfigError, SchedulerConfig
 from graphllm.config.compilation import ranked_logprobs
 from graphllm.engine.parts.adapters import Adapters
 from graphllm.engine.parts.drafts import Drafts
+from graphllm.engine.parts.events import Events
 from graphllm.engine.parts.experts import Experts
 from graphllm.engine.parts.grammars import Grammars
 from graphllm.engine.parts.items import Items
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
     from graphllm.runtime.step_handle import StepResult
 
 PARTS: tuple[type[Part], ...] = (
-    Drafts, Grammars, LogitsProcessors, Logprobs, Adapters, Items, Tiers, Snapshots, Vectors, Experts, Lockstep,
-    Takeover,
+    Drafts, Grammars, LogitsProcessors, Logprobs, Adapters, Items, Tiers, Snapshots, Vectors, Experts, Events,
+    Lockstep, Takeover,
 )  # fmt: skip
 _Kind = TypeVar("_Kind", bound=Part)
 

@@ -287,6 +287,12 @@ class AsyncLLM(PoolingAsyncMixin):
         await self.start()
         return await self._client.stats()
 
+    async def get_kv_event_sources(self) -> dict[int, dict[str, Any]]:
+        """Where each core publishes the events of its cache, by its rank; empty where none does."""
+        await self.start()
+        found = [dict(stats.kv_events) for stats in await self._client.engine_stats() if stats and stats.kv_events]
+        return {source.pop("data_parallel_rank"): source for source in found}
+
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prompts; False, and nothing done, while requests use some. Raises EngineDeadError."""
         await self.start()

@@ -34,3 +34,21 @@ class CudaDriver:
         self.call("cuDeviceGet", ctypes.byref(device), 0)
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         self.call("cuCtxSetCurrent", context)
+
+    def current(self) -> int:
+        """The calling thread's context. Raises CudaError."""
+        context = ctypes.c_void_p()
+        self.call("cuCtxGetCurrent", ctypes.byref(context))
+        return context.value or 0
+
+    def use(self, context: int) -> None:
+        """Make it the calling thread's. Raises CudaError."""
+        self.call("cuCtxSetCurrent", ctypes.c_void_p(context))
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Let the GPU copy from and to this memory of the host by itself. Raises CudaError."""
+        self.call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), 0)
+
+    def unregister(self, address: int) -> None:
+        """Take that back. Raises CudaError."""
+        self.call("cuMemHostUnregister", ctypes.c_void_p(address))

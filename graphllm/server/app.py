@@ -18,6 +18,7 @@ from graphllm.config.server import AccessConfig
 from graphllm.config.vllm.unserved import UNSERVED
 from graphllm.server.apis.admin import admin_routes
 from graphllm.server.apis.anthropic.routes import anthropic_routes
+from graphllm.server.apis.kv_events import kv_event_routes
 from graphllm.server.apis.openai.adapters import adapter_routes
 from graphllm.server.apis.openai.models import model_routes
 from graphllm.server.apis.openai.routes import openai_routes
@@ -67,7 +68,7 @@ def _application(service: Service, services: Sequence[Service], access: AccessCo
         # For /docs, which then asks for the key and sends it.
         dependencies=[Depends(HTTPBearer(auto_error=False))] if access.api_key else [],
     )
-    for routes in (openai_routes, responses_routes, anthropic_routes, pooling_routes, admin_routes):
+    for routes in (openai_routes, responses_routes, anthropic_routes, pooling_routes, admin_routes, kv_event_routes):
         app.include_router(routes(service))
     app.include_router(model_routes(services))
     app.include_router(probe_routes({s.names[0]: s.supervisor for s in services}, service.shared.overview))

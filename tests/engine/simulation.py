@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from graphllm.config import TierConfig
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.cache.cache_exchange import CacheExchange, Exported
 from graphllm.engine.cache.item_cache import ItemCache
+from graphllm.engine.parts.tiers import Tiers
 from graphllm.engine.requests.request import Adapter, EngineRequest, Item
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.engine.schedule.adapter_table import AdapterTable
@@ -28,7 +30,9 @@ from graphllm.engine.schedule.results import Commit
 from graphllm.engine.schedule.scheduler import Scheduler
 from graphllm.engine.schedule.scheduler_output import DraftResults, SchedulerLimits, SchedulerOutput
 from graphllm.engine.schedule.verification import DraftPlanner
+from graphllm.engine.tiers.further_tier import FurtherTier
 from graphllm.program.schema import CacheGroup, CacheLayout
+from tests.engine.tiers.simulated import SimulatedRank, simulated_tiers
 
 VOCAB = 4  # sampled tokens are below
 ERROR = -1
@@ -157,9 +161,11 @@ class Simulation:
 
     def __init__(
         self, limits: SchedulerLimits, pages: int, windows: tuple[int, ...] = (0,), caching: bool = True,
-        block_sizes: tuple[int, ...] | None = None, device_drafts: bool = False, **fields: Any,
+        block_sizes: tuple[int, ...] | None = None, device_drafts: bool = False, tiers: TierConfig | None = None,
+        **fields: Any,
     ) -> None:  # fmt: skip
-        """block_sizes: of the groups, by default all that of the limits. fields: of the layout."""
+        """block_sizes: of the groups, by default all that of the limits. tiers: each entry of host memory takes a byte.
+        fields: of the layout."""
         self.limits, self.windows = limits, windows
         self.block_sizes = block_sizes or (limits.block_size,) * len(windows)
         self.layout = layout(windows, pages, self.block_sizes, **fields)
@@ -186,8 +192,17 @@ class Simulation:
         self._snapshots: dict[int, int] = {}
         self._rows: dict[int, tuple[str, int]] = {}  # of encoded items: content and index
         self._in_flight: _Flight | None = None
+        self.rank = SimulatedRank(self._cache, self._snapshots, max(self.block_sizes, default=0))
+        self.tiers: Tiers | None = None
+        if tiers is not None and self.scheduler.cache.caching:
+            self.use_tiers(tiers)
         self._tables = [""] * (self.layout.max_adapters + 1)  # of adapters, on the device: whose each entry is
         self._read: list[str] = []  # adapters in memory, as many as there are entries and one more
+
+    def use_tiers(self, config: TierConfig, further: List[FurtherTier] = ()) -> None:
+        """Keep what leaves the device; before the first request."""
+        self.tiers = simulated_tiers(self.rank, self.scheduler, self.limits, self.layout, config, further)
+        self.scheduler.admission.resources = [self.adapters, self.items, self.tiers.resource]
 
     def add(self, wire: EngineRequest, error_at: int = -1) -> EngineRequest:
         """Queue a request."""
@@ -202,6 +217,8 @@ class Simulation:
         assert [s.request.id for s in gone] == list(ids)
         for id in ids:
             self.reason[id] = "abort"
+            if self.tiers is not None:
+                self.tiers.end(id, ())
         self.check()
 
     def step(self) -> list[Entry]:
@@ -213,7 +230,12 @@ class Simulation:
         read = [d for d in self._read if d not in wanted] + wanted
         self._read = read[-(self.layout.max_adapters + 1) :]
         self.adapters.in_memory = set(self._read)
+        if self.tiers is not None:
+            self.rank.advance()
+            assert not list(self.tiers.gather(idle=False))
         output = self.scheduler.next()
+        if self.tiers is not None:
+            self.tiers.planned(output)
         assert output is None or not output.admitted or self.scheduler.preemptions == preemptions
         self._check_streams(streams, output)
         started = None if output is None else self._start(output)
@@ -236,8 +258,9 @@ class Simulation:
 
     @property
     def unfinished(self) -> bool:
-        """Whether requests run or wait, or a step is in flight."""
-        return self.scheduler.unfinished > 0 or self._in_flight is not None
+        """Whether requests run or wait, or a step or a copy to the device is in flight."""
+        copying = self.tiers is not None and self.tiers.busy
+        return self.scheduler.unfinished > 0 or self._in_flight is not None or copying
 
     def past(self, id: str) -> list[int]:
         """A request's tokens, those in flight included."""
@@ -502,6 +525,8 @@ class Simulation:
             assert (place in commit.events) == (done or began)
             if done:
                 self.reason[name] = known.reason
+                if self.tiers is not None:
+                    self.tiers.end(name, self.output[name])
                 stopped = known.reason == "stop" and known.wire.limit
                 assert state.stop_reason == (known.expected[-1] if stopped else None)
                 self._check_scored(known.wire)
@@ -519,6 +544,7 @@ class Simulation:
         counted: Counter[int] = Counter()
         for table in scheduler.cache.tables:
             counted.update(table[table > 0].tolist())
+        counted.update(self.tiers.promotions.held_blocks if self.tiers is not None else ())
         assert {p: r for p, r in enumerate(pool.references) if r} == dict(counted)
         assert pool.free_blocks + len(counted) == len(pool.references) - 1
         assert scheduler.unfinished == len(self.requests) - len(self.reason)

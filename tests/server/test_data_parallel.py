@@ -14,17 +14,21 @@ from typing import Any
 
 import pytest
 
+from tests.engine.events.wire import DECODE, BlockStored, replay, subscribe
 from tests.server.live import Served
 from tests.waiting import gone, until
 
 TWO = ("--data-parallel-size", 2)
+EVENTS = ("--kv-events-config", json.dumps({
+    "enable_kv_cache_events": True, "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0", "topic": "kv@pod@model",
+}))  # fmt: skip
 QUESTIONS = [f"What is {n} plus {n + 1}?" for n in range(12)]
 
 
 @pytest.fixture(scope="module")
 def pair(embedded_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server with two cores, for tests that leave it as it was."""
-    server = Served(tmp_path_factory.mktemp("pair") / "log", "--artifact", embedded_artifact, *TWO)
+    server = Served(tmp_path_factory.mktemp("pair") / "log", "--artifact", embedded_artifact, *TWO, *EVENTS)
     yield server.wait_ready()
     pids = server.engine_pids
     assert server.stop() == 0, server.log.read_text()
@@ -112,6 +116,31 @@ def test_a_conversation_stays_with_its_core(pair: Served) -> None:
     assert prompts[1 - home] == 0, prompts
     assert hits[home] > 0.6 * prompts[home], (hits, prompts)
     assert hits[1 - home] == 0
+
+
+def test_each_core_publishes_what_it_caches(served: Served, pair: Served) -> None:
+    """The events of the core that has answered begin with the tokens of the prompt."""
+    prompt = "Somebody has to say something that nobody has said before. " * 4
+    sources = json.loads(pair.get("/kv_event_sources")[1])
+    assert list(sources) == ["0", "1"]
+    assert sources["1"]["endpoint"] != sources["0"]["endpoint"]
+    subscribe(sources["0"]["endpoint"]).close()
+    made = rises(
+        pair, "graphllm_prompt_tokens_total",
+        lambda: pair.post("/v1/completions", {"prompt": prompt, "max_tokens": 1}),
+    )  # fmt: skip
+    tokens = pair.post("/tokenize", {"prompt": prompt})[1]["tokens"]
+    batches = by_engine(pair, "graphllm_kv_event_batches_total")
+    for rank, source in enumerate(sources.values()):
+        assert (source["publisher"], source["topic"], source["buffer_steps"]) == ("zmq", "kv@pod@model", 10_000)
+        messages = pair.wait(lambda s=source, n=batches[rank]: len(m := replay(s["replay_endpoint"], 0)) == n and m)
+        assert {m.topic for m in messages} == {b"kv@pod@model"}
+        found = [DECODE(m.payload) for m in messages]
+        assert {batch.data_parallel_rank for batch in found} == {rank}
+        first = [e for b in found for e in b.events if isinstance(e, BlockStored) and e.parent_block_hash is None]
+        begins = [e for e in first if e.token_ids == tokens[: len(e.token_ids)] and len(e.token_ids) > len(tokens) // 2]
+        assert bool(begins) is (made[rank] > 0)
+    assert json.loads(served.get("/kv_event_sources")[1]) == {}
 
 
 def test_aborts_and_the_cache_of_all_cores(serve: Callable[..., Served]) -> None:

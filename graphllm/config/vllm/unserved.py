@@ -31,7 +31,7 @@ UNSERVED: Mapping[str, str] = {
     **dict.fromkeys(("/inference/v1/generate",), "send token ids to /v1/completions, with return_token_ids"),
     **dict.fromkeys(("/inference/v1/abort_requests",), "use /abort_requests"),
     **dict.fromkeys(("/cohere/v2/chat", "/cohere/v2/chat/render"), _COHERE),
-    **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep", "/kv_event_sources"), _ONE),
+    **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), _ONE),
     "/collective_rpc": "a server runs nobody's functions; a script does, by LLM.collective_rpc",
     **dict.fromkeys(("/fault_tolerance/apply", "/fault_tolerance/status"), _FAULT),
     **dict.fromkeys(("/readyz",), "use /ready, or /health/ready"),

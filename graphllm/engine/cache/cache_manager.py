@@ -69,11 +69,11 @@ class CacheManager:
         self.retentions: list[Retained] = [*self.groups, *self.states.pools]
         self.caching = caching and bool(self.retentions) and self.states.cacheable
         # All by slot. reach: tokens that have blocks, -1 where the slot must first get a block of its own. _release_at:
-        # position after which a window frees a block. _stored: tokens in findable blocks. _store_at: tokens at which
+        # position after which a window frees a block. stored: tokens in findable blocks. _store_at: tokens at which
         # the next blocks become findable.
         self.reach = np.full(max_num_seqs, NEVER, dtype=np.int32)
         self._release_at = np.full(max_num_seqs, NEVER, dtype=np.int32)
-        self._stored, self._store_at = (np.zeros(max_num_seqs, dtype=np.int32) for _ in range(2))
+        self.stored, self._store_at = (np.zeros(max_num_seqs, dtype=np.int32) for _ in range(2))
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int32)
         self.capacity = self._longest()
 
@@ -136,7 +136,7 @@ class CacheManager:
         for group, blocks in zip(self.groups, hit.blocks, strict=True):
             group.enter(slot, blocks)
         self.states.enter(slot, hit.snapshot, hit.branch)
-        self._stored[slot] = hit.num_tokens // self.block_size * self.block_size
+        self.stored[slot] = hit.num_tokens // self.block_size * self.block_size
         self._num_prompt_tokens[slot] = num_prompt_tokens
         self._set_store_at(slot)
         self._note(slot)
@@ -211,7 +211,7 @@ class CacheManager:
             group.free(slot)
         self.states.leave(slot)
         self.reach[slot] = self._release_at[slot] = NEVER
-        self._stored[slot] = self._store_at[slot] = 0
+        self.stored[slot] = self._store_at[slot] = 0
 
     # What later requests may find
 
@@ -227,17 +227,17 @@ class CacheManager:
             return
         slot, size = state.slot, self.block_size
         known = min(num_computed_tokens, state.num_tokens - self._ahead)
-        stored, end = int(self._stored[slot]), known // size * size
+        stored, end = int(self.stored[slot]), known // size * size
         if end > stored:
             self.hasher.digest(state, end)
             for group in self.groups:
                 each = group.unit // size
                 group.store(slot, stored, end, state.digests[each - 1 :: each])
-            self._stored[slot] = end
+            self.stored[slot] = end
         self._set_store_at(slot)
 
     def _set_store_at(self, slot: int) -> None:
-        size, stored = self.block_size, int(self._stored[slot])
+        size, stored = self.block_size, int(self.stored[slot])
         more = 1 if stored + size <= self._num_prompt_tokens[slot] else _STORED_AT_ONCE
         self._store_at[slot] = stored + more * size
 

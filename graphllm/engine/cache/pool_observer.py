@@ -18,3 +18,9 @@ class PoolObserver:
 
     def cleared(self) -> None:
         """No block can be found any more."""
+
+    def copied(self, medium: str, key: tuple[int, bytes]) -> None:
+        """A tier behind the device has a copy of these contents. medium: "CPU" for host memory, "STORAGE" for disks."""
+
+    def dropped(self, medium: str, key: tuple[int, bytes]) -> None:
+        """That copy is gone."""

@@ -116,12 +116,49 @@ OF_CORE = (
         core=lambda s: {(): s.prefix_hits_without_state},
     ),
     Family(
+        "external_prefix_cache_queries", "counter", "Tokens looked up in the cache, where it has tiers.",
+        "external_prefix_cache_queries", core=lambda s: {(): s.prefix_queries if s.tiers else 0},
+    ),
+    Family(
+        "external_prefix_cache_hits", "counter", "Tokens that came from a tier instead of being computed.",
+        "external_prefix_cache_hits", core=lambda s: {(): s.tiers["host"].hit_tokens if s.tiers else 0},
+    ),
+    Family(
+        "cache_tier_hits", "counter",
+        "Tokens that came from a tier instead of being computed; what comes from further away passes host, too.",
+        labels=("tier",), start=(), core=lambda s: {(name,): t.hit_tokens for name, t in s.tiers.items()},
+    ),
+    Family(
+        "cache_tier_bytes", "gauge", "Memory or files of a tier of the cache: used, and in all.",
+        labels=("tier", "kind"), start=(), core=lambda s: {
+            (name, kind): count
+            for name, t in s.tiers.items()
+            for kind, count in (("used", t.used_bytes), ("total", t.total_bytes))
+        },
+    ),
+    Family(
+        "cache_tier_copied_bytes", "counter", "Bytes copied to a tier of the cache, and from it.",
+        labels=("tier", "direction"), start=(), core=lambda s: {
+            (name, direction): count
+            for name, t in s.tiers.items()
+            for direction, count in (("to", t.stored_bytes), ("from", t.copied_bytes))
+        },
+    ),
+    Family(
         "token_vector_cache_bytes", "gauge", "Memory of vectors for each token that are kept for prompts to come.",
         core=lambda s: {(): s.token_vector_bytes},
     ),
     Family(
         "token_vector_cache_hits", "counter", "Prompts that found vectors of all their tokens in the cache.",
         core=lambda s: {(): s.token_vector_hits},
+    ),
+    Family(
+        "kv_event_batches", "counter", "Batches of events of the prefix cache, dropped ones included.",
+        core=lambda s: {(): s.kv_event_batches},
+    ),
+    Family(
+        "kv_event_batches_dropped", "counter", "Batches of events that found no room in the publisher's queue.",
+        core=lambda s: {(): s.kv_event_batches_dropped},
     ),
     Family(
         "preemptions", "counter", "Sequences that lost their blocks and were computed again.", "num_preemptions",

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
-from graphllm.engine.requests.request import BucketStats, CoreStats
+from msgspec.structs import astuple
+
+from graphllm.engine.requests.request import BucketStats, CoreStats, TierStats
 
 _SUMS = (
     "started", "steps", "running", "waiting", "free_blocks", "total_blocks", "prefix_queries", "prefix_hits",
     "prefix_hits_without_state", "preemptions", "prompt_tokens", "cached_tokens", "generated_tokens", "drafts",
     "draft_tokens", "max_adapters", "token_vector_bytes", "token_vector_hits", "expert_moves",
+    "kv_event_batches", "kv_event_batches_dropped",
 )  # fmt: skip
 
 
@@ -33,6 +36,9 @@ def total(cores: Sequence[CoreStats]) -> CoreStats:
     for core in cores:
         for layer, even in core.expert_balancedness.items():
             found.expert_balancedness[layer] = min(even, found.expert_balancedness.get(layer, 1.0))
+    for name in dict.fromkeys(name for core in cores for name in core.tiers):
+        tiers = [core.tiers[name] for core in cores if name in core.tiers]
+        found.tiers[name] = TierStats(*(sum(of) for of in zip(*map(astuple, tiers), strict=True)))
     found.accepted_tokens = _columns([core.accepted_tokens for core in cores])
     found.adapters_running = sorted({name for core in cores for name in core.adapters_running})
     found.adapters_waiting = sorted({name for core in cores for name in core.adapters_waiting})

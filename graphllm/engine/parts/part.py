@@ -49,6 +49,7 @@ class CoreSetup:
     waves: of the cores that step together with this one; None for a single core.
     successor: waits for better programs; None where the engine keeps what it has.
     tiers: the settings of the cache's tiers.
+    rank: number of this core among those of the engine.
     identity: of all that a block holds in addition to its tokens: engines with equal ones may exchange blocks.
     """
 
@@ -60,6 +61,7 @@ class CoreSetup:
     waves: CoreWaves | None = None
     successor: Successor | None = None
     tiers: TierConfig = _NO_TIERS
+    rank: int = 0
     identity: str = ""
 
 

@@ -32,13 +32,22 @@ from graphllm.engine.transfer.awaiting import Awaiting
 from graphllm.engine.transfer.connectors import find_connector
 from graphllm.engine.transfer.kv_connector import ConnectorSetup, KVConnector
 from graphllm.host.machine import available_memory
-from graphllm.runtime.commands.tiers import AwaitStores, CloseTiers, EndedCopies, LoadEntries, OpenTiers, StoreEntries
+from graphllm.runtime.commands.tiers import (
+    AwaitStores,
+    CloseTiers,
+    EndedCopies,
+    LoadEntries,
+    OpenTiers,
+    ReadyEntries,
+    StoreEntries,
+)
 
 if TYPE_CHECKING:
     from graphllm.runtime.step_handle import StepResult
 
 _log = logging.getLogger(__name__)
 _AHEAD = 2  # steps of the largest size, whose blocks are copied before they are evicted
+_LATER = 0.05  # seconds between two looks at host memory that is being prepared
 _WAIT = 0.001  # seconds between two looks at copies, where nothing else is to be done
 
 
@@ -61,18 +70,14 @@ class Tiers(Part):
         ahead = min(_AHEAD * -(-limits.max_num_batched_tokens // limits.block_size), len(cache.pool.references) // 4)
         transfer = config.transfer
         kind_of_connector = None if transfer is None else find_connector(transfer)
+        self._entries = entries
         executor.do(OpenTiers(entries, shared=kind_of_connector is not None and kind_of_connector.shares_memory))
-        self.further: list[FurtherTier] = []
-        if config.kv_offloading_disk is not None:
-            of_ranks = {BLOCKS: executor.block_bytes, SNAPSHOTS: executor.snapshot_bytes}
-            sizes = {kind: of_ranks[kind] for kind in pools}
-            folder, limit = config.kv_offloading_disk, config.kv_offloading_disk_size
-            self.further.append(DiskTier(executor, folder, limit, sizes, entries))
+        self.further = self.further_tiers()
         writes = any(tier.writes for tier in self.further)
         self.pools = {
-            kind: TierPool(kind, pool, host[kind], ahead=ahead, writes=writes)
+            kind: TierPool(kind, pool, host[kind], self._wait, ahead=ahead, writes=writes)
             if kind == BLOCKS
-            else TierPool(kind, pool, host[kind], first=1, group=SNAPSHOT, writes=writes)
+            else TierPool(kind, pool, host[kind], self._wait, first=1, group=SNAPSHOT, writes=writes)
             for kind, pool in pools.items()
         }
         self.connector: KVConnector | None = None
@@ -86,9 +91,19 @@ class Tiers(Part):
         self.promotions = Promotions(cache, self.pools, self._bytes, self.rates, self.further)
         self.awaiting = None if self.connector is None else Awaiting(cache, self.connector, self.promotions)
         self.resource = self.awaiting or self.promotions
+        self._look_at = 0.0
         self._tickets = itertools.count(1)
         self._seconds = dict[int, list[float]]()  # by copy: of each rank on which it has ended
         self._offers = dict[int, list[tuple[Key, int]]]()  # by store: what further tiers are offered when it has ended
+
+    def further_tiers(self) -> list[FurtherTier]:
+        """The tiers beyond host memory, the nearest first."""
+        executor, config = self.context.executor, self.context.setup.tiers
+        if config.kv_offloading_disk is None:
+            return []
+        of_ranks = {BLOCKS: executor.block_bytes, SNAPSHOTS: executor.snapshot_bytes}
+        sizes = {kind: of_ranks[kind] for kind in self._entries}
+        return [DiskTier(executor, config.kv_offloading_disk, config.kv_offloading_disk_size, sizes, self._entries)]
 
     @classmethod
     def applies(cls, context: PartContext) -> bool:
@@ -109,8 +124,18 @@ class Tiers(Part):
         offers = bool(self._offers) or any(pool.has_new for pool in self.pools.values())
         return self.promotions.running > 0 or offers or any(tier.busy for tier in self.further)
 
+    def _take_ready(self) -> None:
+        """More of host memory may be ready than before."""
+        if all(pool.host.is_ready for pool in self.pools.values()) or time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _LATER
+        answers = [answer.value for answer in self.context.executor.ask(ReadyEntries())]
+        for kind, pool in self.pools.items():
+            pool.host.ready(min(entries[kind] for entries in answers))
+
     def gather(self, idle: bool) -> Iterable[EngineRequest | EngineCoreOutput]:
         """Take what has come."""
+        self._take_ready()
         if idle and (self.busy or (self.awaiting is not None and self.awaiting.unanswered)):
             time.sleep(_WAIT)
         if self.promotions.running or self._offers:
@@ -145,6 +170,9 @@ class Tiers(Part):
             else:
                 self.promotions.ended(ticket, max(of_ranks))
 
+    def _wait(self, ticket: int) -> None:
+        self.context.executor.do(AwaitStores(ticket))
+
     def _offer(self, entries: list[tuple[Key, int]]) -> None:
         """Host memory has these; each was pinned for this."""
         for tier in self.further:
@@ -164,13 +192,11 @@ class Tiers(Part):
 
     def planned(self, plan: SchedulerOutput | None) -> None:
         """Copy what would be lost, start what waiting requests want, then copy ahead."""
-        do, pools = self.context.executor.do, self.pools.values()
-        if awaited := max([pool.awaited() for pool in pools]):
-            do(AwaitStores(awaited))
+        pools = self.pools.values()
         if rescues := {pool.kind: pairs for pool in pools if (pairs := pool.rescues())}:
             self._store(rescues, next(self._tickets), blocking=True)
         while loads := self.promotions.start(ticket := next(self._tickets)):
-            do(LoadEntries(loads, ticket))
+            self.context.executor.do(LoadEntries(loads, ticket))
         ticket = next(self._tickets)
         if copies := {pool.kind: pairs for pool in pools if (pairs := pool.copies(ticket))}:
             self._store(copies, ticket, blocking=False)
@@ -196,7 +222,7 @@ class Tiers(Part):
             self.awaiting.forget(id)
 
     def stats(self, into: CoreStats) -> None:
-        host = TierStats(hit_tokens=self.promotions.hits[HOST], copied_bytes=self.promotions.copied[HOST])
+        host = TierStats(hit_tokens=round(self.promotions.hits[HOST]), copied_bytes=self.promotions.copied[HOST])
         for kind, pool in self.pools.items():
             host.total_bytes += pool.host.num_entries * self._bytes[kind]
             host.used_bytes += len(pool.host) * self._bytes[kind]
@@ -204,7 +230,8 @@ class Tiers(Part):
         into.tiers[HOST] = host
         for tier in self.further:
             into.tiers[tier.name] = found = tier.stats()
-            found.hit_tokens, found.copied_bytes = self.promotions.hits[tier.name], self.promotions.copied[tier.name]
+            found.hit_tokens = round(self.promotions.hits[tier.name])
+            found.copied_bytes = self.promotions.copied[tier.name]
 
     def reset(self) -> None:
         for ticket, entries in self._offers.items():  # of what is forgotten now
@@ -226,10 +253,7 @@ def _entries(size: int, places: Mapping[str, int], entry_bytes: Mapping[str, int
         raise ConfigError(
             f"kv_offloading_size is {size_text(size)}: the host has {size_text(free)} of memory left; give less"
         )
+    if size < (least := sum(entry_bytes[kind] for kind in places)):
+        raise ConfigError(f"kv_offloading_size is {size}: copies take {least} bytes at least; give more")
     device = sum(places[kind] * entry_bytes[kind] for kind in places)
-    entries = {kind: size * places[kind] // device for kind in places}
-    if 0 in entries.values():
-        raise ConfigError(
-            f"kv_offloading_size is {size_text(size)}: an entry takes {size_text(max(entry_bytes.values()))}; give more"
-        )
-    return entries
+    return {kind: max(1, size * places[kind] // device) for kind in places}

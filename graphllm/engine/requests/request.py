@@ -309,6 +309,9 @@ class CoreStats(msgspec.Struct):
     token_vector_bytes: bytes of kept vectors.
     token_vector_hits: prompts that had their vectors from there.
     tiers: of the cache, by name.
+    kv_event_batches: batches of events of the cache.
+    kv_event_batches_dropped: how many of them found no room in the publisher's queue.
+    kv_events: where a core publishes them, as `KVEventsConfig` has it; empty where it does not, and of several cores.
     """
 
     started: float = 0.0
@@ -340,6 +343,9 @@ class CoreStats(msgspec.Struct):
     token_vector_bytes: int = 0
     token_vector_hits: int = 0
     tiers: dict[str, TierStats] = {}
+    kv_event_batches: int = 0
+    kv_event_batches_dropped: int = 0
+    kv_events: dict[str, Any] = {}
 
     # vLLM's names, which loggers written for it read.
     num_running_reqs = property(lambda self: self.running)

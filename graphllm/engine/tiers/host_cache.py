@@ -14,19 +14,29 @@ from graphllm.engine.tiers.policies import POLICIES
 class HostCache:
     """Entries by the key of what they hold.
 
-    num_entries: of host memory.
+    num_entries: of host memory, once all are `ready`.
     policy: "lru" or "arc".
     observers: hear which keys can be found, and which no more; their "block" is the entry.
     """
 
     def __init__(self, num_entries: int, policy: str = "lru") -> None:
         self.num_entries, self._policy = num_entries, POLICIES[policy](num_entries)
-        self._free = list(range(num_entries - 1, -1, -1))
+        self._ready, self._free = 0, list[int]()
         self._entry_of = dict[Key, int]()
         self._coming = dict[Key, int]()  # entries that are being filled from further away
         self._unwanted = set[Key]()  # of these: what is forgotten already
         self._pins = Counter[Key]()
         self.observers = list[PoolObserver]()
+
+    def ready(self, count: int) -> None:
+        """So many entries, the first ones, can be used."""
+        self._free[:0] = range(count - 1, self._ready - 1, -1)
+        self._ready = count
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all entries can be used."""
+        return self._ready == self.num_entries
 
     def __len__(self) -> int:
         """Entries that hold something."""
@@ -48,7 +58,9 @@ class HostCache:
             if key in self._entry_of or key in self._coming or (entry := self._room()) < 0:
                 continue
             self._add(key, entry)
+            self.pin([key])  # one copy writes them all
             found.append((key, entry))
+        self.unpin(key for key, _ in found)
         return found
 
     def expect(self, key: Key) -> int:

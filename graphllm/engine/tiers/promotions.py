@@ -52,7 +52,8 @@ class Promotions(Resource):
 
     entry_bytes: of an entry of each kind, of all ranks together.
     further: tiers beyond host memory, the nearest first.
-    hits: tokens that came from each tier instead of being computed.
+    hits: tokens that came from each tier instead of being computed. What came from further away counts for the host,
+        too.
     copied: bytes that came from each tier.
     wanted_anyway: requests for which contents are brought also where computing them would be faster.
     """
@@ -63,12 +64,13 @@ class Promotions(Resource):
     ) -> None:  # fmt: skip
         self._cache, self._pools, self._bytes, self._rates = cache, pools, entry_bytes, rates
         self._further = further
-        self.hits = dict.fromkeys([HOST, *(tier.name for tier in further)], 0)
-        self.copied = dict.fromkeys(self.hits, 0)
+        self.hits = dict.fromkeys([HOST, *(tier.name for tier in further)], 0.0)
+        self.copied = dict.fromkeys([HOST, *(tier.name for tier in further)], 0)
         self.wanted_anyway = set[str]()
         self._begun = list[Promotion]()  # their copies are to be started
         self._copied = dict[int, Promotion]()  # by the copy's ticket
         self._fetched = dict[str, set[Key]]()  # by request: keys that come from further away
+        self._tokens = dict[Key, float]()  # of these keys: a share of what the request need not compute
         self._promoted = set[str]()  # requests with a promotion that runs
         self._on_way = set[Key]()  # to the device
         self._had = Counter[str]()  # promotions and fetches of each waiting request
@@ -78,6 +80,12 @@ class Promotions(Resource):
     def running(self) -> int:
         """Promotions and fetches that have not ended."""
         return len(self._promoted) + len(self._fetched)
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """Blocks of the device that promotions hold."""
+        running = [*self._begun, *self._copied.values()]
+        return [block for p in running for block in (*p.held, *p.blocks.values())]
 
     # What the scheduler asks
 
@@ -129,7 +137,7 @@ class Promotions(Resource):
         if state.request.id not in self.wanted_anyway and not self._rates.worth(tokens, nbytes):
             return False
         self._had[state.request.id] += 1
-        return self._fetch(state, far) if far else self._promote(state, found, tokens, nbytes[HOST])
+        return self._fetch(state, far, tokens / len(keys)) if far else self._promote(state, found, tokens, nbytes[HOST])
 
     # To the device
 
@@ -186,7 +194,7 @@ class Promotions(Resource):
 
     # To host memory
 
-    def _fetch(self, state: RequestState, far: Mapping[str, list[Key]]) -> bool:
+    def _fetch(self, state: RequestState, far: Mapping[str, list[Key]], tokens: float) -> bool:
         entries: dict[str, list[tuple[Key, int]]] = {}
         for name, keys in far.items():
             for key in keys:
@@ -194,6 +202,7 @@ class Promotions(Resource):
                 if entry < 0:  # what is there by then is enough for a shorter beginning
                     break
                 entries.setdefault(name, []).append((key, entry))
+                self._tokens[key] = tokens
         if not entries:
             return False
         self._fetched[state.request.id] = {key for of in entries.values() for key, _ in of}
@@ -205,10 +214,11 @@ class Promotions(Resource):
     def fetched(self, tier: str, keys: Mapping[Key, bool], seconds: float) -> None:
         """Entries of host memory were filled, or, where False, could not be."""
         for key, filled in keys.items():
-            host = self._host(key)
+            host, tokens = self._host(key), self._tokens.pop(key)
             (host.arrived if filled else host.failed)(key)
+            self.hits[tier] += tokens * filled
         for id, awaited in list(self._fetched.items()):
-            awaited -= keys.keys()
+            awaited.difference_update(keys)
             if not awaited:
                 del self._fetched[id]
         nbytes = self._size(key for key, filled in keys.items() if filled)

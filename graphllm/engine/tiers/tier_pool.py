@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from graphllm.engine.cache.block_pool import BlockPool, Key
 from graphllm.engine.cache.pool_observer import PoolObserver
@@ -16,6 +16,7 @@ class TierPool(PoolObserver):
     """Listens to a pool.
 
     kind: of its entries, BLOCKS or SNAPSHOTS.
+    wait: has later steps and commands wait for the stores up to a ticket.
     first: the number of the pool's first place for commands, 1 in a pool of snapshots, whose commands count from 0.
     group: in keys of copies; None: the pool's own.
     host: the copies.
@@ -25,29 +26,26 @@ class TierPool(PoolObserver):
     """
 
     def __init__(
-        self, kind: str, pool: BlockPool, host: HostCache, first: int = 0, group: int | None = None, ahead: int = 0,
-        writes: bool = False,
+        self, kind: str, pool: BlockPool, host: HostCache, wait: Callable[[int], None], first: int = 0,
+        group: int | None = None, ahead: int = 0, writes: bool = False,
     ) -> None:  # fmt: skip
         self.kind, self.pool, self.host, self.first, self.ahead = kind, pool, host, first, ahead
-        self._group, self.writes = group, writes
+        self._wait, self._group, self.writes = wait, group, writes
         self.num_stored = 0
-        # By place: the key of what was evicted and is still there, without a copy, and with one that may still read it.
-        self._lost = dict[int, Key]()
-        self._read = dict[int, tuple[Key, int]]()
+        self._lost = dict[int, Key]()  # by place: what was evicted without a copy, and is still there
         self._fresh = dict[int, Key]()  # by place: contents that are to be copied at once
         self._copying = dict[int, int]()  # by place: the ticket of its copy, which may have ended
+        self._awaited = 0
         self._placed_now = list[tuple[Key, int]]()
         self._evicted = ahead  # since the last look ahead
         pool.observers.append(self)
+        host.observers.append(_Copied(pool))
 
     def _key(self, key: Key) -> Key:
         return key if self._group is None else (self._group, key[1])
 
     def stored(self, block: int, key: Key) -> None:
-        # Before the next step only an import stores into what was just evicted, and it writes at once.
-        self._lost.pop(block, None)
-        if (read := self._read.pop(block, None)) is not None:
-            self.host.drop(read[0])
+        self._lost.pop(block, None)  # an import, which has written there at once
         if self.writes:
             self._fresh[block] = self._key(key)
 
@@ -56,14 +54,14 @@ class TierPool(PoolObserver):
         key = self._key(key)
         self._fresh.pop(block, None)
         ticket = self._copying.pop(block, 0)
+        if ticket > self._awaited:
+            self._awaited = ticket
+            self._wait(ticket)
         if self.host.find(key) < 0:
             self._lost[block] = key
-        elif ticket:
-            self._read[block] = key, ticket
 
     def cleared(self) -> None:
         self._lost.clear()
-        self._read.clear()
         self._copying.clear()
         self._fresh.clear()
         self.host.clear()
@@ -73,12 +71,6 @@ class TierPool(PoolObserver):
         place = self.pool.find(key[0] if self._group is None else 0, key[1])
         if place and self.host.find(key) < 0:
             self._fresh[place] = key
-
-    def awaited(self) -> int:
-        """The last copy that must end before what it reads is written; 0 for none. Asked for once."""
-        last = max((ticket for _, ticket in self._read.values()), default=0)
-        self._read.clear()
-        return last
 
     @property
     def has_new(self) -> bool:
@@ -116,3 +108,18 @@ class TierPool(PoolObserver):
         """Keys and entries of the copies that `rescues` and `copies` have asked for since this was last asked."""
         found, self._placed_now = self._placed_now, []
         return found
+
+
+class _Copied(PoolObserver):
+    """Listens to host memory, and tells the observers of the device's pool of the copies."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def stored(self, block: int, key: Key) -> None:
+        for observer in self._pool.observers:
+            observer.copied("CPU", (max(0, key[0]), key[1]))
+
+    def evicted(self, block: int, key: Key) -> None:
+        for observer in self._pool.observers:
+            observer.dropped("CPU", (max(0, key[0]), key[1]))

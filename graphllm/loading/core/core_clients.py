@@ -38,7 +38,7 @@ def core_client(
             peers = Peers(rank, count, f"{meetings.name}/{started[rank]}")
             started[rank] += 1
         return CoreClient(
-            replace(config, peers=peers),
+            replace(config, peers=peers, parallel=replace(config.parallel, data_parallel_rank=rank)),
             unresponsive=unresponsive,
             stuck=stuck,
             child=waiting.pop(rank, None),

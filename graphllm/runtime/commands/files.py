@@ -40,23 +40,26 @@ class RankFiles:
 
     def __init__(self, stores: dict[str, BlockFiles], memory: HostMemory) -> None:
         self.stores, self._memory = stores, memory
-        self._jobs = dict[int, list[FileJob]]()  # by ticket
+        self._jobs = dict[int, tuple[BlockFiles, list[FileJob]]]()  # by ticket
 
     def begin(self, kind: str, entries: Entries, ticket: int, writes: bool) -> None:
         """Start to write or to read."""
         store = self.stores[kind]
         act = store.write if writes else store.read
-        self._jobs[ticket] = [act(key, self._memory.entry(kind, entry)) for key, entry in entries]
+        self._jobs[ticket] = store, [act(key, self._memory.entry(kind, entry)) for key, entry in entries]
 
     def news(self) -> FileNews:
         """Since this was last asked."""
-        ended = {ticket: jobs for ticket, jobs in self._jobs.items() if all(job.done for job in jobs)}
-        for ticket in ended:
-            del self._jobs[ticket]
+        ended = dict[int, list[bool]]()
+        for ticket, (store, jobs) in list(self._jobs.items()):
+            if all(job.done for job in jobs):
+                ended[ticket] = [job.succeeded for job in jobs]
+                store.use(job.key for job in reversed(jobs))  # of a sequence, the end is to go first
+                del self._jobs[ticket]
         news = [store.take_news() for store in self.stores.values()]
         stats = [store.stats() for store in self.stores.values()]
         return FileNews(
-            {ticket: [job.succeeded for job in jobs] for ticket, jobs in ended.items()},
+            ended,
             [key for added, _ in news for key in added],
             [key for _, removed in news for key in removed],
             all(store.scanned for store in self.stores.values()),
@@ -125,7 +128,7 @@ class AskFiles(Query):
     def run(self, device: Device) -> Answered:
         files = _files_of(device)
         for kind, keys in self.used.items():
-            files.stores[kind].use(keys)
+            files.stores[kind].use(reversed(keys))
         return Answered(msgspec.to_builtins(files.news(), builtin_types=(bytes,)))
 
 

@@ -88,3 +88,10 @@ class EndedCopies(Query):
 
     def run(self, device: Device) -> Answered:
         return Answered([list(pair) for pair in tiers_of(device).copies.ended()])
+
+
+class ReadyEntries(Query):
+    """How many entries of host memory can be used so far, by kind."""
+
+    def run(self, device: Device) -> Answered:
+        return Answered(tiers_of(device).copies.ready())

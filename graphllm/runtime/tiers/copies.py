@@ -7,8 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
+from graphllm.host.cuda_driver import CudaDriver
+from graphllm.runtime.cuda.batch_copy import ANY, STREAM, BatchCopy
 from graphllm.runtime.memory.states import States
 from graphllm.runtime.tiers.host_memory import HostMemory, columns
+from graphllm.runtime.tiers.registered_memory import RegisteredMemory
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +48,9 @@ class Copies(Protocol):
 
     def ended(self) -> list[tuple[int, float]]:
         """The copies that have ended since this was last asked, and the seconds that each took."""
+
+    def ready(self) -> dict[str, int]:
+        """By kind, how many entries of host memory can be used so far."""
 
     def close(self) -> None:
         """Wait for all copies."""
@@ -90,6 +98,9 @@ class CpuCopies:
     def ended(self) -> list[tuple[int, float]]:
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
+    def ready(self) -> dict[str, int]:
+        return {kind: len(self._memory.pieces(kind)) for kind in self._memory.kinds}
+
     def close(self) -> None:
         self._device.synchronize()
 
@@ -103,14 +114,10 @@ class CudaCopies:
     def __init__(self, device: Ordered, memory: HostMemory) -> None:
         import torch
 
-        self._torch, self._device = torch, device
+        self._torch, self._device, self._memory = torch, device, memory
         self._stores, self._loads = torch.cuda.Stream(), torch.cuda.Stream()
-        self._host: dict[str, torch.Tensor] = {}
-        for kind in memory.kinds:
-            self._host[kind] = torch.from_numpy(memory.pieces(kind))
-            if self._host[kind].nbytes:
-                failed = torch.cuda.cudart().cudaHostRegister(self._host[kind].data_ptr(), self._host[kind].nbytes, 0)
-                torch.cuda.check_error(int(failed))
+        self._batch = BatchCopy(CudaDriver())
+        self._registered = RegisteredMemory(memory)
         self._stored = deque[tuple[int, torch.cuda.Event]]()  # for `wait`
         # Of each direction: ticket, begin and end.
         self._storing, self._loading = deque[_Copy](), deque[_Copy]()
@@ -121,8 +128,8 @@ class CudaCopies:
             self._stores.wait_stream(steps)
             with self._torch.cuda.stream(self._stores):
                 begun = self._event()
-                for on_device, in_host in self._pieces(pairs):
-                    in_host.copy_(on_device, non_blocking=True)
+                for on_device, in_host, nbytes in self._pieces(pairs):
+                    self._batch.copy(in_host, on_device, nbytes, self._stores.cuda_stream, STREAM)
                 end = self._event()
             self._stored.append((ticket, end))
             if reported:
@@ -140,19 +147,23 @@ class CudaCopies:
             self._loads.wait_stream(self._stores)
             with self._torch.cuda.stream(self._loads):
                 begun = self._event()
-                for on_device, in_host in self._pieces(turned):
-                    on_device.copy_(in_host, non_blocking=True)
+                for on_device, in_host, nbytes in self._pieces(turned):
+                    self._batch.copy(on_device, in_host, nbytes, self._loads.cuda_stream, ANY)
                 self._loading.append((ticket, begun, self._event()))
 
         self._device.in_order(work)
 
-    def _pieces(self, pairs: Pairs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of pairs (place, entry): the pieces on the device and in host memory."""
+    def _pieces(self, pairs: Pairs) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        """Of pairs (place, entry), for each kind: the addresses of all pieces on the device and in host memory, and the
+        bytes of a piece."""
         for kind, of in pairs.items():
-            tensors, host = self._device.states.entries(kind), self._host[kind]
-            for place, entry in of:
-                for at, tensor in enumerate(tensors):
-                    yield tensor[place], host[entry, at]
+            places, entries = columns(of)
+            host, tensors = self._memory.pieces(kind), self._device.states.entries(kind)
+            _, count, nbytes = host.shape
+            first = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
+            on_device = first[None] + places[:, None] * nbytes
+            in_host = host.ctypes.data + (entries[:, None] * count + np.arange(count)) * nbytes
+            yield on_device.reshape(-1), in_host.reshape(-1), nbytes
 
     def _event(self) -> torch.cuda.Event:
         event = self._torch.cuda.Event(enable_timing=True)
@@ -177,9 +188,10 @@ class CudaCopies:
                 found.append((ticket, begun.elapsed_time(end) / 1e3))
         return found
 
+    def ready(self) -> dict[str, int]:
+        return self._registered.ready()
+
     def close(self) -> None:
         self._stores.synchronize()
         self._loads.synchronize()
-        for host in self._host.values():
-            if host.nbytes:
-                self._torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+        self._registered.close()

@@ -55,7 +55,10 @@ class Disk:
     def _make(self, *folders: Path) -> None:
         """Make folders, each inside of the one before it, that are nobody else's to read."""
         for folder in (self.root, *folders):
-            os.makedirs(folder, 0o700, exist_ok=True)
+            try:
+                os.makedirs(folder, 0o700, exist_ok=True)
+            except FileExistsError as other:
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from other
 
     def _takes_direct(self) -> bool:
         path = self._new_path()

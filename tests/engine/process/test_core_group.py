@@ -19,7 +19,7 @@ from graphllm.engine.process.core_client import CoreClient
 from graphllm.engine.process.core_group import CoreGroup
 from graphllm.engine.process.messages import EngineDeadError
 from graphllm.engine.process.remote_core import RemoteCore
-from graphllm.engine.requests.request import BucketStats, CoreStats, QueueFullError
+from graphllm.engine.requests.request import BucketStats, CoreStats, QueueFullError, TierStats
 from graphllm.entrypoints.async_llm import AsyncLLM
 from tests.engine.stub_process import COMMAND, expected
 from tests.waiting import PATIENCE, gone, until_async
@@ -207,11 +207,12 @@ async def test_another_front_shares_the_cores_and_is_told_of_their_load() -> Non
 def test_the_total_of_several_cores() -> None:
     one = CoreStats(
         started=1.0, running=2, kv_usage=0.5, total_blocks=10, finished={"stop": 1}, accepted_tokens=[3, 1],
-        expert_tokens=[[1, 2]], adapters_running=["a"],
+        expert_tokens=[[1, 2]], adapters_running=["a"], tiers={"host": TierStats(total_bytes=9, hit_tokens=2)},
     )  # fmt: skip
     two = CoreStats(
         started=2.0, running=3, kv_usage=0.1, total_blocks=30, finished={"stop": 2, "length": 4}, accepted_tokens=[5],
         expert_tokens=[[3, 4], [5, 6]], adapters_running=["b", "a"],
+        tiers={"host": TierStats(total_bytes=9, hit_tokens=3), "disk": TierStats(used_bytes=1)},
     )  # fmt: skip
     for stats, seconds in ((one, 0.5), (two, 0.25)):
         stats.buckets = {"mixed": BucketStats(tokens=7, padding=2)}
@@ -225,4 +226,5 @@ def test_the_total_of_several_cores() -> None:
     assert found.adapters_running == ["a", "b"]
     assert (found.buckets["mixed"].tokens, found.buckets["mixed"].padding) == (14, 4)
     assert (found.buckets["mixed"].seconds.total, sum(found.step_tokens.counts)) == (0.75, 2)
+    assert found.tiers == {"host": TierStats(total_bytes=18, hit_tokens=5), "disk": TierStats(used_bytes=1)}
     assert (one.running, one.buckets["mixed"].tokens) == (2, 7)  # as they were

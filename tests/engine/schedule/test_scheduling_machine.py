@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from graphllm.config import TierConfig
 from graphllm.engine.requests.request import EngineRequest
 from graphllm.engine.schedule.scheduler_output import SchedulerLimits
 from tests.engine.simulation import VOCAB, Content, Simulation, continuation, item, request
@@ -57,11 +58,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         border=st.integers(1, 6),
         query_lens=st.sampled_from([(), (), (2,), (3,), (2, 3, 5)]),
         device_drafts=st.booleans(),
+        tiers=st.sampled_from([0, 0, 5, 15, 200]),
+        arc=st.booleans(),
     )
     def start(
         self, groups: tuple[tuple[int, ...], tuple[int, ...]], block_size: int, pages: int, seqs: int, tokens: int,
         more_rows: int, policy: str, threshold: int, caching: bool, snapshots: int | None, interval: int,
-        exports: tuple[int, ...], border: int, query_lens: tuple[int, ...], device_drafts: bool,
+        exports: tuple[int, ...], border: int, query_lens: tuple[int, ...], device_drafts: bool, tiers: int, arc: bool,
     ) -> None:  # fmt: skip
         limits = SchedulerLimits(
             max_num_seqs=seqs, max_num_batched_tokens=tokens, max_num_rows=seqs + more_rows, max_len=32,
@@ -72,6 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             limits, pages, windows, caching, tuple(m * block_size for m in multiples),
             recurrent=snapshots is not None, num_snapshots=snapshots or 0, item_tokens=8, max_adapters=2,
             query_lens=query_lens, device_drafts=device_drafts, next_seen=device_drafts, exports=exports, border=border,
+            tiers=TierConfig(tiers, "arc" if arc else "lru") if tiers else None,
         )  # fmt: skip
         # Where nothing is kept between steps, a prompt is computed in one, all of its scored rows included.
         self.longest = 32 if windows or snapshots is not None else min(tokens, seqs + more_rows)

@@ -30,6 +30,7 @@ from graphllm.engine.requests.request import (
     Distribution,
     EngineCoreOutput,
     EngineRequest,
+    TierStats,
 )
 from graphllm.entrypoints.streaming.streams import merge
 from graphllm.server.supervision.metrics import Counted, Metrics
@@ -46,6 +47,8 @@ NAMES = [
     ("kv_cache_usage_ratio", "kv_cache_usage_perc", "gauge", []),
     ("prefix_cache_queries", "prefix_cache_queries", "counter", []),
     ("prefix_cache_hits", "prefix_cache_hits", "counter", []),
+    ("external_prefix_cache_queries", "external_prefix_cache_queries", "counter", []),
+    ("external_prefix_cache_hits", "external_prefix_cache_hits", "counter", []),
     ("preemptions", "num_preemptions", "counter", []),
     ("prompt_tokens", "prompt_tokens", "counter", []),
     ("prompt_tokens_cached", "prompt_tokens_cached", "counter", []),
@@ -123,6 +126,7 @@ def busy() -> tuple[Metrics, CoreStats]:
     stats.buckets["mixed-2-32"].seconds.observe(0.002)
     stats.buckets["mixed-2-32"].tokens, stats.buckets["mixed-2-32"].padding = 30, 2
     stats.step_tokens.observe(30)
+    stats.tiers = {"host": TierStats(100, 60, 7, 80, 20), "disk": TierStats(1000, 300, 5, 400, 50)}
     stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens = 29, 8, 1
     stats.prefix_queries, stats.prefix_hits, stats.preemptions = 31, 9, 2
     stats.drafts, stats.draft_tokens, stats.accepted_tokens = 4, 12, [3, 1, 0]
@@ -172,6 +176,10 @@ def test_values() -> None:
     assert (value("prompt_tokens_total"), value("prompt_tokens_cached_total")) == (29, 8)
     assert (value("prefix_cache_queries_total"), value("prefix_cache_hits_total")) == (31, 9)
     assert (value("generation_tokens_total"), value("preemptions_total")) == (1, 2)
+    assert (value("external_prefix_cache_queries_total"), value("external_prefix_cache_hits_total")) == (31, 7)
+    assert value("cache_tier_hits_total", tier="disk") == 5
+    assert value("cache_tier_bytes", tier="host", kind="used") == 60
+    assert value("cache_tier_copied_bytes_total", tier="disk", direction="to") == 400
     assert value("step_seconds_bucket", bucket="mixed-2-32", le="0.0015") == 0
     assert value("step_seconds_bucket", bucket="mixed-2-32", le="0.002") == 1
     assert value("step_seconds_count", bucket="decode-2-4") == 0

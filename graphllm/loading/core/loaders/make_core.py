@@ -81,6 +81,7 @@ def make_core(start: CoreStart, executor: Executor, waves: CoreWaves | None = No
         successor=_successor(start, executor),
         tiers=tiers,
         identity=key,
+        rank=config.parallel.data_parallel_rank or 0,
     )
     return EngineCore(
         executor,

@@ -1,0 +1,129 @@
+"""The cache's host memory on one GPU: its copies, a long prompt that is found there, and agents whose conversations
+need more than the device holds.
+
+Real shapes, random weights. copies: one way and both ways at once, of blocks as they lie. prompt: the time to the first
+token, computed, found on the device, and found in host memory. agents: with the tier and without it, the same requests;
+their texts must be equal as far as both went. at 0 %: prompts that share nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.agents import Found, Sizes, serve_agents
+from bench.driving import load, outputs
+from bench.driving import run as drive
+from bench.harness import Case, check_tokens, in_process, void_unless
+from bench.models import SHAPES, compile_to, new_folder
+
+CASES = [
+    ("gpu_tiers", {"shapes": ("llama3.1-8b",), "device_gib": 20, "host_gib": 80, "conversations": 6, "turns": 6,
+                   "seconds": 60}),
+]  # fmt: skip
+HELP = {
+    "shapes": "shapes of models", "device_gib": "of the device's cache", "host_gib": "of host memory",
+    "conversations": "agents", "turns": "of each agent", "seconds": "after which no turn begins",
+}  # fmt: skip
+_PROMPT = 32_000  # tokens
+_COPIED = 1000  # blocks
+_TICKET = 1 << 40  # beyond the engine's own
+
+
+def _copies(core: Any) -> dict[str, Any]:
+    from graphllm.runtime.commands.tiers import EndedCopies, LoadEntries, StoreEntries
+
+    executor, nbytes = core.executor, sum(core.executor.block_bytes)
+    count = min(_COPIED, executor.layout.num_blocks // 2 - 1)
+    pairs = [(1 + i, i) for i in range(count)]
+    commands = {
+        "to the host": [StoreEntries({"blocks": pairs}, _TICKET, False, True)],
+        "from the host": [LoadEntries({"blocks": [(i, block) for block, i in pairs]}, _TICKET)],
+        "both ways": [
+            StoreEntries({"blocks": pairs}, _TICKET, False, True),
+            LoadEntries({"blocks": [(count + i, count + block) for block, i in pairs]}, _TICKET + 1),
+        ],
+    }
+    found: dict[str, Any] = {"bytes of a block": nbytes}
+    for name, given in commands.items():
+        rates = []
+        for _ in range(4):
+            begun, left = time.perf_counter(), len(given)
+            for command in given:
+                executor.do(command)
+            issued = time.perf_counter() - begun
+            while left:
+                left -= len(executor.ask(EndedCopies())[0].value)
+            rates.append(len(given) * count * nbytes / (time.perf_counter() - begun))
+        found[f"{name}, GB/s"] = round(max(rates) / 1e9, 1)
+        found[f"{name}, ms of the host"] = round(1e3 * issued, 2)
+    return found
+
+
+def _prompt(core: Any, vocab: int) -> dict[str, Any]:
+    rng, greedy = np.random.default_rng(1), {"temperature": 0.0}
+    prompts = [rng.integers(3, vocab, _PROMPT).tolist() for _ in range(2)]
+    filler = core.info.num_blocks * core.info.block_size // _PROMPT + 1
+    found: dict[str, Any] = {}
+    drive(core, [prompts[1]], [1], greedy)  # captures
+    for name in ("computed", "on the device"):
+        found[f"{name}, ms"] = round(1e3 * drive(core, [prompts[0]], [1], greedy)["first s"], 1)
+    for _ in range(filler):
+        drive(core, [rng.integers(3, vocab, _PROMPT).tolist()], [1], greedy)
+    before = core.stats().tiers["host"].hit_tokens
+    found["in host memory, ms"] = round(1e3 * drive(core, [prompts[0]], [1], greedy)["first s"], 1)
+    found["tokens that came"] = core.stats().tiers["host"].hit_tokens - before
+    found["computed / in host memory"] = round(found["computed, ms"] / found["in host memory, ms"], 1)
+    return found
+
+
+def measure(
+    shape: str, folder: str, device_gib: int, host_gib: int, conversations: int, turns: int, seconds: float
+) -> Any:
+    """One shape, all rows, from the artifact in its folder."""
+    vocab, result, served = SHAPES[shape]["vocab_size"], dict[str, Any](), dict[str, Found]()
+    rng = np.random.default_rng(2)
+    apart = [rng.integers(3, vocab, 2000).tolist() for _ in range(100)]
+    void: dict[str, Any] = {}
+    for name, size in (("no tier", 0), ("host memory", host_gib << 30)):
+        begun = time.perf_counter()
+        core = load(
+            Path(folder, "artifact"), Path(folder), kv_cache_memory_bytes=device_gib << 30, kv_offloading_size=size
+        )
+        rows: dict[str, Any] = {"ready after s": round(time.perf_counter() - begun, 2)}
+        drive(core, apart[:8], [8] * 8, {"temperature": 0.0})  # captures
+        core.reset_prefix_cache()
+        rows["at 0 %, output tokens/s"] = round(drive(core, apart, [64] * len(apart), {"temperature": 0.0})["tokens/s"])
+        if size:
+            rows["copies"] = _copies(core)
+            core.reset_prefix_cache()  # what lies there now is another's
+            rows["prompt"] = _prompt(core, vocab)
+        core.reset_prefix_cache()
+        served[name] = serve_agents(core, Sizes(), conversations, turns, 2, vocab, seconds)
+        rows["agents"] = served[name].figures()
+        if size:
+            rows["tier"] = {k: getattr(core.stats().tiers["host"], k) for k in ("used_bytes", "hit_tokens")}
+        void |= void_unless(check_tokens, outputs(core, [p[:128] for p in apart[:8]], 16, {"temperature": 0.0}))
+        result[name] = rows
+        core.close()
+    texts = zip(served["no tier"].texts, served["host memory"].texts, strict=True)
+    same = [sum(a == b for a, b in zip(one, other, strict=False)) for one, other in texts]
+    result["tokens of agents that are equal"] = sum(same)
+    return {**result, **void}
+
+
+def run(case: Case) -> Iterator[dict[str, Any]]:
+    """Shape by shape, each in a process of its own."""
+    for shape in case.shapes:
+        folder = new_folder(shape)
+        compile_to(
+            folder / "artifact", folder, "--max-model-len", "65536", "--load-format", "dummy", "--max-num-seqs", "64"
+        )
+        found = in_process(
+            measure, shape, folder, case.device_gib, case.host_gib, case.conversations, case.turns, case.seconds
+        )
+        yield {shape: found}

@@ -1,0 +1,1 @@
+"""Settings of what the cache tells others."""

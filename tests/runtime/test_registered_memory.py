@@ -1,0 +1,38 @@
+"""Host memory that is registered in parts, with a library in the place of the CUDA driver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.stub_driver import run_with_driver
+
+SCRIPT = """
+import logging, sys, threading
+logging.disable()
+import graphllm.runtime.tiers.registered_memory as registered
+from graphllm.runtime.tiers.host_memory import HostMemory
+registered.PART = 3 * 4096
+memory = HostMemory({"blocks": 5, "snapshots": 4}, {"blocks": (2, 2048), "snapshots": (1, int(sys.argv[1]))})
+found = registered.RegisteredMemory(memory)
+for thread in threading.enumerate():
+    if thread.name == "graphllm-host-memory":
+        thread.join()
+print(found.ready())
+found.close()
+"""
+
+
+@pytest.mark.parametrize(("size", "parts"), [(8192, [8192] * 4), (100, [400])])
+def test_parts_begin_at_pages(tmp_path: Path, size: int, parts: list[int]) -> None:
+    printed, calls = run_with_driver(tmp_path, SCRIPT, str(size))
+    assert printed == ["{'blocks': 5, 'snapshots': 4}"]
+    asked = [f"register {n}" for n in (3 * 4096, 2 * 4096, *parts)]
+    assert calls == ["mine", *asked, *["unregister"] * len(asked)]
+
+
+def test_what_was_registered_before_a_refusal_can_be_used(tmp_path: Path) -> None:
+    printed, calls = run_with_driver(tmp_path, SCRIPT, "8192", REGISTER=1)
+    assert printed == ["{'blocks': 3, 'snapshots': 0}"]
+    assert calls.count("unregister") == 1
