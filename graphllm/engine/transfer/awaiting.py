@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from graphllm.config import ConfigError
 from graphllm.config.vllm.kv_transfer import PARAMS
-from graphllm.engine.cache.block_pool import Key
 from graphllm.engine.cache.cache_manager import CacheManager
+from graphllm.engine.requests.request import EngineRequest
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.engine.schedule.resource import Resource
 from graphllm.engine.tiers.promotions import Promotions
-from graphllm.engine.tiers.wanted import SNAPSHOT
 from graphllm.engine.transfer.kv_connector import ConnectorRequest, KVConnector
+
+
+class _Asked(NamedTuple):
+    """A waiting request. num_computed_tokens: that the device had when the connector was asked first."""
+
+    request: ConnectorRequest
+    num_computed_tokens: int
 
 
 class Awaiting(Resource):
@@ -22,8 +29,13 @@ class Awaiting(Resource):
 
     def __init__(self, cache: CacheManager, connector: KVConnector, promotions: Promotions) -> None:
         self._cache, self._connector, self._promotions = cache, connector, promotions
-        self._asked = dict[str, ConnectorRequest]()  # of waiting requests
+        self._asked = dict[str, _Asked]()
         self._known = set[str]()  # waiting requests of which the connector has said what it may bring
+
+    def check(self, request: EngineRequest) -> None:
+        params = (request.params.extra_args or {}).get(PARAMS)
+        if params is not None and not isinstance(params, dict):
+            raise ConfigError(f"{PARAMS} is {params!r:.80}: give an object")
 
     @property
     def unanswered(self) -> bool:
@@ -32,14 +44,17 @@ class Awaiting(Resource):
 
     def acquire(self, state: RequestState) -> bool:
         id = state.request.id
-        if id not in self._known and self._cache.reads(state):
-            if (request := self._asked.get(id)) is None:
-                request = self._asked[id] = described(self._cache, state)
-            found, _ = self._connector.get_num_new_matched_tokens(request, self._cache.lookup(state).num_tokens)
-            if found is None:
+        # One that was preempted has had it, and a sibling shares what the first of them gets.
+        asks = not (id in self._known or state.preemptions or state.request.fork_of) and self._cache.reads(state)
+        if asks:
+            if (asked := self._asked.get(id)) is None:
+                found = self._cache.lookup(state).num_tokens
+                asked = self._asked[id] = _Asked(ConnectorRequest(self._cache, state), found)
+            tokens, _ = self._connector.get_num_new_matched_tokens(*asked)
+            if tokens is None:
                 return False
             self._known.add(id)
-            if found and request.kv_transfer_params:
+            if tokens and asked.request.kv_transfer_params:
                 self._promotions.wanted_anyway.add(id)  # another engine has computed it for this one
         return self._promotions.acquire(state)
 
@@ -57,24 +72,4 @@ class Awaiting(Resource):
 
     def finished(self, state: RequestState) -> dict[str, Any] | None:
         """The kv_transfer_params of the answer of a request that has its last token."""
-        return self._connector.request_finished(described(self._cache, state))
-
-
-def described(cache: CacheManager, state: RequestState) -> ConnectorRequest:
-    """A request as connectors see it."""
-    request = state.request
-    given = (request.params.extra_args or {}).get(PARAMS) or {}
-    return ConnectorRequest(request.id, request.prompt, given, prompt_keys(cache, state), request)
-
-
-def prompt_keys(cache: CacheManager, state: RequestState) -> list[Key]:
-    """Of all that the beginning of a request's prompt may be made of: its last token is always computed."""
-    end = (len(state.request.prompt) - 1) // cache.boundary * cache.boundary
-    cache.hasher.digest(state, end)
-    size, found = cache.block_size, list[Key]()
-    for group in cache.groups:
-        each = group.unit // size
-        found += [(group.number, digest) for digest in state.digests[each - 1 : end // size : each]]
-    each = cache.boundary // size
-    found += [(SNAPSHOT, d) for _ in cache.states.pools for d in state.digests[each - 1 : end // size : each]]
-    return found
+        return self._connector.request_finished(ConnectorRequest(self._cache, state))

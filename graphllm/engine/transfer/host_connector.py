@@ -154,7 +154,9 @@ class HostConnector(KVConnector):
     ) -> tuple[int | None, bool]:
         id, params = request.request_id, request.kv_transfer_params
         wanted = bool(params.get("do_remote_prefill"))
-        if not request.keys or not self.config.is_consumer or not (wanted or self._ask_others):
+        if not self.config.is_consumer or not (wanted or self._ask_others):
+            return 0, False
+        if request.num_transferable_tokens <= num_computed_tokens:
             return 0, False
         if (asked := self._asked.get(id)) is None:
             if len(self._asked) + len(self._leases) >= _MOST_LEASES:
@@ -255,6 +257,11 @@ class HostConnector(KVConnector):
             self._end(load.request)
             found.append(Fetched(there, load.seconds))
         return found
+
+    def reset(self) -> None:
+        for id in [id for id in self._leases if id not in self._loading.values()]:
+            if id not in {load.request for load in self._checking}:
+                self._end(id)
 
     @property
     def busy(self) -> bool:

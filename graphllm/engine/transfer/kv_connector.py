@@ -11,12 +11,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 from graphllm.config import KVTransferConfig
+from graphllm.config.vllm.kv_transfer import PARAMS
 from graphllm.engine.cache.block_pool import Key
 from graphllm.engine.cache.cache_manager import CacheManager
-from graphllm.engine.requests.request import EngineRequest, TierStats
+from graphllm.engine.requests.request import TierStats
+from graphllm.engine.requests.request_table import RequestState
 from graphllm.engine.step.device_states import DeviceStates
 from graphllm.engine.tiers.further_tier import Entries, Fetched, FurtherTier
 from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, TierPool
@@ -24,19 +27,44 @@ from graphllm.engine.tiers.wanted import SNAPSHOT
 from graphllm.runtime.commands.connector import CloseConnector, FinishedTransfers, OpenConnector, StartLoads, StartSaves
 
 
-class ConnectorRequest(NamedTuple):
+class ConnectorRequest:
     """A request as connectors see it.
 
-    kv_transfer_params: as the client, or a router, gave them; empty without.
-    keys: of all that its beginning may be made of, in the order of the sequence within each group.
     engine_request: as the core has it.
+    kv_transfer_params: as the client, or a router, gave them; empty without.
     """
 
-    request_id: str
-    prompt_token_ids: list[int]
-    kv_transfer_params: Mapping[str, Any]
-    keys: Sequence[Key]
-    engine_request: EngineRequest
+    def __init__(self, cache: CacheManager, state: RequestState) -> None:
+        self._cache, self._state, self.engine_request = cache, state, state.request
+        self.kv_transfer_params: Mapping[str, Any] = (state.request.params.extra_args or {}).get(PARAMS) or {}
+
+    @property
+    def request_id(self) -> str:
+        """Unique among those of the engine."""
+        return self.engine_request.id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt. Its last token is always computed."""
+        return self.engine_request.prompt
+
+    @property
+    def num_transferable_tokens(self) -> int:
+        """Tokens of the longest beginning of the prompt that can come from elsewhere."""
+        return (len(self.prompt_token_ids) - 1) // self._cache.boundary * self._cache.boundary
+
+    @cached_property
+    def keys(self) -> list[Key]:
+        """Of all that such a beginning may be made of, in the order of the sequence within each group."""
+        cache, end, found = self._cache, self.num_transferable_tokens, list[Key]()
+        cache.hasher.digest(self._state, end)
+        digests, size = self._state.digests, cache.block_size
+        for group in cache.groups:
+            each = group.unit // size
+            found += [(group.number, digest) for digest in digests[each - 1 : end // size : each]]
+        each = cache.boundary // size
+        found += [(SNAPSHOT, d) for _ in cache.states.pools for d in digests[each - 1 : end // size : each]]
+        return found
 
 
 class FailedLoad(NamedTuple):

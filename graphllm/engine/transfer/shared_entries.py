@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphllm.engine.cache.block_pool import Key
 from graphllm.engine.cache.pool_observer import PoolObserver
 from graphllm.engine.tiers.host_cache import HostCache
-from graphllm.engine.tiers.tier_pool import SNAPSHOTS
+from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS
 from graphllm.engine.tiers.wanted import SNAPSHOT
 
 
@@ -37,9 +38,10 @@ class _Kept:
 
 
 class SharedEntries:
-    """hosts: host memory, by kind."""
+    """hosts: host memory, by kind. At most half of it is kept for others, unless one request needs more."""
 
     def __init__(self, hosts: Mapping[str, HostCache]) -> None:
+        self._most = {kind: host.num_entries // 2 for kind, host in hosts.items()}
         self._changed = threading.Condition()
         self._ready = dict[Key, int]()
         self._kept = dict[str, _Kept]()
@@ -84,7 +86,15 @@ class SharedEntries:
             for id in [id for id, kept in self._kept.items() if id in self._fetched or kept.until < now]:
                 pins += self._kept.pop(id).pinned
             self._fetched.clear()
+            while len(self._kept) > 1 and self._too_many():
+                pins += self._kept.pop(next(iter(self._kept))).pinned
         return pins
+
+    def _too_many(self) -> bool:
+        kinds = Counter(
+            SNAPSHOTS if key[0] == SNAPSHOT else BLOCKS for kept in self._kept.values() for key in kept.pinned
+        )
+        return any(kinds[kind] > most for kind, most in self._most.items())
 
     @property
     def num_kept(self) -> int:

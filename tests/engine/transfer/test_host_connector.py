@@ -258,6 +258,45 @@ def test_an_engine_that_was_killed_leaves_nothing_behind(opened: Open, tmp_path:
     assert prefilled(core, "p", PROMPT)["remote_engine_id"] == "dead"
 
 
+def test_prompts_of_several_requests_do_not_fill_host_memory(opened: Open) -> None:
+    """Room for twenty blocks: of four requests with five each that nobody fetches, the oldest are let go."""
+    core = opened("kv_producer", size=20 * 4096)
+    for i, prompt in enumerate([PROMPT, *OTHERS]):
+        prefilled(core, f"p{i}", [*prompt, *PROMPT][:45])
+    finish(core, [request("more", PROMPT[:3], asking(1))])
+    assert core.part(Tiers).pools["blocks"].host.pinned == 10
+
+
+def test_completions_of_one_prompt_share_what_comes(opened: Open, expected: Expected) -> None:
+    first, second = opened("kv_producer"), opened("kv_consumer", kv_load_failure_policy="fail")
+    params = prefilled(first, "p", PROMPT)
+    wanted = [request(f"d{i}", PROMPT, asking(6, **params), fork_of="d0" if i else "") for i in range(3)]
+    for result in finish(second, wanted).values():
+        assert result.error is None
+        assert result.tokens == expected(PROMPT)
+
+
+def test_a_preempted_request_asks_once(opened: Open, expected: Expected) -> None:
+    """The consumer has so few blocks that one of three requests has to go and come again."""
+    prompts = [PROMPT, *([*other, *PROMPT][:45] for other in OTHERS[:2])]
+    first = opened("kv_producer")
+    second = opened("kv_consumer", pages=15, kv_load_failure_policy="fail")
+    given = [prefilled(first, f"p{i}", prompt) for i, prompt in enumerate(prompts)]
+    wanted = [request(f"d{i}", p, asking(40, **g)) for i, (p, g) in enumerate(zip(prompts, given, strict=True))]
+    found = finish(second, wanted)
+    assert second.stats().preemptions > 0
+    for result, prompt in zip(found.values(), prompts, strict=True):
+        assert result.error is None
+        assert result.tokens[:6] == expected(prompt)
+
+
+def test_params_that_are_no_object(opened: Open) -> None:
+    core = opened("kv_consumer")
+    wrong = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": 3})
+    with pytest.raises(ConfigError, match="kv_transfer_params is 3: give an object"):
+        core.add(request("d", PROMPT, wrong))
+
+
 @pytest.mark.thorough
 def test_greedy_is_not_needed(opened: Open, checkpoint: Path, eager_artifact: Path) -> None:
     """Sampled tokens depend on the seed only, also where the first ones of the prompt came from elsewhere."""
