@@ -31,6 +31,7 @@ from graphllm.engine.parts.lockstep import Lockstep
 from graphllm.engine.parts.logits_processors import LogitsProcessors
 from graphllm.engine.parts.logprobs import Logprobs
 from graphllm.engine.parts.part import NOTHING_MORE, CoreSetup, Moments, Part, PartContext, make_parts
+from graphllm.engine.parts.sleep import Sleep
 from graphllm.engine.parts.snapshots import Snapshots
 from graphllm.engine.parts.takeover import Takeover
 from graphllm.engine.parts.tiers import Tiers
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from graphllm.runtime.step_handle import StepResult
 
 PARTS: tuple[type[Part], ...] = (
-    Drafts, Grammars, LogitsProcessors, Logprobs, Adapters, Items, Tiers, Snapshots, Vectors, Experts, Events,
+    Sleep, Drafts, Grammars, LogitsProcessors, Logprobs, Adapters, Items, Tiers, Snapshots, Vectors, Experts, Events,
     Lockstep, Takeover,
 )  # fmt: skip
 _Kind = TypeVar("_Kind", bound=Part)
@@ -300,7 +301,7 @@ class EngineCore:
         """Forget all that is cached; False, and nothing done, while requests hold some."""
         done = self.scheduler.cache.reset()
         for reset in self._at.reset if done else ():
-            reset()
+            reset("everywhere")
         return done
 
     def collective_rpc(self, call: Call, timeout: float | None = None) -> list[Any]:

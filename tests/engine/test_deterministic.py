@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from graphllm.config import ConfigError
+from graphllm.config import ConfigError, TierConfig
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.embedded import HYBRID_DIR, MODEL_DIR, MOE_DIR
 from graphllm.engine.core import EngineCore
@@ -82,8 +82,8 @@ class Cores(NamedTuple):
 def cores(place: tuple[Path, Path]) -> Iterator[Cores]:
     made = Cores(
         open_core(*place, pages=200, enable_prefix_caching=False),
-        [open_core(*place, pages=pages, long_prefill_token_threshold=chunk)
-         for pages, chunk in ((400, 0), (25, 0), (25, 7), (400, 3))],
+        [open_core(*place, pages=pages, long_prefill_token_threshold=chunk, tiers=TierConfig(host))
+         for pages, chunk, host in ((400, 0, 0), (25, 0, 0), (25, 7, 0), (400, 3, 0), (25, 0, 64 << 20))],
     )  # fmt: skip
     yield made
     made.close()

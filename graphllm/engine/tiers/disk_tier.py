@@ -30,7 +30,7 @@ from graphllm.runtime.commands.files import (
 from graphllm.runtime.tiers.file_format import file_bytes
 
 _LATER = 0.5  # seconds between two looks at what other processes have done, where nothing runs
-_SOON = 0.02  # seconds between two looks while the files of earlier processes are not known
+_SOON = 0.02  # seconds between two looks while files are written, and while those of earlier processes are not known
 _TOGETHER = 32  # files of a job that is told as a whole
 
 
@@ -142,9 +142,9 @@ class DiskTier:
         self._ranks.do(command(kind, [(_file_key(key), entry) for key, entry in entries], ticket))
 
     def _look(self) -> None:
-        """Ask the ranks where something runs, and else at times."""
+        """Ask the ranks while a request waits, and else at times."""
         now = self._clock()
-        if not self._jobs and now < self._asked + (_LATER if self._scanned else _SOON):
+        if not self.busy and now < self._asked + (_SOON if self._jobs or not self._scanned else _LATER):
             return
         self._asked = now
         used = {kind: keys for kind, keys in self._used.items() if keys}
