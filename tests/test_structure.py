@@ -77,6 +77,7 @@ ROOMS = {
         ("process", "schedule"),
         ("events", "structured", "tiers", "vectors"),
         ("step",),
+        ("transfer",),
         ("parts",),
         ("core",),
     ),
@@ -89,6 +90,7 @@ ROOMS = {
         ("compatibility", "multi_model"),
         ("app",),
         ("process",),
+        ("router",),
     ),
 }
 SIDE_BY_SIDE = 16  # files in a folder; what is more gets rooms

@@ -39,6 +39,8 @@ def response_body(
     }
     if call.chat:
         body |= _of_prompt(call, outputs[0])
+    if (params := outputs[0].kv_transfer_params) is not None:
+        body["kv_transfer_params"] = params
     return body
 
 

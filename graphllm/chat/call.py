@@ -28,6 +28,7 @@ from graphllm.config.parameter import parameters
 from graphllm.config.requests.sampling_params import BeamSearchParams, SamplingParams
 from graphllm.config.requests.structured_outputs import BACKENDS, StructuredOutputsParams
 from graphllm.config.server import ChatConfig
+from graphllm.config.vllm.kv_transfer import PARAMS
 from graphllm.engine.chat_template.conversation import check_template_kwargs, conversation, text_of
 from graphllm.engine.process.template_trial import TemplateTrial
 from graphllm.engine.requests.processor import Prompt, Truncation
@@ -146,12 +147,14 @@ def parse_call(url: object, body: object, defaults: SamplingParams, config: Chat
     if not isinstance(body, dict):
         raise ConfigError(f"body is {body!r:.80}: give an object")
     chat = url == CHAT
-    rest = judged(body, strict=config.strict_fields)
+    rest = judged(body, (PARAMS,), strict=config.strict_fields)
     rest |= unguided(rest)
     if "vllm_xargs" in rest:  # which SamplingParams has under its own name
         rest["extra_args"] = _take(rest, "vllm_xargs", dict, {})
     elif "extra_args" in rest:
         raise ConfigError(f"extra_args is {rest['extra_args']!r:.80}: not supported; give vllm_xargs")
+    if PARAMS in rest:  # as in vLLM
+        rest["extra_args"] = {**rest.get("extra_args", {}), PARAMS: _take(rest, PARAMS, dict, {})}
     call = Call(
         chat,
         defaults,

@@ -45,7 +45,7 @@ IGNORED: Mapping[str, str] = {
 }
 
 _NO_MEDIA = "models here read and write text only; leave it out"
-_TRANSFER = "caches do not move between servers; leave it out"
+_TRANSFER = "only blocks of the cache move between servers; leave it out"
 _EXPERTS = "the choice of experts is not reported; leave it out"
 _WATERMARK = "answers carry no watermark; leave it out"
 _TOOLS = "give tools and tool_choice, the newer names"
@@ -59,7 +59,7 @@ REFUSED: Mapping[str, Refused] = {
     "enable_response_messages": Refused((False,), "ask for return_token_ids in a chat"),
     "function_call": Refused(("none",), _TOOLS),
     "functions": Refused(([],), _TOOLS),
-    "kv_transfer_params": Refused(({},), _TRANSFER),
+    "kv_transfer_params": Refused(({},), "give it to /v1/chat/completions or /v1/completions"),
     "mcp_servers": Refused(([],), "this server runs no tools; give tools of your own"),
     "media_io_kwargs": Refused(({},), _NO_MEDIA),
     "mm_payload": Refused(("tensors",), _NO_MEDIA),

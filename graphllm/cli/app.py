@@ -190,6 +190,22 @@ def serve_command(server: ServerConfig, args: EngineArgs, context: typer.Context
     raise typer.Exit(call("serve.start:start", server, replace(args, model=model), context.obj or []))
 
 
+@app.command("route")
+def route_command(
+    prefill: Annotated[list[str], typer.Option(help="URL of a server that computes prompts; may be repeated.")],
+    decode: Annotated[list[str], typer.Option(help="URL of a server that goes on with them; may be repeated.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 means every address of the machine.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free port.")] = 8000,
+) -> None:
+    """Have some servers compute prompts, and others go on with them, behind one address.
+
+    The servers are started with --kv-transfer-config, see docs/disaggregated-prefill.md.
+    """
+    raise typer.Exit(call("route:route_requests", prefill, decode, host, port))
+
+
 @app.command("chat")
 @sampling_options(_CHAT_OPTIONS, shown=dict.fromkeys(_CHAT_OPTIONS, "the server's"))
 def chat_command(

@@ -30,6 +30,7 @@ from graphllm.config.errors import ConfigError
 from graphllm.config.parallel import ParallelConfig
 from graphllm.config.setting import Setting, definitions, key_fields, parse_bytes, setting
 from graphllm.config.speculation import SpeculationConfig
+from graphllm.config.vllm.kv_transfer import KVTransferConfig
 
 __all__ = [
     "Bucket",
@@ -41,6 +42,7 @@ __all__ = [
     "EngineConfig",
     "Env",
     "FilesConfig",
+    "KVTransferConfig",
     "LoRAConfig",
     "LoadConfig",
     "LogConfig",

@@ -78,6 +78,7 @@ class EngineSettings(TypedDict, total=False):
     kv_offloading_policy: Literal["lru", "arc"]
     kv_offloading_disk: str | Path | None
     kv_offloading_disk_size: int | str | None
+    kv_transfer_config: dict[str, Any] | str | None
     enable_prefix_caching: bool
     token_vector_memory_bytes: int | str
     scheduling_policy: Literal["fcfs", "priority"]
@@ -185,6 +186,7 @@ class EngineArgs:
     kv_offloading_policy: Literal["lru", "arc"]
     kv_offloading_disk: str | Path | None
     kv_offloading_disk_size: int | None
+    kv_transfer_config: dict[str, Any] | None
     enable_prefix_caching: bool
     token_vector_memory_bytes: int
     scheduling_policy: Literal["fcfs", "priority"]

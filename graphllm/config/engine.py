@@ -15,6 +15,7 @@ from graphllm.config.parallel import ParallelConfig, check_parallel
 from graphllm.config.pooling_config import PoolingType
 from graphllm.config.setting import assemble, parse_bytes, parse_object, setting
 from graphllm.config.speculation import SpeculationConfig
+from graphllm.config.vllm.kv_transfer import KVTransferConfig, read_kv_transfer
 
 _LOADING = "read when an engine is loaded; the compiled programs are the same"
 _RUNNING = "read while an engine runs; the compiled programs are the same"
@@ -221,6 +222,19 @@ class TierConfig:
         key=_RUNNING,
         ge=1,
     )
+    kv_transfer_config: dict[str, Any] | None = setting(
+        None,
+        written=dict | None,
+        parse=functools.partial(parse_object, "kv_transfer_config"),
+        help="How blocks of the cache go to other engines and come from them, as vLLM's JSON object: kv_connector, "
+        "kv_role and others, see docs/disaggregated-prefill.md. None: engines share nothing.",
+        key=_RUNNING,
+    )
+
+    @property
+    def transfer(self) -> KVTransferConfig | None:
+        """The last, as an object. Raises ConfigError."""
+        return read_kv_transfer(self.kv_transfer_config)
 
 
 @dataclass(frozen=True)
@@ -352,6 +366,11 @@ def _check_tiers(tiers: TierConfig) -> None:
         raise ConfigError(
             f"kv_offloading_disk_size is {tiers.kv_offloading_disk_size}: there is no folder for files; give "
             "kv_offloading_disk, too"
+        )
+    if tiers.transfer is not None and not tiers.kv_offloading_size:
+        raise ConfigError(
+            f"kv_transfer_config has kv_connector {tiers.transfer.kv_connector!r:.80}: blocks come and go by way of "
+            "host memory; give kv_offloading_size, too, such as 4GiB"
         )
 
 

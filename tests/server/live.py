@@ -21,11 +21,13 @@ from tests.waiting import PATIENCE, until
 class Served:
     """A server that was started with these options of `graphllm serve`. log: the file of its stderr."""
 
+    verb = "serve"
+
     def __init__(
         self, log: Path, *options: object, environment: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> None:
         self.log = log
-        command = [sys.executable, "-m", "graphllm.cli", "serve", "--port", "0", *map(str, options)]
+        command = [sys.executable, "-m", "graphllm.cli", self.verb, "--port", "0", *map(str, options)]
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 command,

@@ -44,6 +44,7 @@ VALUES: dict[str, Any] = {
     "add_special_tokens": True, "documents": [{"text": "x"}], "chat_template": "x", "chat_template_kwargs": {"a": 1},
     "structured_outputs": {"regex": "a"}, "priority": 3, "request_id": "r", "return_tokens_as_token_ids": True,
     "return_token_ids": True, "return_prompt_text": True, "cache_salt": "s", "vllm_xargs": {"a": 1},
+    "kv_transfer_params": {"do_remote_decode": True},
     "repetition_detection": {"max_pattern_size": 3, "min_count": 2}, "stream_interval": 3, "prompt": "other",
     "suffix": "x", "background": True, "include": ["reasoning.encrypted_content"], "input": "x", "instructions": "i",
     "max_output_tokens": 5, "metadata": {"a": "b"}, "previous_response_id": "resp_0", "reasoning": {"effort": "low"},

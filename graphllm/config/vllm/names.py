@@ -10,6 +10,7 @@ is unknown, which is an error that names the nearest name.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import logging
@@ -238,7 +239,7 @@ _LORA = (
 _CACHE = "the cache lies on the device, all of it in kv_cache_dtype, in kv_cache_memory_bytes; leave it out"
 _WEIGHTS = "weights stay on the device; leave it out, or use a smaller quantization"
 _WATERMARK = "answers carry no watermark; leave it out"
-_TRANSFER = "caches do not move between engines; leave it out"
+_TRANSFER = "only blocks of the cache move between engines, see kv_transfer_config; leave it out"
 _SLEEP = "a sleep of level 2 drops all weights, and waking up reads them again; leave it out, or sleep at level 1"
 _COMPILED = "all is compiled ahead of time, with kernels that are chosen then; see buckets and tune in docs/settings.md"
 _HOST = "this engine's host works in another way, and has nothing to choose there"
@@ -344,8 +345,7 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
         offload_params=((), []),
     ),
     **hints("no weights are offloaded", offload_num_in_group=1, offload_prefetch_step=1),
-    **fixed(_TRANSFER, kv_transfer_config=({},), ec_transfer_config=({},), ec_manager_config=({},),
-             weight_transfer_config=({},)),
+    **fixed(_TRANSFER, ec_transfer_config=({},), ec_manager_config=({},), weight_transfer_config=({},)),
     **fixed(_SLEEP, sleep_preserve_parameter_names=((), [])),
     **hints("memory is given back under addresses that stay, so captured graphs stay valid", sleep_mode_backend=(),
              sleep_mode_offload_cudagraph=False, enable_cumem_allocator=False),
@@ -437,14 +437,19 @@ SHORT = {
 }  # fmt: skip
 
 
-# Numbers that mean something else in vLLM.
-_NUMBERS: Mapping[str, Callable[[Any], Any]] = {"kv_offloading_size": _gibibytes}
+def _fields(value: Any) -> Any:
+    """The fields of a dataclass, such as vLLM's own config; another value stays as it is."""
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+# Values that are given in another form to vLLM, or mean something else there.
+_FORMS: Mapping[str, Callable[[Any], Any]] = {"kv_offloading_size": _gibibytes, "kv_transfer_config": _fields}
 
 
 def spelled(name: str, value: Any) -> Any:
     """The word for a value that the setting has."""
-    if name in _NUMBERS:
-        return _NUMBERS[name](value)
+    if name in _FORMS:
+        return _FORMS[name](value)
     words = SPELLINGS.get(name, {})
     return words.get(value, value) if isinstance(value, str | int | None) and not isinstance(value, bool) else value
 

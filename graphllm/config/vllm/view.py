@@ -20,6 +20,7 @@ from graphllm.config.engine import (
 from graphllm.config.errors import ConfigError
 from graphllm.config.parallel import ParallelConfig
 from graphllm.config.setting import definitions
+from graphllm.config.vllm.kv_transfer import KVTransferConfig, read_kv_transfer
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +77,7 @@ class VllmConfig:
     engine_args: the settings as they were given; an engine is made of them.
     speculative_config: None without drafts.
     lora_config: None without adapters.
-    kv_transfer_config: always None.
+    kv_transfer_config: None where nothing is transferred.
     """
 
     engine_args: EngineArgs
@@ -90,7 +91,7 @@ class VllmConfig:
     speculative_config: ConfigView | None
     compilation_config: ConfigView
     lora_config: ConfigView | None = None
-    kv_transfer_config: None = None
+    kv_transfer_config: KVTransferConfig | None = None
 
 
 def vllm_view(
@@ -150,4 +151,5 @@ def vllm_view(
         ConfigView("speculative_config", drafts) if drafted else None,
         ConfigView("compilation_config", compiled),
         ConfigView("lora_config", adapters) if said["enable_lora"] else None,
+        read_kv_transfer(args.kv_transfer_config),
     )

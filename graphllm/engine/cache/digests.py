@@ -33,6 +33,11 @@ class PrefixHasher:
         given = secrets.token_hex(32) if secret is None else secret
         self._key = hashlib.sha256(repr((given, block_size, ahead, *map(tuple, layout))).encode()).digest()
 
+    @property
+    def fingerprint(self) -> bytes:
+        """Equal where all digests are; it tells nothing of the secret that somebody could use."""
+        return hashlib.sha256(b"fingerprint" + self._key).digest()
+
     def root(self, request: EngineRequest) -> bytes:
         """Of no tokens of a request."""
         seen_by_all = [item.content_hash for item in request.items if item.position < 0]

@@ -349,7 +349,7 @@ BY_NAME = {family.name: family for family in FAMILIES}
 # vLLM's names for what there is not, with why.
 _NO_LIFETIMES = "blocks have no clock; see prefix_cache_hits and kv_cache_usage_perc"
 NOT_MEASURED = {
-    "num_requests_kv_fetch_by_stage": "caches do not move between engines",
+    "num_requests_kv_fetch_by_stage": "a request that waits for blocks of another engine is one that waits",
     "corrupted_requests": "logits that are no numbers end a request with finished_reason error: see request_success",
     "watermark_requests": "answers carry no watermark",
     "mm_cache_queries": "models here read text only",

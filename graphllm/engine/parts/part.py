@@ -52,6 +52,7 @@ class CoreSetup:
     sleep: whether the core can sleep.
     tiers: the settings of the cache's tiers.
     rank: number of this core among those of the engine.
+    identity: of all that a block holds in addition to its tokens: engines with equal ones may exchange blocks.
     """
 
     grammars: GrammarCompilers | None = None
@@ -64,6 +65,7 @@ class CoreSetup:
     sleep: SleepConfig = _NO_SLEEP
     tiers: TierConfig = _NO_TIERS
     rank: int = 0
+    identity: str = ""
 
 
 NOTHING_MORE = CoreSetup()

@@ -18,6 +18,7 @@ from graphllm.config.setting import size_text
 from graphllm.engine.cache.block_pool import Key
 from graphllm.engine.parts.part import Kept, Part, PartContext
 from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, EngineRequest, TierStats
+from graphllm.engine.requests.request_table import RequestState
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.step.started_step import StartedStep
 from graphllm.engine.tiers.disk_tier import DiskTier
@@ -27,6 +28,9 @@ from graphllm.engine.tiers.promotions import HOST, Promotions
 from graphllm.engine.tiers.rates import Rates
 from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool
 from graphllm.engine.tiers.wanted import SNAPSHOT
+from graphllm.engine.transfer.awaiting import Awaiting
+from graphllm.engine.transfer.connectors import find_connector
+from graphllm.engine.transfer.kv_connector import ConnectorSetup, KVConnector
 from graphllm.host.machine import available_memory
 from graphllm.runtime.commands.tiers import (
     AwaitStores,
@@ -64,8 +68,10 @@ class Tiers(Part):
         host = {kind: HostCache(count, config.kv_offloading_policy) for kind, count in entries.items()}
         limits = context.limits
         ahead = min(_AHEAD * -(-limits.max_num_batched_tokens // limits.block_size), len(cache.pool.references) // 4)
+        transfer = config.transfer
+        kind_of_connector = None if transfer is None else find_connector(transfer)
         self._entries = entries
-        executor.do(OpenTiers(entries))
+        executor.do(OpenTiers(entries, shared=kind_of_connector is not None and kind_of_connector.shares_memory))
         self.further = self.further_tiers()
         writes = any(tier.writes for tier in self.further)
         self.pools = {
@@ -74,8 +80,17 @@ class Tiers(Part):
             else TierPool(kind, pool, host[kind], self._wait, first=1, group=SNAPSHOT, writes=writes)
             for kind, pool in pools.items()
         }
+        self.connector: KVConnector | None = None
+        if transfer is not None and kind_of_connector is not None:
+            setup = ConnectorSetup(transfer, context.setup.identity, executor, cache, self.pools, self._bytes)
+            self.connector = kind_of_connector(setup)
+            self.further.append(self.connector)
+            for pool in self.pools.values():
+                pool.writes |= self.connector.writes
         self.rates = Rates()
-        self.resource = self.promotions = Promotions(cache, self.pools, self._bytes, self.rates, self.further)
+        self.promotions = Promotions(cache, self.pools, self._bytes, self.rates, self.further)
+        self.awaiting = None if self.connector is None else Awaiting(cache, self.connector, self.promotions)
+        self.resource = self.awaiting or self.promotions
         self._look_at = 0.0
         self._tickets = itertools.count(1)
         self._seconds = dict[int, list[float]]()  # by copy: of each rank on which it has ended
@@ -93,6 +108,11 @@ class Tiers(Part):
     @classmethod
     def applies(cls, context: PartContext) -> bool:
         wanted = context.setup.tiers.kv_offloading_size > 0
+        if wanted and not context.scheduler.cache.caching and context.setup.tiers.transfer is not None:
+            raise ConfigError(
+                "kv_transfer_config: this engine shares no beginnings of prompts, so it has nothing to transfer; leave "
+                "out enable_prefix_caching, or give snapshot_memory_bytes where a model has recurrent states"
+            )
         if wanted and not context.scheduler.cache.caching:
             _log.warning("kv_offloading_size has no effect: this engine shares no beginnings of prompts")
             return False
@@ -116,15 +136,26 @@ class Tiers(Part):
     def gather(self, idle: bool) -> Iterable[EngineRequest | EngineCoreOutput]:
         """Take what has come."""
         self._take_ready()
-        if idle and self.busy:
+        if idle and (self.busy or (self.awaiting is not None and self.awaiting.unanswered)):
             time.sleep(_WAIT)
         if self.promotions.running or self._offers:
             self._take_ended()
         for tier in self.further:
             for keys, seconds in tier.fetched():
                 self.promotions.fetched(tier.name, keys, seconds)
+                if self.connector is not None:  # it may give to others what has come here
+                    came = [(k, self._pool(k).host.find(k)) for k, filled in keys.items() if filled]
+                    self._pin(self.connector.offer([(key, entry) for key, entry in came if entry >= 0]))
             self._unpin(tier.written())
-        return ()
+        return self._failed()
+
+    def _failed(self) -> Iterable[EngineCoreOutput]:
+        """Requests whose contents did not come, and that are not to be computed here."""
+        if self.connector is None:
+            return
+        for id, message in self.connector.take_failed():
+            for state in self.context.scheduler.abort([id]):
+                yield EngineCoreOutput(state.request.id, [], "error", error=message)
 
     def _take_ended(self) -> None:
         ranks = self.context.executor.ask(EndedCopies())
@@ -145,9 +176,12 @@ class Tiers(Part):
     def _offer(self, entries: list[tuple[Key, int]]) -> None:
         """Host memory has these; each was pinned for this."""
         for tier in self.further:
-            for key in tier.offer(entries):
-                self._pool(key).host.pin([key])
+            self._pin(tier.offer(entries))
         self._unpin(key for key, _ in entries)
+
+    def _pin(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self._pool(key).host.pin([key])
 
     def _unpin(self, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -172,15 +206,20 @@ class Tiers(Part):
         placed = [entry for pool in self.pools.values() for entry in pool.placed()]
         if self.further:
             self._offers[ticket] = placed
-            for key, _ in placed:
-                self._pool(key).host.pin([key])
+            self._pin(key for key, _ in placed)
 
     def arrived(self, step: StartedStep, result: StepResult) -> None:
         if not step.plan.verified:
             self.rates.computed(step.batch.step.tokens, step.seconds)
 
+    def complete(self, state: RequestState, output: EngineCoreOutput) -> None:
+        if self.awaiting is not None and state.finish_reason in ("stop", "length"):
+            output.kv_transfer_params = self.awaiting.finished(state)
+
     def end(self, id: str, output: Sequence[int]) -> None:
         self.promotions.forget(id)
+        if self.awaiting is not None:
+            self.awaiting.forget(id)
 
     def stats(self, into: CoreStats) -> None:
         host = TierStats(hit_tokens=round(self.promotions.hits[HOST]), copied_bytes=self.promotions.copied[HOST])

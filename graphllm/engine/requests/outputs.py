@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -91,6 +91,7 @@ class RequestOutput:
     prompt: its text, None when it came as tokens.
     prompt_logprobs: None for the first token, then one entry for each.
     num_cached_tokens: prompt tokens that the prefix cache held.
+    kv_transfer_params: what another engine must know to go on with it, where it was asked for that, at its end.
 
     outputs: with RequestOutputKind.DELTA the completions that got something, and only that; else all n of them.
     """
@@ -103,6 +104,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Processed(NamedTuple):
@@ -173,6 +175,8 @@ class OutputProcessor:
                 request.cached = update.cached
             if update.scheduled and not request.metrics.first_scheduled_time:
                 request.metrics.first_scheduled_time = update.scheduled
+            if update.kv_transfer_params is not None and stream.index == 0:
+                request.kv_transfer_params = update.kv_transfer_params
             request.metrics.draft_tokens += update.draft_tokens
             request.metrics.accepted_tokens += update.accepted_tokens
             count = stream.take(update)
@@ -212,6 +216,7 @@ class OutputProcessor:
             not request.running,
             request.metrics,
             request.cached,
+            request.kv_transfer_params,
         )
 
     def _of_prompt(self, parsed: ParsedRequest, ranked: list[PositionLogprobs]) -> list[Position | None]:
@@ -250,7 +255,10 @@ class _Request:
     begins: first characters of its stop strings.
     """
 
-    __slots__ = ("begins", "cached", "kind", "metrics", "parsed", "prompt_logprobs", "running", "stop_ids", "streams")
+    __slots__ = (
+        "begins", "cached", "kind", "kv_transfer_params", "metrics", "parsed", "prompt_logprobs", "running", "stop_ids",
+        "streams",
+    )  # fmt: skip
 
     def __init__(self, parsed: ParsedRequest) -> None:
         self.parsed, self.kind = parsed, parsed.params.output_kind
@@ -260,6 +268,7 @@ class _Request:
         self.running = len(parsed.requests)
         self.prompt_logprobs: list[Position | None] | None = None
         self.cached = 0
+        self.kv_transfer_params: dict[str, Any] | None = None
         self.metrics = RequestMetrics(parsed.requests[0].arrival)
 
 

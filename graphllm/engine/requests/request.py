@@ -156,6 +156,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
     scheduled: seconds of `time.monotonic` when its first step was planned, with the first update; 0 in the others.
     pooled: float32 numbers: one vector, or one for each token of the prompt.
     draft_tokens, accepted_tokens: all its drafts that were verified, and all that became output, with the last update.
+    kv_transfer_params: what another engine must know to go on with the request, with the last update.
     """
 
     id: str
@@ -171,6 +172,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
     pooled: bytes = b""
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class CacheEntry(msgspec.Struct, frozen=True):

@@ -55,6 +55,7 @@ class Promotions(Resource):
     hits: tokens that came from each tier instead of being computed. What came from further away counts for the host,
         too.
     copied: bytes that came from each tier.
+    wanted_anyway: requests for which contents are brought also where computing them would be faster.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Promotions(Resource):
         self._further = further
         self.hits = dict.fromkeys([HOST, *(tier.name for tier in further)], 0.0)
         self.copied = dict.fromkeys([HOST, *(tier.name for tier in further)], 0)
+        self.wanted_anyway = set[str]()
         self._begun = list[Promotion]()  # their copies are to be started
         self._copied = dict[int, Promotion]()  # by the copy's ticket
         self._fetched = dict[str, set[Key]]()  # by request: keys that come from further away
@@ -132,7 +134,7 @@ class Promotions(Resource):
             if self._host(key).find(key) < 0:
                 far.setdefault(next(t.name for t in self._further if t.has(key)), []).append(key)
         nbytes = {HOST: self._size(keys), **{name: self._size(of) for name, of in far.items()}}
-        if not self._rates.worth(tokens, nbytes):
+        if state.request.id not in self.wanted_anyway and not self._rates.worth(tokens, nbytes):
             return False
         self._had[state.request.id] += 1
         return self._fetch(state, far, tokens / len(keys)) if far else self._promote(state, found, tokens, nbytes[HOST])

@@ -30,7 +30,7 @@ class TierPool(PoolObserver):
         group: int | None = None, ahead: int = 0, writes: bool = False,
     ) -> None:  # fmt: skip
         self.kind, self.pool, self.host, self.first, self.ahead = kind, pool, host, first, ahead
-        self._wait, self._group, self._writes = wait, group, writes
+        self._wait, self._group, self.writes = wait, group, writes
         self.num_stored = 0
         self._lost = dict[int, Key]()  # by place: what was evicted without a copy, and is still there
         self._fresh = dict[int, Key]()  # by place: contents that are to be copied at once
@@ -46,7 +46,7 @@ class TierPool(PoolObserver):
 
     def stored(self, block: int, key: Key) -> None:
         self._lost.pop(block, None)  # an import, which has written there at once
-        if self._writes:
+        if self.writes:
             self._fresh[block] = self._key(key)
 
     def evicted(self, block: int, key: Key) -> None:
@@ -67,6 +67,12 @@ class TierPool(PoolObserver):
         self._lost.clear()
         self._copying.clear()
         self._fresh.clear()
+
+    def copy_soon(self, key: Key) -> None:
+        """Copy what the device has of a key, as soon as can be; nothing where there is a copy."""
+        place = self.pool.find(key[0] if self._group is None else 0, key[1])
+        if place and self.host.find(key) < 0:
+            self._fresh[place] = key
 
     @property
     def has_new(self) -> bool:

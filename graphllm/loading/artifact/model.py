@@ -11,6 +11,7 @@ from graphllm.config import ConfigError, CoreConfig, EngineArgs
 from graphllm.config.requests.pooling_params import Vectors, vectors_of
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.config.setting import assemble
+from graphllm.config.vllm.kv_transfer import read_kv_transfer
 from graphllm.engine.requests.options import LogitsProcessor
 from graphllm.engine.requests.processor import GrammarChecker
 from graphllm.engine.requests.request import CoreInfo
@@ -66,6 +67,10 @@ def resolve_model(
             f"node_rank is {args.node_rank}: the engine is on node 0; start `graphllm serve --headless` with these "
             "settings on this one"
         )
+    if (transfer := read_kv_transfer(args.kv_transfer_config)) is not None:
+        from graphllm.engine.transfer.connectors import find_connector  # only those who transfer wait for it
+
+        find_connector(transfer)
     source = find_source(args)
     generation = find_generation_config(args, source)
     folder = None if args.skip_tokenizer_init else find_tokenizer(args, source)

@@ -16,9 +16,9 @@ _COPIES: dict[str, Callable[[Ordered, HostMemory], Copies]] = {"cpu": CpuCopies,
 class RankTiers:
     """memory: host memory of this rank. copies: between it and the device."""
 
-    def __init__(self, device: Device, entries: dict[str, int]) -> None:
+    def __init__(self, device: Device, entries: dict[str, int], shared: bool) -> None:
         shapes = shapes_of({kind: device.states.entries(kind) for kind in entries})
-        self.memory = HostMemory(entries, shapes)
+        self.memory = HostMemory(entries, shapes, shared)
         self.copies = _COPIES[device.device.type](device, self.memory)
 
 
@@ -29,12 +29,17 @@ def tiers_of(device: Device) -> RankTiers:
 
 
 class OpenTiers(Command):
-    """Take host memory. entries: of each kind, "blocks" and "snapshots"; all ranks have equal numbers of them."""
+    """Take host memory.
+
+    entries: of each kind, "blocks" and "snapshots"; all ranks have equal numbers of them.
+    shared: other engines of this host may map it.
+    """
 
     entries: dict[str, int]
+    shared: bool = False
 
     def run(self, device: Device) -> None:
-        device.worker.kept[_KEPT] = RankTiers(device, self.entries)
+        device.worker.kept[_KEPT] = RankTiers(device, self.entries, self.shared)
 
 
 class CloseTiers(Command):
@@ -44,6 +49,7 @@ class CloseTiers(Command):
         found: RankTiers | None = device.worker.kept.pop(_KEPT, None)
         if found is not None:
             found.copies.close()
+            found.memory.close()
 
 
 class StoreEntries(Command):

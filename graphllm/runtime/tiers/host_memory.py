@@ -4,6 +4,7 @@ block is divided into on the device."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from graphllm.config import ConfigError
 from graphllm.host.hugepages import zeros
+from graphllm.host.shared_memory import shared_zeros
 
 
 class HostMemory:
@@ -18,17 +20,23 @@ class HostMemory:
 
     entries: of each kind, "blocks" and "snapshots".
     shapes: of an entry of each kind, (pieces, bytes of a piece); the device has a tensor for each piece.
+    shared: other processes may map it, by `files`.
 
     Raises ConfigError when there is no room.
     """
 
-    def __init__(self, entries: Mapping[str, int], shapes: Mapping[str, tuple[int, int]]) -> None:
-        self._memory = {kind: self._allocate(count, shapes[kind]) for kind, count in entries.items()}
+    def __init__(self, entries: Mapping[str, int], shapes: Mapping[str, tuple[int, int]], shared: bool = False) -> None:
+        self.files: dict[str, int] = {}  # descriptors, by kind
+        self._memory = {kind: self._allocate(kind, count, shapes[kind], shared) for kind, count in entries.items()}
 
-    def _allocate(self, count: int, shape: tuple[int, int]) -> np.ndarray:
+    def _allocate(self, kind: str, count: int, shape: tuple[int, int], shared: bool) -> np.ndarray:
         nbytes = count * math.prod(shape)
         try:
-            return zeros(max(1, nbytes))[:nbytes].reshape(count, *shape)
+            if shared:
+                self.files[kind], memory = shared_zeros(nbytes)
+            else:
+                memory = zeros(max(1, nbytes))[:nbytes]
+            return memory.reshape(count, *shape)
         except MemoryError as failure:
             raise ConfigError(
                 f"kv_offloading_size: {nbytes} bytes do not fit in the host's memory ({failure}); lower it"
@@ -41,6 +49,11 @@ class HostMemory:
     def pieces(self, kind: str) -> np.ndarray:
         """[entries, pieces, bytes] uint8."""
         return self._memory[kind]
+
+    def close(self) -> None:
+        """Let no further process map it."""
+        while self.files:
+            os.close(self.files.popitem()[1])
 
     def entry_bytes(self, kind: str) -> int:
         """The size of an entry."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,12 @@ from graphllm.engine.requests.logits_processors import BatchLimits, ModelLimits,
 from graphllm.engine.requests.request import Adapter, EngineRequest
 from graphllm.engine.step.adapter_memory import AdapterMemory
 from graphllm.engine.structured.compilers import GrammarCompilers
+from graphllm.engine.transfer.connectors import find_connector
 from graphllm.host.importing import imported
 from graphllm.loading.artifact.successor import ArtifactSuccessor
 from graphllm.loading.core.core_start import CoreStart
 from graphllm.loading.tiers.disk_folder import open_disk_folder
-from graphllm.loading.tiers.identity import cache_identity
+from graphllm.loading.tiers.identity import cache_identity, identity_key
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.memory.memory import HostMemory
 from graphllm.weights.adapters.adapters import adapter_digest, read_adapter
@@ -42,12 +44,18 @@ def make_core(start: CoreStart, executor: Executor, waves: CoreWaves | None = No
         backend = config.model.structured_outputs_backend
         grammars = GrammarCompilers(tokenizer, executor.vocab, frozenset(config.stop_ids), backend)
     clock("executor")
-    tiers, scheduler = config.tiers, config.scheduler
-    if tiers.kv_offloading_disk is not None and tiers.kv_offloading_size and scheduler.enable_prefix_caching:
+    tiers, scheduler, key = config.tiers, config.scheduler, ""
+    leaves = tiers.kv_offloading_disk is not None or tiers.kv_transfer_config
+    if leaves and tiers.kv_offloading_size and scheduler.enable_prefix_caching:
         checkpoint = None if start.stored.is_baked else start.stored.tensors.checkpoint
         identity = cache_identity(start.artifact, checkpoint, config.parallel.pipeline_parallel_size)
-        tiers, scheduler = open_disk_folder(tiers, scheduler, identity)
-        clock("folder on disk")
+        key = identity_key(identity)
+        if tiers.kv_offloading_disk is not None:
+            tiers, scheduler = open_disk_folder(tiers, scheduler, identity)
+        if tiers.transfer is not None and scheduler.cache_secret is None:
+            secret = find_connector(tiers.transfer).shared_secret(tiers.transfer)
+            scheduler = dataclasses.replace(scheduler, cache_secret=secret)
+        clock("identity of the cache")
     cold: list[Bucket] = []
     if executor.device.type == "cuda":
         for bucket in executor.buckets:
@@ -73,6 +81,7 @@ def make_core(start: CoreStart, executor: Executor, waves: CoreWaves | None = No
         successor=_successor(start, executor),
         sleep=config.sleep,
         tiers=tiers,
+        identity=key,
         rank=config.parallel.data_parallel_rank or 0,
     )
     return EngineCore(

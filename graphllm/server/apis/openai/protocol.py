@@ -63,6 +63,9 @@ class Sampling(SamplingFields):
     request_id: str | None = Field(None, description="For the log, the answer's id and the header x-request-id.")
     add_special_tokens: bool | None = Field(None, description="Of the tokenizer, such as BOS; not in chats by default.")
     vllm_xargs: dict[str, Any] | None = Field(None, description="For your own logits processors.")
+    kv_transfer_params: dict[str, Any] | None = Field(
+        None, description="Of a request that two servers share, as a router for them writes it."
+    )
 
 
 class ChatMessage(BaseModel):
@@ -257,6 +260,7 @@ class ChatCompletion(Answer):
     prompt_logprobs: PromptLogprobs = Field(default=[])
     prompt_token_ids: list[int] = Field(default=[])
     prompt_text: str = Field(default="")
+    kv_transfer_params: dict[str, Any] = Field(default={}, description="For the server that goes on.")
 
 
 class CompletionChoice(Answer):
@@ -279,6 +283,7 @@ class Completion(Answer):
     model: str
     choices: list[CompletionChoice]
     usage: UsageBlock
+    kv_transfer_params: dict[str, Any] = Field(default={}, description="For the server that goes on.")
 
 
 class Detokenized(Answer):

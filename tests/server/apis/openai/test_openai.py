@@ -198,7 +198,7 @@ def test_a_chat_is_written_out_by_its_template(tokenizer: Tokenizer) -> None:
         (CHAT, {"logprob_token_ids": []}, "logprob_token_ids", "logprob_token_ids is ()"),
         (CHAT, {"thinking_token_budget": -2}, "thinking_token_budget", "thinking_token_budget is -2"),
         (CHAT, {"guided_json": {}, "structured_outputs": {"regex": "a"}}, "guided_json", "both given"),
-        (CHAT, {"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "caches do not move"),
+        (CHAT, {"kv_transfer_params": 3}, "kv_transfer_params", "kv_transfer_params is 3: give an object"),
         (CHAT, {"best_of": 2}, "best_of", "best_of is 2"),
         (CHAT, {"n": 0}, "n", "n is 0"),
         (CHAT, {"n": 2, "temperature": 0}, "n", "n is 2: with temperature 0"),

@@ -1,0 +1,1 @@
+"""A router in front of servers for prompts and servers that go on with them."""
