@@ -202,9 +202,9 @@ class Tiers(Part):
             tier.reset()
 
     def close(self) -> None:
-        for tier in self.further:
-            tier.close()
         with contextlib.suppress(Exception):  # after a failure of the steps nobody is there
+            for tier in self.further:
+                tier.close()
             self.context.executor.do(CloseTiers())
 
 
