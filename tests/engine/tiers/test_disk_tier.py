@@ -236,9 +236,11 @@ def test_a_key_is_there_when_all_ranks_have_it() -> None:
     (first, entry), (second, _) = write.entries
     assert (entry, write.kind, first == second) == (7, "blocks", False)
     assert (tier.has(_key(1)), tier.busy, list(tier.offer([(_key(1), 7)]))) == (False, False, [])
+    clock.now += 1
     ranks.news[0] = FileNews({write.ticket: [True, True]}, [first, second], [], True, 10, 20, 30)
     tier.fetched()
     assert (tier.has(_key(1)), list(tier.written())) == (False, [])
+    clock.now += 1
     ranks.news[1] = FileNews({write.ticket: [True, False]}, [first], [], True, 1, 2, 3)
     tier.fetched()
     assert [tier.has(_key(1)), tier.has(_key(1, group=3))] == [True, False]
@@ -278,6 +280,7 @@ def test_no_more_waits_to_be_written_than_half_of_host_memory() -> None:
     assert list(taken) == [_key(number) for number in range(40)]
     writes = [command for command in ranks.take() if isinstance(command, WriteFiles)]
     assert [len(write.entries) for write in writes] == [32, 8]
+    clock.now += 1
     ranks.news = [FileNews({writes[0].ticket: [False] * 32}, [], [], True, 0, 0, 0) for _ in range(2)]
     tier.fetched()
     assert len(tier.offer([(_key(number), number) for number in range(100)])) == 32
@@ -290,6 +293,16 @@ def test_ranks_are_seldom_asked_where_nothing_runs() -> None:
         tier.fetched()
         clock.now += 0.001
     assert len(ranks.used) == 2
+    tier.offer([(_key(1), 1)])  # nobody waits for a write
+    for _ in range(1000):
+        tier.fetched()
+        clock.now += 0.001
+    assert len(ranks.used) < 60
+    tier.fetch([(_key(2), 2)])
+    before = len(ranks.used)
+    for _ in range(10):
+        tier.fetched()
+    assert len(ranks.used) == before + 10
 
 
 def test_what_is_forgotten() -> None:
