@@ -60,7 +60,7 @@ ROOMS = {
     ),
     "runtime": (
         ("cuda", "interpreter", "memory", "stream"),
-        ("kernels", "staged_stream"),
+        ("kernels", "sleeping", "staged_stream"),
         ("binding",),
         ("graphs", "tiers"),
         ("commands", "drafting"),

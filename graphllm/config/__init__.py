@@ -22,6 +22,7 @@ from graphllm.config.engine import (
     ModelConfig,
     Peers,
     SchedulerConfig,
+    SleepConfig,
     TierConfig,
 )
 from graphllm.config.env import Env
@@ -49,6 +50,7 @@ __all__ = [
     "Quantization",
     "SchedulerConfig",
     "Setting",
+    "SleepConfig",
     "SpeculationConfig",
     "Target",
     "TierConfig",

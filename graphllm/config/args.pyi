@@ -109,6 +109,8 @@ class EngineSettings(TypedDict, total=False):
     master_port: int
     disable_log_stats: bool
     otlp_traces_endpoint: str | None
+    enable_sleep_mode: bool
+    requests_while_asleep: Literal["wait", "refuse"]
 
 class EngineArgs:
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -214,6 +216,8 @@ class EngineArgs:
     master_port: int
     disable_log_stats: bool
     otlp_traces_endpoint: str | None
+    enable_sleep_mode: bool
+    requests_while_asleep: Literal["wait", "refuse"]
     def __init__(self, model: str | Path | None = ..., **settings: Unpack[EngineSettings]) -> None: ...
     @staticmethod
     def add_cli_args(parser: ArgumentParser) -> ArgumentParser: ...

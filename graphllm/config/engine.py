@@ -305,6 +305,23 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True)
+class SleepConfig:
+    """Giving memory back while nothing runs: docs/sleep.md."""
+
+    enable_sleep_mode: bool = setting(
+        False,
+        help="The engine can sleep: it gives back the memory of weights and cache, and takes it again at waking.",
+        key=_RUNNING,
+    )
+    requests_while_asleep: Literal["wait", "refuse"] = setting(
+        "wait",
+        help="What happens to requests that come while the engine sleeps. wait: they run after it wakes up. refuse: "
+        "they get an error at once.",
+        key=_RUNNING,
+    )
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Every setting. `EngineArgs`, the options of the command line and docs/settings.md are generated from this tree,
     and its groups are what the compiler, a core and a scheduler are given."""
@@ -320,6 +337,7 @@ class EngineConfig:
     lora: LoRAConfig
     parallel: ParallelConfig
     log: LogConfig
+    sleep: SleepConfig
 
     @staticmethod
     def check(values: Mapping[str, Any]) -> None:
@@ -375,4 +393,5 @@ class CoreConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     peers: Peers | None = None
     successor: str | None = None
+    sleep: SleepConfig = field(default_factory=SleepConfig)
     tiers: TierConfig = TierConfig()

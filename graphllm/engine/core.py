@@ -13,7 +13,7 @@ import collections
 import contextlib
 import copy
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,16 +31,16 @@ from graphllm.engine.parts.lockstep import Lockstep
 from graphllm.engine.parts.logits_processors import LogitsProcessors
 from graphllm.engine.parts.logprobs import Logprobs
 from graphllm.engine.parts.part import NOTHING_MORE, CoreSetup, Moments, Part, PartContext, make_parts
+from graphllm.engine.parts.sleep import Sleep
 from graphllm.engine.parts.snapshots import Snapshots
 from graphllm.engine.parts.takeover import Takeover
 from graphllm.engine.parts.tiers import Tiers
 from graphllm.engine.parts.vectors import Vectors
-from graphllm.engine.requests.request import CacheEntry, CoreStats, EngineCoreOutput, EngineRequest
+from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, EngineRequest
 from graphllm.engine.schedule.scheduler_class import scheduler_class
 from graphllm.engine.schedule.scheduler_output import DraftResults, SchedulerOutput
 from graphllm.engine.step.batch import Batch, SamplingTable
 from graphllm.engine.step.core_info import core_info, scheduler_limits
-from graphllm.engine.step.device_states import export_prefix, import_prefix
 from graphllm.engine.step.news import News
 from graphllm.engine.step.providers import find_providers, provide
 from graphllm.engine.step.started_step import LogitsEdit, StartedStep
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from graphllm.runtime.step_handle import StepResult
 
 PARTS: tuple[type[Part], ...] = (
-    Drafts, Grammars, LogitsProcessors, Logprobs, Adapters, Items, Tiers, Snapshots, Vectors, Experts, Events,
+    Sleep, Drafts, Grammars, LogitsProcessors, Logprobs, Adapters, Items, Tiers, Snapshots, Vectors, Experts, Events,
     Lockstep, Takeover,
 )  # fmt: skip
 _Kind = TypeVar("_Kind", bound=Part)
@@ -300,7 +300,7 @@ class EngineCore:
         """Forget all that is cached; False, and nothing done, while requests hold some."""
         done = self.scheduler.cache.reset()
         for reset in self._at.reset if done else ():
-            reset()
+            reset("everywhere")
         return done
 
     def collective_rpc(self, call: Call, timeout: float | None = None) -> list[Any]:
@@ -323,15 +323,6 @@ class EngineCore:
     def write_adapter(self, digest: str, values: Mapping[str, np.ndarray]) -> None:
         """Have requests with the adapter of this digest read these tables; see `Adapters.put`. Raises ConfigError."""
         self.part(Adapters).put(digest, values)
-
-    def export_cache(self, request: EngineRequest) -> list[CacheEntry]:
-        """What the cache has of a request's prompt: blocks up to its last block boundary, and the snapshot there."""
-        return export_prefix(self.executor, self.scheduler.cache, request)
-
-    def import_cache(self, entries: Sequence[CacheEntry]) -> int:
-        """Have requests find what another core exported, one with the same artifact and ``cache_secret``; how many of
-        the entries were new. Raises ConfigError."""
-        return import_prefix(self.executor, self.scheduler.cache, entries)
 
     def close(self) -> None:
         """Finish the step in flight and stop the threads. Nobody wants to know of that step any more, nor of its

@@ -17,6 +17,7 @@ from graphllm.engine.process.core_client import CoreClient, Health
 from graphllm.engine.process.core_group import CoreGroup
 from graphllm.engine.process.messages import DeathCause, EngineDeadError, Ready
 from graphllm.engine.process.remote_core import RemoteCore
+from graphllm.engine.process.sleep_orders import PauseMode
 from graphllm.engine.process.spawn import Child
 from graphllm.engine.requests.outputs import OutputProcessor, RequestOutput
 from graphllm.engine.requests.processor import GrammarChecker, Processor, Prompt
@@ -297,6 +298,27 @@ class AsyncLLM(PoolingAsyncMixin):
         """Forget cached prompts; False, and nothing done, while requests use some. Raises EngineDeadError."""
         await self.start()
         return await self._client.reset_prefix_cache()
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """See `LLMEngine.sleep`; requests that come meanwhile wait, or are refused (requests_while_asleep). Raises
+        EngineDeadError, too."""
+        await self.start()
+        await self._client.sleep(level, mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """See `LLMEngine.wake_up`; whether all of it is awake now. Raises EngineDeadError, too."""
+        await self.start()
+        return await self._client.wake_up(tags)
+
+    async def is_sleeping(self) -> bool:
+        """Whether the engine sleeps, at any level. Raises EngineDeadError."""
+        await self.start()
+        return await self._client.is_sleeping()
+
+    async def release_kv_cache_memory(self) -> None:
+        """See `LLMEngine.release_kv_cache_memory`. Raises EngineDeadError, too."""
+        await self.start()
+        await self._client.release_kv_cache_memory()
 
     async def collective_rpc(
         self,

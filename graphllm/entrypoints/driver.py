@@ -22,10 +22,12 @@ class Driver:
     core: runs requests; whoever made it closes it.
     processor: makes requests of prompts.
     outputs: makes texts of tokens.
+    asleep: the core runs nothing until it is woken up.
     """
 
     def __init__(self, core: Core, processor: Processor, outputs: OutputProcessor) -> None:
         self.core, self.processor, self.outputs = core, processor, outputs
+        self.asleep = False
 
     def submit(self, *requests: Request) -> None:
         """Queue requests: all of them, or none. Raises ConfigError when the core refuses one."""
@@ -70,6 +72,8 @@ class Driver:
         No request stays in the core: Ctrl-C, or a request that is refused or cannot be made, ends all of them, and the
         exception goes on.
         """
+        if self.asleep:
+            raise ConfigError("the engine is asleep: call wake_up first, of all tags")
         begun: list[Request] = []
         tokens = 0
         with Interrupts() as interrupts:

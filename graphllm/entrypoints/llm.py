@@ -15,6 +15,7 @@ from graphllm.config.errors import ErrorPlace
 from graphllm.config.requests.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from graphllm.engine.chat_template.conversation import check_template_kwargs, conversation, shown_tools
 from graphllm.engine.chat_template.template import ContentFormat
+from graphllm.engine.process.sleep_orders import PauseMode
 from graphllm.engine.requests.beam import BeamSearch, BeamSearchOutput, step_params
 from graphllm.engine.requests.outputs import RequestOutput
 from graphllm.engine.requests.processor import GrammarChecker, ParsedRequest, Prompt
@@ -192,6 +193,22 @@ class LLM(PoolingOfflineMixin):
         """Forget the cached blocks of earlier prompts."""
         return self.llm_engine.reset_prefix_cache()
 
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """See `LLMEngine.sleep`."""
+        self.llm_engine.sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See `LLMEngine.wake_up`."""
+        self.llm_engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """See `LLMEngine.is_sleeping`."""
+        return self.llm_engine.is_sleeping()
+
+    def release_kv_cache_memory(self) -> None:
+        """See `LLMEngine.release_kv_cache_memory`."""
+        self.llm_engine.release_kv_cache_memory()
+
     def collective_rpc(
         self,
         method: str | Callable[..., Any],
@@ -263,10 +280,8 @@ def _position(output: RequestOutput) -> Any:
     return completion.logprobs[0]
 
 
-_SLEEP = "an engine does not sleep; close it, and load it again in a few seconds"
 _WORKERS = "give collective_rpc a function, which finds each rank's weights, and may write them"
 _MISSING = {
-    **dict.fromkeys(("sleep", "wake_up"), _SLEEP),
     **dict.fromkeys(("apply_model", "init_weight_transfer_engine", "update_weights"), _WORKERS),
     "set_tokenizer": "give LLM(tokenizer=...), a folder or a name of the hub",
 }

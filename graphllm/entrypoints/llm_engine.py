@@ -11,6 +11,7 @@ from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.requests.pooling_params import Vectors
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.config.vllm.view import VllmConfig
+from graphllm.engine.process.sleep_orders import PauseMode
 from graphllm.engine.requests.outputs import OutputProcessor, RequestOutput
 from graphllm.engine.requests.processor import GrammarChecker, Processor, Prompt
 from graphllm.engine.requests.request import Core
@@ -19,6 +20,7 @@ from graphllm.engine.vectors.pooling import Pooling
 from graphllm.entrypoints.adapters import AdapterFiles, LoRARequest
 from graphllm.entrypoints.driver import Driver
 from graphllm.entrypoints.metrics_reader import Metric, MetricsReader
+from graphllm.entrypoints.sleeping import sleeper
 from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, log_all, stat_loggers
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
 from graphllm.loading.artifact.model import resolve_model
@@ -56,6 +58,8 @@ class LLMEngine:
         self._loggers, self._logged = loggers, time.monotonic()
         self._names: dict[str, str] = {}  # the core's, by the user's: it may not hear of the end of one in time
         self._params: dict[str, SamplingParams] = {}
+        self._early: list[RequestOutput] = []  # of steps that were made before the engine fell asleep
+        self._sleeper = sleeper(core, lambda: self._early.extend(self.driver.step()[1]))
         self._tracing, self._traces = tracing, dict[str, TracedRequest]()  # by its name
         self._count = 0
 
@@ -111,7 +115,9 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """One step of the engine; what requests have got by it, of the kind that each asks for."""
-        _, outputs = self.driver.step()
+        early, self._early = self._early, []
+        _, outputs = self.driver.step() if self.core.unfinished or not early else ([], [])
+        outputs = [*early, *outputs]
         users = {name: id for id, name in self._names.items()} if outputs else {}
         for output in outputs:
             name, output.request_id = output.request_id, users[output.request_id]
@@ -166,6 +172,31 @@ class LLMEngine:
     def reset_prefix_cache(self) -> bool:
         """Forget the cached blocks of earlier prompts."""
         return self.core.reset_prefix_cache()
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Give back the memory of weights and cache; with enable_sleep_mode. Captured graphs stay valid.
+
+        level: 1 keeps the weights on the host; 2 drops them, and waking up reads them again; 0 gives no memory back.
+        mode: abort ends the requests that there are; wait lets those that run finish first; keep has them go on after
+        waking up. Requests that come meanwhile wait.
+
+        Raises ConfigError; SleepError when it could not, and is awake as before.
+        """
+        self._sleeper.sleep(level, mode)
+        self.driver.asleep = True
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Have memory again: of the tags weights and kv_cache, all if None. Requests run once all of it is there.
+        Raises ConfigError; SleepError when it could not, and is asleep as before."""
+        self.driver.asleep = not self._sleeper.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether the engine sleeps, at any level."""
+        return self._sleeper.is_sleeping()
+
+    def release_kv_cache_memory(self) -> None:
+        """Give back the memory of the cache alone, of an engine that sleeps at level 0."""
+        self._sleeper.release_kv_cache_memory()
 
     def collective_rpc(
         self,

@@ -102,12 +102,12 @@ class Executor:
         self.rank = rank
         self.divided: Mapping[str, AdaptedLinear] = {a.name: a for a in self.adapted if a.division is not None}
         self.max_lora_rank = config.max_lora_rank if self.adapted else 0
-        self.encoder, self.item_input = self._programs.encoder, self._programs.item_input
+        self.encoder, self.item_input = self.programs.encoder, self.programs.item_input
         self._tables = [n for n, spec in self._main.inputs.items() if spec.provider == "block_table"]
         self.block_bytes, self.snapshot_bytes = [self.states.block_bytes], [self.states.snapshot_bytes]  # by rank
 
     def _adopt(self, programs: Programs) -> None:
-        self._programs, self._main, self.snapshots = programs, programs.main, programs.snapshots
+        self.programs, self._main, self.snapshots = programs, programs.main, programs.snapshots
         self._drafter, self._on_host = programs.drafter, programs.on_host
 
     def prepare(self, artifact: Artifact) -> Programs:
@@ -115,13 +115,13 @@ class Executor:
         found = Programs(
             artifact, self._outside, self.memory, CpuKernels(artifact.libraries), self.layout, self.in_flight
         )
-        found.bind_as(self._programs)
+        found.bind_as(self.programs)
         return found
 
     def take(self, programs: Programs) -> None:
         """Run these programs from here on. No step is in flight."""
         self.synchronize()
-        self._programs.release()
+        self.programs.release()
         self._adopt(programs)
 
     def start(self, step: StepInput, program: str = "plain", drafts: bool = False) -> StepHandle:
@@ -248,7 +248,7 @@ class Executor:
     @property
     def kernels_done(self) -> int:
         """See `Kernels.done`; any thread may ask."""
-        return self._programs.kernels.done
+        return self.programs.kernels.done
 
     def check_health(self) -> None:
         """Nothing else runs the steps: this process is there."""
@@ -262,7 +262,7 @@ class Executor:
         which a group of ranks cannot be left, weights and states: another engine of this process needs the room."""
         drop_profile(self.worker)
         self.stream.close()
-        self._programs.release()
+        self.programs.release()
         self.states.release()
         self.worker.parameters = {}
         self._outside.clear()

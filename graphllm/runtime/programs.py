@@ -28,6 +28,7 @@ class Programs:
     main: the graph of a step.
     drafter: runs after it.
     on_host: copies of its results.
+    arena: memory of what kernels hand on within a step.
     encoder: the graph that encodes items; None without one.
     snapshots: the graph that saves and loads snapshots in 8 bits; None without one. All stages run it.
     """
@@ -45,7 +46,7 @@ class Programs:
         program, config = artifact.program, artifact.config
         self.folder, self.kernels = artifact.folder, kernels
         given = {**outside, ZEROED: memory.zeros((max(artifact.memory.zeroed, 1),), "int32")}
-        arena = memory.zeros((max(artifact.memory.arena, 1),), "uint8")
+        self.arena = arena = memory.scratch(max(artifact.memory.arena, 1))
         self.graphs = {
             g.name: GraphPrograms(
                 artifact.pieces,
@@ -83,6 +84,7 @@ class Programs:
 
     def release(self) -> None:
         """Forget what was bound and captured; nothing runs any more."""
+        self.arena = None
         for graph in self.graphs.values():
             graph.release()
 

@@ -26,6 +26,7 @@ from graphllm.server.apis.page import page_routes
 from graphllm.server.apis.pooling.routes import pooling_routes
 from graphllm.server.apis.probes import probe_routes
 from graphllm.server.apis.responses.routes import responses_routes
+from graphllm.server.apis.sleeping import sleep_routes
 from graphllm.server.http.errors import KNOWN, describe, error_response
 from graphllm.server.http.wire import App, GoneError, record_of
 from graphllm.server.middleware import Middleware
@@ -68,7 +69,8 @@ def _application(service: Service, services: Sequence[Service], access: AccessCo
         # For /docs, which then asks for the key and sends it.
         dependencies=[Depends(HTTPBearer(auto_error=False))] if access.api_key else [],
     )
-    for routes in (openai_routes, responses_routes, anthropic_routes, pooling_routes, admin_routes, kv_event_routes):
+    apis = (openai_routes, responses_routes, anthropic_routes, pooling_routes)
+    for routes in (*apis, admin_routes, sleep_routes, kv_event_routes):
         app.include_router(routes(service))
     app.include_router(model_routes(services))
     app.include_router(probe_routes({s.names[0]: s.supervisor for s in services}, service.shared.overview))

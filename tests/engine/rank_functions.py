@@ -90,3 +90,23 @@ class SumOfBlock(Query):
         device.synchronize()
         name = next(n for n in device.states.tensors if n.endswith(".kv"))
         return Answered([device.worker.rank, device.states.tensors[name][self.block].float().mean().item()])
+
+
+def break_sleep(worker: Worker, rank: int, method: str) -> None:
+    """Have the sleep memory of one rank fail at the next call of a method, once."""
+    if worker.rank != rank:
+        return
+    memory = worker.kept["sleep"]._memory
+    real = getattr(memory, method)
+
+    def broken(*given: Any) -> None:
+        setattr(memory, method, real)
+        raise ConfigError("memory: none is left")
+
+    setattr(memory, method, broken)
+
+
+def asleep(worker: Worker) -> list[Any]:
+    """Tags of memory that is given back, and how many numbers of the weights are zero."""
+    zeros = sum(weight.numel() - int(weight.count_nonzero()) for weight in worker.weights.values())
+    return [sorted(worker.kept["sleep"].asleep), zeros]

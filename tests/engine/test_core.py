@@ -24,6 +24,7 @@ from graphllm.config import ConfigError
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
 from graphllm.engine.parts.grammars import Grammars
+from graphllm.engine.parts.snapshots import Snapshots
 from graphllm.engine.requests.request import CoreStats
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.runtime.executor import Executor
@@ -323,8 +324,8 @@ def test_a_prefix_is_exported_and_imported(opened: Open, block_size: int, model:
     prompt = _prompts(1, seed=3)[0] + [9] * 30
     text = finish(first, [request("x", prompt)])["x"].tokens
     whole = request("x", prompt + text[:12], replace(GREEDY, max_tokens=12))
-    entries = first.export_cache(whole)
-    assert second.import_cache(entries) == len(entries) == (len(whole.prompt) - 1) // block_size
+    entries = first.part(Snapshots).export_cache(whole)
+    assert second.part(Snapshots).import_cache(entries) == len(entries) == (len(whole.prompt) - 1) // block_size
     found = finish(second, [whole])["x"]
     assert (found.tokens, found.cached) == (text[12:], block_size * len(entries))
     assert found.tokens == _greedy(model, whole.prompt, 12)

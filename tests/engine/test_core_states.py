@@ -13,6 +13,7 @@ from graphllm.config import Bucket, ConfigError, SchedulerConfig
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
 from graphllm.engine.parts.part import CoreSetup
+from graphllm.engine.parts.snapshots import Snapshots
 from graphllm.program.schema import CacheGroup, CacheLayout
 from graphllm.program.specs import InputSpec
 from graphllm.runtime.commands.command import Answered, Command, Query
@@ -146,15 +147,15 @@ def test_a_prefix_goes_to_another_core() -> None:
     cores = [_core(first), _core(second)]
     one = request("x", range(10), _params(1))
     finish(cores[0], [one])
-    entries = cores[0].export_cache(one)
+    entries = cores[0].part(Snapshots).export_cache(one)
     assert [(e.group, e.data.split()[0]) for e in entries] == [(0, b"block"), (0, b"block"), (-1, b"snapshot")]
-    assert cores[1].import_cache(entries) == 3
-    assert cores[1].import_cache(entries) == 0
+    assert cores[1].part(Snapshots).import_cache(entries) == 3
+    assert cores[1].part(Snapshots).import_cache(entries) == 0
     assert [*second.blocks.values(), *second.snapshots.values()] == [e.data for e in entries]
     assert finish(cores[1], [one])["x"].cached == 8
     assert cores[1].reset_prefix_cache()
-    assert cores[1].export_cache(one) == []
+    assert cores[1].part(Snapshots).export_cache(one) == []
     with pytest.raises(ConfigError, match="there is no cache group 1 here"):
-        cores[1].import_cache([entries[0].__class__(1, b"", b"")])
+        cores[1].part(Snapshots).import_cache([entries[0].__class__(1, b"", b"")])
     for core in cores:
         core.close()

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from graphllm.config import Bucket, ConfigError
 from graphllm.engine.core import EngineCore
+from graphllm.engine.parts.snapshots import Snapshots
 from graphllm.engine.requests.request import Adapter, EngineRequest, Item
 from graphllm.ir.registry import load_ops
 from graphllm.loading.checkpoint.source import open_source
@@ -212,11 +213,11 @@ def test_unlike_states_go_to_another_engine(unlike: Strange) -> None:
     wanted = request("0", [1 + i % 90 for i in range(66)], GREEDY, limit=COUNT)
     tokens = expected.greedy(unlike.features, unlike.weights, wanted.prompt, COUNT)
     _check(first, [(wanted, tokens)])
-    entries = first.export_cache(wanted)
+    entries = first.part(Snapshots).export_cache(wanted)
     groups = first.executor.layout.groups
     assert len({(g.retention, g.block_size) for g in groups}) > 1
     assert {e.group for e in entries} == {*range(len(groups)), -1}
-    assert second.import_cache(entries) == len(entries)
+    assert second.part(Snapshots).import_cache(entries) == len(entries)
     assert _check(second, [(wanted, tokens)])["0"].cached == 64
     first.close()
     second.close()

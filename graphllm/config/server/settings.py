@@ -40,7 +40,7 @@ class AccessConfig:
         (), help="Requests must bring this key; may be repeated. GRAPHLLM_API_KEY adds one."
     )
     admin_api_key: tuple[str, ...] = setting(
-        (), help="Key for /server_info, /reset_prefix_cache and other paths of the operator; may be repeated."
+        (), help="Key for /server_info, /reset_prefix_cache, /sleep and other paths of the operator; may be repeated."
     )
     allowed_origins: tuple[str, ...] = setting((), help="Web pages of this origin may ask (CORS); may be repeated.")
     allowed_methods: tuple[str, ...] = setting(("*",), help="HTTP methods that these origins may use.")

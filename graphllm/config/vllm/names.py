@@ -246,7 +246,7 @@ _CACHE = "the cache lies on the device, all of it in kv_cache_dtype, in kv_cache
 _WEIGHTS = "weights stay on the device; leave it out, or use a smaller quantization"
 _WATERMARK = "answers carry no watermark; leave it out"
 _TRANSFER = "caches do not move between engines; leave it out"
-_NO_SLEEP = "an engine does not sleep; leave it out, and close it in place of that"
+_SLEEP = "a sleep of level 2 drops all weights, and waking up reads them again; leave it out, or sleep at level 1"
 _COMPILED = "all is compiled ahead of time, with kernels that are chosen then; see buckets and tune in docs/settings.md"
 _HOST = "this engine's host works in another way, and has nothing to choose there"
 _LOGS = "it changes what is logged or measured there, not an answer"
@@ -353,9 +353,9 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
     **hints("no weights are offloaded", offload_num_in_group=1, offload_prefetch_step=1),
     **fixed(_TRANSFER, kv_transfer_config=({},), ec_transfer_config=({},), ec_manager_config=({},),
              weight_transfer_config=({},)),
-    **fixed(_NO_SLEEP, enable_sleep_mode=False, sleep_preserve_parameter_names=((), [])),
-    **hints("an engine does not sleep", sleep_mode_backend=(), sleep_mode_offload_cudagraph=False,
-             enable_cumem_allocator=False),
+    **fixed(_SLEEP, sleep_preserve_parameter_names=((), [])),
+    **hints("memory is given back under addresses that stay, so captured graphs stay valid", sleep_mode_backend=(),
+             sleep_mode_offload_cudagraph=False, enable_cumem_allocator=False),
     **fixed(
         _STATES, mamba_cache_dtype="auto", mamba_cache_mode=("none", "align", "all"),
         enable_mamba_cache_stochastic_rounding=False, mamba_block_size=(), use_replayssm=False,

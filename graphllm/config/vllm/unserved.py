@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 _ASKING = "ask by /v1/chat/completions, or score pairs by /score of a model that gives vectors"
 _WEIGHTS = "the weights of a running server never change; compile the new ones and start another server"
-_SLEEP = "an engine does not sleep; stop the server, it starts again from its artifact in seconds"
+_PAUSE = "use /sleep?level=0, /wake_up and /is_sleeping of a server with --enable-sleep-mode"
 _SOUND = "models here read text only"
 _LORA = "start the server with --enable-lora and --lora-dir, the folder of the adapters that may be loaded"
 _RENDER = "use /tokenize with messages, or return_token_ids and return_prompt_text in a request"
@@ -20,8 +20,7 @@ UNSERVED: Mapping[str, str] = {
         ("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update",
          "/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version",
          "/weight_info", "/weight_checker", "/get_world_size"), _WEIGHTS),
-    **dict.fromkeys(
-        ("/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/release_kv_cache_memory"), _SLEEP),
+    **dict.fromkeys(("/pause", "/resume", "/is_paused"), _PAUSE),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime", "/reset_mm_cache",
                      "/reset_encoder_cache"), _SOUND),
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _LORA),

@@ -37,6 +37,9 @@ class CoreWaves:
     place: a word that only these cores know.
     joined: the context to leave at the end.
 
+    running: whether a wave is under way.
+    quiet: this core sleeps: requests that wait here are no work, and begin no wave.
+
     Every core makes its own at the same time.
     """
 
@@ -49,7 +52,7 @@ class CoreWaves:
         joined: contextlib.ExitStack,
     ) -> None:
         self._count, self._most, self._joined = count, most, joined
-        self.running, self._wave = False, 0
+        self.running, self.quiet, self._wave = False, False, 0
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._bell.bind(self._name(place, rank))
         self._bell.setblocking(False)
@@ -70,7 +73,7 @@ class CoreWaves:
     def begin(self) -> None:
         """There is work here: have all cores step."""
         self.hear()
-        if self.running:
+        if self.running or self.quiet:
             return
         self.running, self._wave = True, self._wave + 1
         for other in self._others:
@@ -98,7 +101,7 @@ class CoreWaves:
         Raises PeerError.
         """
         with self.watched():
-            largest, any_mixed, any_busy = self._most([tokens, mixed, busy])
+            largest, any_mixed, any_busy = self._most([tokens, mixed, busy and not self.quiet])
         self.running = bool(any_busy)
         self.hear()
         return Agreement(largest, bool(any_mixed))

@@ -81,6 +81,12 @@ def _adapters(stats: CoreStats) -> Series:
     return {(str(stats.max_adapters), ",".join(running), ",".join(waiting)): float(bool(running or waiting))}
 
 
+def _sleep(stats: CoreStats) -> Series:
+    """1 for the state of a core, 0 for the others."""
+    awake, level = not stats.paused, stats.sleep_level
+    return {("awake",): awake, ("weights_offloaded",): level == 1, ("discard_all",): level == 2}
+
+
 OF_CORE = (
     Family(
         "requests_running", "gauge", "Sequences in the running batch.", "num_requests_running",
@@ -101,6 +107,11 @@ OF_CORE = (
     Family(
         "kv_cache_usage_ratio", "gauge", "Share of the KV cache's blocks that running sequences hold, 0 to 1.",
         "kv_cache_usage_perc", core=lambda s: {(): s.kv_usage},
+    ),
+    Family(
+        "engine_sleep_state", "gauge",
+        "1 for what an engine core does: it is awake, or sleeps at level 1 (weights_offloaded) or 2 (discard_all).",
+        "engine_sleep_state", labels=("sleep_state",), core=_sleep,
     ),
     Family(
         "prefix_cache_queries", "counter", "Tokens looked up in the prefix cache.", "prefix_cache_queries",
@@ -339,9 +350,6 @@ BY_NAME = {family.name: family for family in FAMILIES}
 _NO_LIFETIMES = "blocks have no clock; see prefix_cache_hits and kv_cache_usage_perc"
 NOT_MEASURED = {
     "num_requests_kv_fetch_by_stage": "caches do not move between engines",
-    "external_prefix_cache_queries": "caches do not move between engines",
-    "external_prefix_cache_hits": "caches do not move between engines",
-    "engine_sleep_state": "an engine does not sleep; see graphllm_engine_up",
     "corrupted_requests": "logits that are no numbers end a request with finished_reason error: see request_success",
     "watermark_requests": "answers carry no watermark",
     "mm_cache_queries": "models here read text only",

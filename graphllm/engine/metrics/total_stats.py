@@ -41,6 +41,7 @@ def total(cores: Sequence[CoreStats]) -> CoreStats:
         found.tiers[name] = TierStats(*(sum(of) for of in zip(*map(astuple, tiers), strict=True)))
     found.accepted_tokens = _columns([core.accepted_tokens for core in cores])
     found.adapters_running = sorted({name for core in cores for name in core.adapters_running})
+    found.paused, found.sleep_level = any(c.paused for c in cores), max(c.sleep_level for c in cores)
     found.adapters_waiting = sorted({name for core in cores for name in core.adapters_waiting})
     return found
 

@@ -12,7 +12,7 @@ from graphllm.engine.events.chains import Chains
 from graphllm.engine.events.event_encoder import EventEncoder, described
 from graphllm.engine.events.event_log import EventLog
 from graphllm.engine.events.zmq_publisher import ZmqPublisher
-from graphllm.engine.parts.part import Part, PartContext
+from graphllm.engine.parts.part import Kept, Part, PartContext
 from graphllm.engine.requests.request import CoreStats
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.step.started_step import StartedStep
@@ -64,7 +64,7 @@ class Events(Part):
         self._publish()  # nothing is left, unless no step before it has ended just now
         return ()
 
-    def reset(self) -> None:
+    def reset(self, where: Kept) -> None:
         self._publish()
 
     def stats(self, into: CoreStats) -> None:

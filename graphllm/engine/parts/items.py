@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from graphllm.engine.cache.item_cache import ItemCache, check_items
-from graphllm.engine.parts.part import Part, PartContext
+from graphllm.engine.parts.part import Kept, Part, PartContext
 from graphllm.engine.requests.request import EngineRequest
 from graphllm.engine.schedule.item_rows import ItemRows
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
@@ -37,5 +37,5 @@ class Items(Part):
             for item, start in self._rows.encodes()
         ]
 
-    def reset(self) -> None:
+    def reset(self, where: Kept) -> None:
         self._rows.cache.reset()

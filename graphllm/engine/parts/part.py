@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from graphllm.config import ConfigError, SchedulerConfig, SpeculationConfig, TierConfig
+from graphllm.config import ConfigError, SchedulerConfig, SleepConfig, SpeculationConfig, TierConfig
 from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, EngineRequest
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.engine.schedule.resource import Resource
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from graphllm.engine.structured.compilers import GrammarCompilers
     from graphllm.runtime.step_handle import StepResult
 
-_NO_SPECULATION, _NO_TIERS = SpeculationConfig(), TierConfig()
+_NO_SPECULATION, _NO_SLEEP, _NO_TIERS = SpeculationConfig(), SleepConfig(), TierConfig()
+Kept = Literal["device", "process", "everywhere"]
 GROUP = "graphllm.parts"
 WAIT = 0.05  # seconds that a step without work waits for what requests are held back for
 
@@ -48,6 +49,7 @@ class CoreSetup:
     balancer: says which experts move; None where they do not.
     waves: of the cores that step together with this one; None for a single core.
     successor: waits for better programs; None where the engine keeps what it has.
+    sleep: whether the core can sleep.
     tiers: the settings of the cache's tiers.
     rank: number of this core among those of the engine.
     """
@@ -59,6 +61,7 @@ class CoreSetup:
     balancer: ExpertBalancer | None = None
     waves: CoreWaves | None = None
     successor: Successor | None = None
+    sleep: SleepConfig = _NO_SLEEP
     tiers: TierConfig = _NO_TIERS
     rank: int = 0
 
@@ -200,8 +203,8 @@ class Part:
     def stats(self, into: CoreStats) -> None:
         """Fill in gauges and counters as of now."""
 
-    def reset(self) -> None:
-        """Forget what is kept for later requests."""
+    def reset(self, where: Kept) -> None:
+        """Forget what is kept for later requests: on the device, in the memory of this process, too, or everywhere."""
 
     def close(self) -> None:
         """Stop threads; no step follows."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from graphllm.config import ConfigError
 from graphllm.config.setting import size_text
 from graphllm.engine.cache.block_pool import Key
-from graphllm.engine.parts.part import Part, PartContext
+from graphllm.engine.parts.part import Kept, Part, PartContext
 from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, EngineRequest, TierStats
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.step.started_step import StartedStep
@@ -196,11 +196,15 @@ class Tiers(Part):
             found.hit_tokens = round(self.promotions.hits[tier.name])
             found.copied_bytes = self.promotions.copied[tier.name]
 
-    def reset(self) -> None:
+    def reset(self, where: Kept) -> None:
+        if where == "device":
+            return
         for ticket, entries in self._offers.items():  # of what is forgotten now
             self._unpin(key for key, _ in entries)
             self._offers[ticket] = []
-        for tier in self.further:
+        for pool in self.pools.values():
+            pool.host.clear()
+        for tier in self.further if where == "everywhere" else ():
             tier.reset()
 
     def close(self) -> None:

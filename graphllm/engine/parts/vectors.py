@@ -10,7 +10,7 @@ import msgspec
 
 from graphllm.config import ConfigError
 from graphllm.config.requests.sampling_params import SamplingParams
-from graphllm.engine.parts.part import Part, PartContext
+from graphllm.engine.parts.part import Kept, Part, PartContext
 from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, EngineRequest
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.engine.step.started_step import StartedStep
@@ -68,6 +68,6 @@ class Vectors(Part):
     def stats(self, into: CoreStats) -> None:
         into.token_vector_bytes = self._kept.size if self._kept is not None else 0
 
-    def reset(self) -> None:
-        if self._kept is not None:
+    def reset(self, where: Kept) -> None:
+        if self._kept is not None and where != "device":
             self._kept.clear()

@@ -15,6 +15,7 @@ from graphllm.engine.process.core_client import CoreClient, Health
 from graphllm.engine.process.messages import CoreLoad, DeathCause, EngineDeadError, Ready, Rejected, Updates
 from graphllm.engine.process.remote_core import RemoteCore
 from graphllm.engine.process.routing import Router
+from graphllm.engine.process.sleepers import Ask, Sleepers
 from graphllm.engine.requests.request import CoreStats, EngineRequest
 from graphllm.runtime.commands.calls import Call
 
@@ -30,7 +31,7 @@ class Lost(NamedTuple):
     cause: DeathCause
 
 
-class CoreGroup:
+class CoreGroup(Sleepers):
     """A `CoreClient` over several cores, for one event loop.
 
     make: makes a client, not started, for the core of a number.
@@ -147,6 +148,19 @@ class CoreGroup:
         done = await asyncio.gather(*(self._clients[engine].reset_prefix_cache() for engine in there))
         self._router.forget(engine for engine, one in zip(there, done, strict=True) if one)
         return all(done)
+
+    @property
+    def sleepers(self) -> list[Ask]:
+        """The cores that are given orders to sleep: all that are there. Raises EngineDeadError where none is."""
+        there = [engine for engine, health in enumerate(self.healths()) if health.state == "ready"]
+        if not there:
+            raise EngineDeadError(self.health().cause or _GONE)
+        return [self._clients[engine].sleep_order for engine in there]
+
+    async def sleep(self, level: object = 1, mode: object = "abort") -> None:
+        """As of one core: all sleep, or none."""
+        await super().sleep(level, mode)
+        self._router.forget(range(len(self._clients)))
 
     async def collective_rpc(self, call: Call, timeout: float | None = None) -> list[Any]:
         """Of the ranks of all cores. Raises as one core does."""

@@ -36,6 +36,8 @@ from graphllm.engine.process.messages import (
     Updates,
     address,
 )
+from graphllm.engine.process.sleep_orders import SleepOrder, SleepState
+from graphllm.engine.process.sleepers import Ask, Sleepers
 from graphllm.engine.requests.request import CoreStats, EngineRequest
 from graphllm.runtime.commands.calls import Call, RankCallError
 
@@ -44,7 +46,7 @@ _RETRY_MS = 10  # between two tries to connect to a core that does not listen ye
 _AGAIN = 2.0  # seconds until a core is greeted again that has not answered: the first time, then twice as long
 
 
-class CoreLink:
+class CoreLink(Sleepers):
     """One front of one engine core, in the event loop that calls `connect`.
 
     name: no other front of the core has it.
@@ -125,6 +127,17 @@ class CoreLink:
         if reply.error is not None:
             raise RankCallError(reply.error)
         return reply.values
+
+    async def sleep_order(self, order: SleepOrder) -> SleepState:
+        """What comes of an order, once it is obeyed. Raises EngineDeadError."""
+        reply = await self._call(lambda number: msgspec.structs.replace(order, call=number))
+        assert reply.sleep is not None
+        return reply.sleep
+
+    @property
+    def sleepers(self) -> list[Ask]:
+        """Who is given orders to sleep: this core."""
+        return [self.sleep_order]
 
     async def updates(self) -> AsyncIterator[Updates | Rejected | CoreLoad]:
         """What the core says of requests and its load, for one reader; ends when the core is closed. Raises

@@ -24,6 +24,7 @@ import zmq
 
 from graphllm.config import ConfigError
 from graphllm.engine.process import messages
+from graphllm.engine.process.sleep_orders import Orders
 from graphllm.engine.requests.request import Core, EngineCoreOutput, EngineRequest, QueueFullError
 from graphllm.host.silence import Silence, threads_of
 from graphllm.runtime.commands.calls import RankCallError
@@ -113,6 +114,7 @@ class _Loop:
         self.live: dict[str, bytes] = {}  # unfinished ids, oldest first, and their fronts
         self._watching: set[bytes] = set()  # fronts that want to know the load
         self._sent, self._load = 0.0, messages.CoreLoad(0)  # the time of the last report, and the load in it
+        self._sleep = Orders(core, self._tell_slept)
         self._shutdown: messages.Shutdown | None = None
         self._cold = True  # as far as is known, something is slow the first time
         self._aborted = False  # the update of an abort comes with the next step, even when nothing else is left
@@ -133,10 +135,13 @@ class _Loop:
                 self._handle(*self._requests.recv_multipart())
             if self._busy() and not self._over():
                 self._step()
+                if self._sleep.open:
+                    progress.activity = "idle"  # as long as it takes, it is no step that is stuck
+                    self._sleep.look()
 
     def _warm_up(self) -> None:
         """Warm up as long as nothing comes. Such a step is finished, like steps of requests."""
-        while self._cold and not self._progress.terminate and not self._poller.poll(0):
+        while self._cold and not (self._sleep.paused or self._progress.terminate or self._poller.poll(0)):
             self._progress.since, self._progress.activity = time.monotonic(), "step"
             self._cold = self._core.warm_up()
 
@@ -145,7 +150,9 @@ class _Loop:
 
     def _over(self) -> bool:
         asked = self._shutdown
-        return self._progress.terminate or (asked is not None and not (asked.drain and self._busy()))
+        # What waits in a core that sleeps does not end.
+        drains = asked is not None and asked.drain and self._busy() and not self._sleep.paused
+        return self._progress.terminate or (asked is not None and not drains)
 
     def _step(self) -> None:
         progress = self._progress
@@ -203,8 +210,14 @@ class _Loop:
                 except RankCallError as failure:
                     reply = messages.CoreReply(call, error=str(failure))
                 self._answers.send(front, reply)
+            case messages.SleepOrder():
+                self._progress.activity = "idle"
+                self._sleep.take(front, message)
             case messages.Shutdown():
                 self._shutdown = message
+
+    def _tell_slept(self, front: bytes, order: messages.SleepOrder, state: messages.SleepState) -> None:
+        self._answers.send(front, messages.CoreReply(order.call, sleep=state))
 
     def _add(self, front: bytes, requests: list[EngineRequest]) -> None:
         ids = [r.id for r in requests]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from graphllm.engine.process.sleep_orders import SleepOrder, SleepState
 from graphllm.engine.requests.request import CoreInfo, CoreStats, EngineCoreOutput, EngineRequest
 from graphllm.runtime.commands.calls import Call
 
@@ -111,13 +112,15 @@ class CoreLoad(msgspec.Struct, tag=True):
 
 
 class CoreReply(msgspec.Struct, tag=True):
-    """The answer to ResetPrefixCache (reset), GetStats (stats), or CallRanks (values, or the error)."""
+    """The answer to ResetPrefixCache (reset), GetStats (stats), SleepOrder (sleep), or CallRanks (values, or the
+    error)."""
 
     call: int
     reset: bool = False
     stats: CoreStats | None = None
     values: list[Any] = []
     error: str | None = None
+    sleep: SleepState | None = None
 
 
 class BadMessage(msgspec.Struct, tag=True):
@@ -144,7 +147,7 @@ class Dead(msgspec.Struct, tag=True):
     cause: DeathCause
 
 
-ToCore = Hello | Add | Abort | ResetPrefixCache | GetStats | CallRanks | Shutdown
+ToCore = Hello | Add | Abort | ResetPrefixCache | GetStats | CallRanks | SleepOrder | Shutdown
 FromCore = Ready | Updates | Rejected | CoreLoad | CoreReply | BadMessage | Heartbeat | Dead
 
 

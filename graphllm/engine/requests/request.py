@@ -306,6 +306,8 @@ class CoreStats(msgspec.Struct):
     adapters_running, adapters_waiting: adapters of requests with and without a slot, by name.
     token_vector_bytes: bytes of kept vectors.
     token_vector_hits: prompts that had their vectors from there.
+    paused: requests are held back, see `graphllm.engine.parts.sleep`.
+    sleep_level: of a core that has given memory back; 0 otherwise.
     tiers: of the cache, by name.
     kv_event_batches: batches of events of the cache.
     kv_event_batches_dropped: how many of them found no room in the publisher's queue.
@@ -340,6 +342,8 @@ class CoreStats(msgspec.Struct):
     adapters_waiting: list[str] = []
     token_vector_bytes: int = 0
     token_vector_hits: int = 0
+    paused: bool = False
+    sleep_level: int = 0
     tiers: dict[str, TierStats] = {}
     kv_event_batches: int = 0
     kv_event_batches_dropped: int = 0

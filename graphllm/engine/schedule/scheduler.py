@@ -233,7 +233,7 @@ class Scheduler:
                 continue
             while not cache.extend(slot, start, end, self._copies):
                 victim = t.running[-1]
-                self._preempt(victim)
+                self.preempt(victim)
                 if victim is state:
                     break
         if self.preemptions == before:
@@ -251,9 +251,9 @@ class Scheduler:
             if victim is None or victim is state:
                 # What others hold of the step comes back with them; if nothing else runs, it starts anew.
                 if victim is state and not planned and len(running) > 1:
-                    self._preempt(state)
+                    self.preempt(state)
                 return 0
-            self._preempt(victim)
+            self.preempt(victim)
         return 0
 
     def commit(self, output: SchedulerOutput, tokens: np.ndarray, of_drafts: DraftResults = NO_DRAFTS) -> Commit:
@@ -289,7 +289,7 @@ class Scheduler:
         t, slot = self.requests, state.slot
         self.cache.store(state, int(min(t.num_computed_tokens[slot], t.num_tokens[slot], state.num_tokens)))
 
-    def _preempt(self, state: RequestState) -> None:
+    def preempt(self, state: RequestState) -> None:
         """Take a request's blocks; it waits, in its old place, to be computed again. What is in flight is lost."""
         self.preemptions += 1
         state.preemptions += 1

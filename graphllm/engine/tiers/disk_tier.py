@@ -32,7 +32,7 @@ from graphllm.runtime.tiers.file_format import file_bytes
 
 _log = logging.getLogger(__name__)
 _LATER = 0.5  # seconds between two looks at what other processes have done, where nothing runs
-_SOON = 0.02  # seconds between two looks while files are written, or the files of earlier processes are not known
+_SOON = 0.02  # seconds between two looks while files are written, and while those of earlier processes are not known
 _PATIENCE = 30.0  # seconds after which a file that is still being read says that the disk hangs
 _TOGETHER = 32  # files of a job that is told as a whole
 
@@ -146,9 +146,9 @@ class DiskTier:
         self._ranks.do(command(kind, [(_file_key(key), entry) for key, entry in entries], ticket))
 
     def _look(self) -> None:
-        """Ask the ranks in each step where a request waits, and else at times: it is a round trip to all of them."""
+        """Ask the ranks while a request waits, and else at times: it is a round trip to all of them."""
         now = self._clock()
-        if not self.busy and now < self._asked + (_LATER if self._scanned and not self._jobs else _SOON):
+        if not self.busy and now < self._asked + (_SOON if self._jobs or not self._scanned else _LATER):
             return
         self._asked = now
         used = {kind: keys for kind, keys in self._used.items() if keys}

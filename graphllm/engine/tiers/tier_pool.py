@@ -61,10 +61,12 @@ class TierPool(PoolObserver):
             self._lost[block] = key
 
     def cleared(self) -> None:
+        """Copies in host memory stay: they are still right."""
+        if self._copying:
+            self._wait(max(self._copying.values()))
         self._lost.clear()
         self._copying.clear()
         self._fresh.clear()
-        self.host.clear()
 
     @property
     def has_new(self) -> bool:

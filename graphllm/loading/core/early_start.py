@@ -28,5 +28,6 @@ def begin_early(stored: StoredWeights) -> EarlyStart:
 
     functions = CudaFunctions(artifact.pieces)
     functions.begin()
-    # Engine cores that share experts each read others of them.
-    return EarlyStart(functions, None if config.peers is not None else EarlyWeights(find))
+    # Engine cores that share experts each read others of them; and weights that sleep lie in memory of their own.
+    later = config.peers is not None or config.sleep.enable_sleep_mode
+    return EarlyStart(functions, None if later else EarlyWeights(find))

@@ -11,6 +11,7 @@ import torch
 
 from graphllm.config import CoreConfig, Peers
 from graphllm.engine.experts.lockstep import CoreWaves
+from graphllm.loading.core.loaders.sleeping import let_sleep, parameters, sleep_memory
 from graphllm.loading.core.place import RankPlace, rank_place, stage_memory
 from graphllm.loading.core.rank_device import begin_weights, free_memory, rank_device, rank_threads
 from graphllm.loading.core.stored_weights import StoredWeights
@@ -45,7 +46,11 @@ class RankShare:
         self._device = rank_device(artifact.device, self._place)
         self._threads = rank_threads(config, self._place.here)
         torch.set_num_threads(1)  # of this thread; the kernels' is another one
-        with begin_weights(stored, self._device, self._place) as loading:
+        self._stored = stored
+        self._sleeping = sleep_memory(config, self._device, self._place)
+        with begin_weights(
+            stored, self._device, self._place, into=parameters(self._sleeping, stored, self._place)
+        ) as loading:
             self._weights = loading.finish()
 
     @contextlib.contextmanager
@@ -63,9 +68,18 @@ class RankShare:
     def executor(self, blocks: int, snapshots: int) -> Executor:
         """Runs the artifact."""
         place = self._place
-        return Executor(
-            self._artifact, self._weights, blocks, snapshots, self._threads, stage=place.stage, rank=place.tensor
-        )
+        executor = Executor(
+            self._artifact, self._weights, blocks, snapshots, self._threads, stage=place.stage, rank=place.tensor,
+            memory=self._sleeping,
+        )  # fmt: skip
+
+        def reload() -> None:
+            with begin_weights(self._stored, self._device, place, into=self._weights) as loading:
+                loading.finish()
+
+        is_file = self._stored.is_baked and self._device.type == "cpu"
+        let_sleep(self._config, executor, reload, is_file, self._sleeping)
+        return executor
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from graphllm.config import ConfigError, CoreConfig
@@ -48,18 +50,23 @@ def free_memory(device: torch.device) -> tuple[int, int] | None:
 
 
 def begin_weights(
-    stored: StoredWeights, device: torch.device, place: RankPlace, early: EarlyWeights | None = None
+    stored: StoredWeights,
+    device: torch.device,
+    place: RankPlace,
+    early: EarlyWeights | None = None,
+    into: Mapping[str, torch.Tensor] | None = None,
 ) -> Loading:
     """The parameters of a rank, from the artifact or the checkpoint, or random; they may still be being read (see
-    `graphllm.weights.loading.loader.begin_weights`). early: where reading them has begun. Raises ConfigError."""
-    if early is not None and (begun := early.begun()) is not None:
+    `graphllm.weights.loading.loader.begin_weights`). early: where reading them has begun. into: memory to fill, zeros;
+    None: it is allocated. Raises ConfigError."""
+    if early is not None and into is None and (begun := early.begun()) is not None:
         return begun_early(early, *begun)
     artifact, peers = stored.artifact, stored.config.peers
     if stored.is_baked:
         if artifact.config.tensor_parallel_size != 1 or peers is not None:
             raise ConfigError("bake_weights: an artifact of several ranks has no weights of its own; compile without")
         if device.type == "cuda":
-            return baked.begin_weights(artifact.folder, device)
+            return baked.begin_weights(artifact.folder, device, into)
         return Loading(baked.open_weights(artifact.folder))
     checkpoint, absent = stored.tensors
     if absent is not None:
@@ -67,8 +74,9 @@ def begin_weights(
     rank = place.tensor if peers is None else peers.rank
     reads = None if place.stage is None else stage_reads(artifact.program, place.stage)
     if checkpoint is not None:
-        return loader.begin_weights(stored.plan, checkpoint, device, stored.artifact.libraries, rank, reads)
-    weights = random_weights(stored.plan.chosen(reads), device, libraries=stored.artifact.libraries, rank=rank)
+        return loader.begin_weights(stored.plan, checkpoint, device, stored.artifact.libraries, rank, reads, into=into)
+    libraries = stored.artifact.libraries
+    weights = random_weights(stored.plan.chosen(reads), device, libraries=libraries, rank=rank, into=into)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return Loading(weights)

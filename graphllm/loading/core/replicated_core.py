@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from graphllm.config import ConfigError
@@ -95,6 +95,26 @@ class ReplicatedCore:
         """False when one of them could not."""
         assert self._client is not None
         return self._wait(self._client.reset_prefix_cache())
+
+    def sleep(self, level: object = 1, mode: object = "abort") -> None:
+        """Of all cores, or of none."""
+        assert self._client is not None
+        self._wait(self._client.sleep(level, mode))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Of all cores, or of none; whether all of their memory is there now."""
+        assert self._client is not None
+        return self._wait(self._client.wake_up(tags))
+
+    def is_sleeping(self) -> bool:
+        """Whether any of them sleeps."""
+        assert self._client is not None
+        return self._wait(self._client.is_sleeping())
+
+    def release_kv_cache_memory(self) -> None:
+        """Of all cores, or of none."""
+        assert self._client is not None
+        self._wait(self._client.release_kv_cache_memory())
 
     def collective_rpc(self, call: Call, timeout: float | None = None) -> list[Any]:
         """Of the ranks of all cores."""

@@ -40,7 +40,7 @@ class CacheMemory:
         self._places = [t.ctypes.data for t in self.tensors]
         self._stretch = -(-HUGE // block_bytes)  # blocks asked for at once: a page of each tensor
         self._asked, self._ahead, self._begun = 0, first > 0, 0
-        self._asking = threading.Lock()
+        self._asking, self._held = threading.Lock(), False
         self._madvise = ctypes.CDLL(None).madvise
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         if first:
@@ -48,10 +48,15 @@ class CacheMemory:
 
     def reach(self, block: int) -> None:
         """Have the memory of all blocks up to this one. A system that does not know how gives it at first use."""
-        while self._asked <= min(block, self.blocks - 1):
+        while self._asked <= min(block, self.blocks - 1) and not self._held:
             self._ask(block)
         if self._ahead and self._asked - block <= self._stretch // 2:
             self._begin(self._asked)
+
+    def hold(self, held: bool) -> None:
+        """Whether no memory is asked for: all of it was given back, and none has been reached."""
+        with self._asking:
+            self._held, self._asked, self._begun = held, 0, 0
 
     def _begin(self, block: int) -> None:
         """Ask for what lies up to that block in a thread, once."""
@@ -64,7 +69,7 @@ class CacheMemory:
     def _ask(self, block: int) -> None:
         with self._asking:
             until = min(self.blocks, -(-(block + 1) // self._stretch) * self._stretch)
-            if until <= self._asked:
+            if self._held or until <= self._asked:
                 return
             for place in self._places:
                 first = (place + self._asked * self._block_bytes) // _SMALL * _SMALL

@@ -27,6 +27,9 @@ class Memory(Protocol):
     def zeros(self, shape: Sequence[int], dtype: str) -> Array:
         """Zeros; on a CPU in memory that is given at its first use."""
 
+    def scratch(self, nbytes: int) -> Array:
+        """Bytes for what kernels hand on within a step, zeros at first."""
+
     def staging(self, nbytes: int, on_host: bool) -> Array:
         """A few bytes of zeros, on the device or where the host writes what goes there."""
 
@@ -63,6 +66,9 @@ class HostMemory:
 
     def zeros(self, shape: Sequence[int], dtype: str) -> HostArray:
         return HostArray.of(zeros(max(1, HostArray.bytes_of(shape, dtype))), shape, dtype)
+
+    def scratch(self, nbytes: int) -> HostArray:
+        return self.zeros((nbytes,), "uint8")
 
     def staging(self, nbytes: int, on_host: bool) -> HostArray:
         return HostArray.zeros((nbytes,), "uint8")

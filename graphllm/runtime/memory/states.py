@@ -70,6 +70,16 @@ class States:
         """Of one snapshot."""
         return 0 if self._snapshots is None else int(self._snapshots.shape[1])
 
+    @property
+    def memories(self) -> list[Array]:
+        """What blocks, recurrent states and snapshots lie in."""
+        return [*self._pool, *(memory for memory in (self._slots, self._snapshots) if memory is not None)]
+
+    def hold(self, held: bool) -> None:
+        """Whether no memory is asked for, on a CPU: all of it was given back."""
+        if self._cache is not None:
+            self._cache.hold(held)
+
     def _recurrent_memory(self, program: Program) -> tuple[Array | None, Array | None]:
         """Of slots [slots, versions, bytes] and of snapshots [snapshots, bytes]; None without recurrent states."""
         last = (p for p in program.states.values() if p.retention == "last" and p.axis == "slot")

@@ -24,6 +24,9 @@ class TorchMemory:
         count = math.prod(shape)
         return torch.from_numpy(zeros(max(1, count) * kind.itemsize)).view(kind)[:count].view(*shape)
 
+    def scratch(self, nbytes: int) -> torch.Tensor:
+        return self.zeros((nbytes,), "uint8")
+
     def staging(self, nbytes: int, on_host: bool) -> torch.Tensor:
         if on_host:
             return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")

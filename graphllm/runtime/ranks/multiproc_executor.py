@@ -20,6 +20,7 @@ from graphllm.program.artifact import Artifact
 from graphllm.program.stages import Stage
 from graphllm.runtime.commands.command import Answered, Command, Query, Sent
 from graphllm.runtime.executor import Executor
+from graphllm.runtime.memory.memory import Memory
 from graphllm.runtime.memory.staging import Sampling, StepInput
 from graphllm.runtime.ranks.all_ranks import AllRanks
 from graphllm.runtime.ranks.collectives import send_logits
@@ -53,8 +54,9 @@ class MultiprocExecutor(Executor):
         num_snapshots: int = 0,
         threads: int | None = None,
         stage: Stage | None = None,
+        memory: Memory | None = None,
     ) -> None:
-        super().__init__(artifact, weights, num_blocks, num_snapshots, threads, stage=stage)
+        super().__init__(artifact, weights, num_blocks, num_snapshots, threads, stage=stage, memory=memory)
         self.ranks, self._joined = ranks, joined
         self.worker.world_size = ranks.degree
         self.rank_seconds: list[dict[str, float]] = []  # of the start of each other rank, by phase

@@ -2,5 +2,16 @@
 
 # They say something of the machine, or stop other people's requests.
 ADMIN_PATHS = frozenset(
-    {"/server_info", "/tokenizer_info", "/reset_prefix_cache", "/abort_requests", "/start_profile", "/stop_profile"}
+    {
+        "/server_info",
+        "/tokenizer_info",
+        "/reset_prefix_cache",
+        "/abort_requests",
+        "/start_profile",
+        "/stop_profile",
+        "/sleep",
+        "/wake_up",
+        "/is_sleeping",
+        "/release_kv_cache_memory",
+    }
 )

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from graphllm.chat.error_bodies import anthropic_error_body, error_body
 from graphllm.config import ConfigError
 from graphllm.engine.process.messages import EngineDeadError
+from graphllm.engine.process.sleep_orders import SleepError
 from graphllm.engine.requests.request import QueueFullError
 from graphllm.entrypoints.async_llm import EngineUnhealthyError
 from graphllm.entrypoints.streaming.streams import SlowReaderError
@@ -57,6 +58,7 @@ KNOWN: tuple[type[Exception], ...] = (
     EngineUnhealthyError,
     EngineFailureError,
     RankCallError,
+    SleepError,
     SlowReaderError,
 )
 
@@ -104,6 +106,8 @@ def describe(error: Exception) -> tuple[int, str, dict[str, str], str | None]:
         case UnavailableError():
             return 503, str(error), {"Retry-After": str(error.retry_after)}, None
         case EngineDeadError() | EngineUnhealthyError():
+            return 503, str(error), {"Retry-After": "5"}, None
+        case SleepError():
             return 503, str(error), {"Retry-After": "5"}, None
         case EngineFailureError():
             # A constraint that only the engine could judge is a mistake of the request.

@@ -176,6 +176,9 @@ async def _drain(supervisors: Sequence[EngineSupervisor], front: Front, seconds:
     for supervisor in supervisors:
         supervisor.drain()
     count = await front.running()
+    stats = [core for supervisor in supervisors for core in await supervisor.stats() if core is not None]
+    if any(core.paused and not core.running for core in stats):  # what waits in an engine that sleeps does not end
+        seconds = 0.0
     _log.info("shutting down: %d requests in flight, %.0f s for them", count, seconds)
     deadline = time.monotonic() + seconds
     while count and time.monotonic() < deadline:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,13 +81,16 @@ class HostLoader:
         if self._unread:
             raise _OtherError
 
-    def load(self) -> dict[str, HostArray]:
-        """The finished parameters by name. Tied ones are the same array. Raises WeightError."""
+    def load(self, into: Mapping[str, HostArray] | None = None) -> dict[str, HostArray]:
+        """The finished parameters by name. Tied ones are the same array. into: memory to fill, zeros; None: it is
+        allocated. Raises WeightError."""
         own = [e for e in self._plan if not e.tie]
-        sizes = (-(-HostArray.bytes_of(e.shape, e.dtype) // _ALIGN) * _ALIGN for e in own)
-        starts = [0, *itertools.accumulate(sizes)]
-        block = zeros(max(1, starts[-1]))
-        arrays = {e.name: HostArray.of(block[at:], e.shape, e.dtype) for e, at in zip(own, starts, strict=False)}
+        if into is None:
+            sizes = (-(-HostArray.bytes_of(e.shape, e.dtype) // _ALIGN) * _ALIGN for e in own)
+            starts = [0, *itertools.accumulate(sizes)]
+            block = zeros(max(1, starts[-1]))
+            into = {e.name: HostArray.of(block[at:], e.shape, e.dtype) for e, at in zip(own, starts, strict=False)}
+        arrays = into
         jobs = [job for name, fill in self._fills.items() for job in fill(arrays[name])]
         _run(sorted(jobs, key=lambda job: (str(job.info.file), job.offset)))
         return {e.name: arrays[e.tie or e.name] for e in self._plan}

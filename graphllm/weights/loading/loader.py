@@ -59,14 +59,15 @@ def begin_weights(
     rank: int = 0,
     names: Collection[str] | None = None,
     progress: Progress | None = None,
+    into: Mapping[str, Tensor] | None = None,
 ) -> Loading:
     """The parameters by name, on ``device``, as ``rank`` of a parallel group holds them. Tied ones are the same tensor.
     On a GPU they are still being read, in the place of zeros, if that takes no more of its memory: kernels may run
     with them, but their results mean nothing until then.
 
     names: those that are loaded, with what they are tied to; None for all. libraries: the artifact's, which make
-    encoding fast; see `Encoding`. Raises WeightError before anything big is allocated, naming everything about the
-    checkpoint that does not fit the plan.
+    encoding fast; see `Encoding`. into: memory to fill, zeros; None: it is allocated. Raises WeightError before
+    anything big is allocated, naming everything about the checkpoint that does not fit the plan.
     """
     device = torch.device(device)
     if (
@@ -75,7 +76,7 @@ def begin_weights(
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     check_checkpoint(plan, checkpoint)
     plan = WeightPlan(tuple(replace(e, expr=simplify(at_rank(e.expr, rank))) for e in plan.chosen(names)))
-    tensors = allocate(plan, device)
+    tensors = allocate(plan, device) if into is None else {e.name: into[e.name] for e in plan}
     with contextlib.ExitStack() as stack:
         fds = stack.enter_context(opened(sorted({info.file for info in checkpoint.tensors.values()})))
         lowering = _Lowering(checkpoint, fds, libraries, _EVALUATED[device.type])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -28,16 +28,18 @@ def random_weights(
     seed: int = 0,
     libraries: Libraries | None = None,
     rank: int = 0,
+    into: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Normal numbers with deviation 0.02, norms are ones, computed ones are what the plan says; encoded ones stand for
     such numbers, and functions are of such numbers.
 
     libraries: see `load_weights`.
     rank: of a parallel group. What ranks divide is different on each, what all have is the same on all.
+    into: memory to fill; None: it is allocated.
     """
     device = torch.device(device)
     noise = _Noise(device)
-    tensors = allocate(plan, device)
+    tensors = allocate(plan, device) if into is None else {e.name: into[e.name] for e in plan}
     matrices: dict[tuple[str, Expr], dict[str, Tensor]] = {}
     for e in plan:
         tensor = tensors[e.name]
@@ -49,8 +51,8 @@ def random_weights(
         noise.seed(seed, e.name, rank if _is_divided(e.expr) else None)
         encoded = list(_encoded(e.expr, tensor))
         if encoded:
-            for part, into in encoded:
-                matrices.setdefault((part.encoding, part.matrix), {})[part.part] = into
+            for part, target in encoded:
+                matrices.setdefault((part.encoding, part.matrix), {})[part.part] = target
         elif len(e.shape) == 1 and "norm" in e.name and "bias" not in e.name:
             tensor.fill_(1.0)
         else:

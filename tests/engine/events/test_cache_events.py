@@ -16,6 +16,7 @@ from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
 from graphllm.engine.events.event_encoder import extra_keys
 from graphllm.engine.parts.part import CoreSetup
+from graphllm.engine.parts.snapshots import Snapshots
 from graphllm.engine.requests.request import Adapter, EngineRequest
 from graphllm.program.schema import CacheGroup, CacheLayout
 from tests.engine.events.wire import AllBlocksCleared, BlockStored, CacheModel
@@ -190,7 +191,7 @@ def test_imported_blocks(core: EngineCore, prompt: Sequence[int], told: list[int
     other, wire = _core(), _wire("x", range(10), 1)
     finish(other, [wire])
     router, theirs = CacheModel(core), CacheModel(other)
-    assert core.import_cache(other.export_cache(wire)) == 2
+    assert core.part(Snapshots).import_cache(other.part(Snapshots).export_cache(wire)) == 2
     finish(core, [_wire("y", prompt, 1)])
     router.read()
     theirs.read()

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from graphllm.config.requests.sampling_params import SamplingParams
+from graphllm.engine.parts.snapshots import Snapshots
 from tests.artifacts import LIMITS, ON, artifact_of
 from tests.engine.events.wire import DECODE, AllBlocksCleared, BlockRemoved, BlockStored, Message, receive, subscribe
 from tests.engine.harness import finish, open_core, request
@@ -58,7 +59,7 @@ def test_a_subscriber_knows_how_much_of_a_prompt_is_cached(device: str, checkpoi
             blocks = 0
             while (blocks + 1) * size < len(prompt) and held[found.get(tuple(prompt[: (blocks + 1) * size]), -1)] > 0:
                 blocks += 1
-            assert len(core.export_cache(request(f"{n}", prompt, _PARAMS))) == blocks
+            assert len(core.part(Snapshots).export_cache(request(f"{n}", prompt, _PARAMS))) == blocks
     assert min(held.values()) == 0 < max(held.values())
     live.close()
     core.close()

@@ -124,3 +124,28 @@ def test_a_core_that_is_gone_is_named() -> None:
     with pytest.raises(ValueError, match="mine"), waves.watched():
         raise ValueError("mine")
     waves.close()
+
+
+def test_what_waits_in_a_core_that_sleeps_is_no_work() -> None:
+    said: list[list[int]] = []
+
+    def most(numbers: list[int]) -> list[int]:
+        said.append(list(map(int, numbers)))
+        return said[-1]
+
+    waves = CoreWaves(0, 1, most, uuid.uuid4().hex, contextlib.ExitStack())
+    try:
+        waves.begin()
+        waves.quiet = True
+        waves.agree(0, False, busy=True)
+        assert said[-1] == [0, 0, 0]
+        assert not waves.running
+        waves.begin()
+        assert not waves.running
+        waves.quiet = False
+        waves.begin()
+        assert waves.running
+        waves.agree(3, False, busy=True)
+        assert said[-1] == [3, 0, 1]
+    finally:
+        waves.close()

@@ -88,6 +88,35 @@ def test_attention_over_latents_by_data(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_cores_sleep_and_wake_up_together(checkpoint: Path) -> None:  # noqa: F811
+    """Requests that wait in a core that sleeps begin no step of the others; all that was asked for is answered."""
+    with LLM(checkpoint, **SHARING | {"data_parallel_size": 2, "enable_sleep_mode": True}) as llm:
+        core: Any = llm.llm_engine.core
+        given = [{"prompt_token_ids": ids} for ids in PROMPTS]
+        expected = [output.outputs[0].token_ids for output in llm.generate(given, GREEDY, use_tqdm=False)]
+        for level, mode in ((1, "keep"), (2, "wait"), (2, "keep")):
+            done: dict[str, Any] = {}
+            for number, prompt in enumerate(given):
+                llm.llm_engine.add_request(f"{number}", prompt, GREEDY)
+            for _ in range(3):
+                done |= {output.request_id: output for output in llm.llm_engine.step() if output.finished}
+            llm.sleep(level, mode)
+            steps = [stats.steps for stats in core.engine_stats()]
+            for number, prompt in enumerate(given):
+                llm.llm_engine.add_request(f"later {number}", prompt, GREEDY)
+            until(lambda: core.stats().waiting >= len(given))
+            llm.wake_up(["weights"])
+            assert [stats.steps for stats in core.engine_stats()] == steps
+            assert core.stats().paused
+            llm.wake_up(["kv_cache"])
+            while llm.llm_engine.has_unfinished_requests():
+                done |= {output.request_id: output for output in llm.llm_engine.step() if output.finished}
+            for number, tokens in enumerate(expected):
+                assert done[f"{number}"].outputs[0].token_ids == tokens
+                assert done[f"later {number}"].outputs[0].token_ids == tokens
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("busy", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_core_that_dies(checkpoint: Path, model: Any, busy: bool) -> None:  # noqa: F811
     """The others say which one, at once, and end: they miss its experts. Also where nobody has work."""

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphllm import LLM, SamplingParams, StructuredOutputsParams
 from graphllm.config import ConfigError
+from graphllm.engine.parts.snapshots import Snapshots
 from graphllm.engine.requests.request import CacheEntry
 from graphllm.runtime.commands.command import TensorData
 from graphllm.runtime.ranks.multiproc_executor import MultiprocExecutor
@@ -125,13 +126,13 @@ class TestTwoRanks:
         prompt = list(range(20, 21 + 4 * options["block_size"]))
         greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         before = two.generate({"prompt_token_ids": prompt}, greedy)[0]
-        entries = core.export_cache(request("export", prompt))
+        entries = core.part(Snapshots).export_cache(request("export", prompt))
         assert len(entries) == 4
         assert {len(e.data) for e in entries} == {2 * executor_of(two).states.block_bytes}
         assert core.reset_prefix_cache()
         with pytest.raises(ConfigError, match=r"imported block has 8 bytes, here it has"):
-            core.import_cache([CacheEntry(0, b"other", entries[0].data[:8])])
-        assert core.import_cache(entries) == 4
+            core.part(Snapshots).import_cache([CacheEntry(0, b"other", entries[0].data[:8])])
+        assert core.part(Snapshots).import_cache(entries) == 4
         after = two.generate({"prompt_token_ids": prompt}, greedy)[0]
         assert after.num_cached_tokens == 4 * options["block_size"]
         assert after.outputs[0].token_ids == before.outputs[0].token_ids

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 
 from graphllm import LLM, SamplingParams, StructuredOutputsParams
 from graphllm.config import ConfigError
+from graphllm.engine.parts.snapshots import Snapshots
 from graphllm.program.linking import PieceCall
 from graphllm.program.stages import Stage, stage_calls
 from graphllm.runtime.ranks.rank_failure import RankError
@@ -76,10 +77,10 @@ def test_stages_of_unequal_size_and_a_tied_head(three_layers: Path, options: dic
         core: Any = llm.llm_engine.core
         prompt = list(range(5, 6 + 2 * options["block_size"]))
         before = llm.generate({"prompt_token_ids": prompt}, GREEDY)[0].outputs[0].token_ids
-        entries = core.export_cache(request("export", prompt))
+        entries = core.part(Snapshots).export_cache(request("export", prompt))
         assert {2 * len(e.data) for e in entries} == {3 * executor_of(llm).states.block_bytes}
         assert core.reset_prefix_cache()
-        assert core.import_cache(entries) == 2
+        assert core.part(Snapshots).import_cache(entries) == 2
         again = llm.generate({"prompt_token_ids": prompt}, GREEDY)[0]
         assert (again.num_cached_tokens, again.outputs[0].token_ids) == (2 * options["block_size"], before)
 

@@ -128,6 +128,21 @@ def test_a_reset_forgets_the_copies(checkpoint: Path, eager_artifact: Path) -> N
     core.close()
 
 
+def test_copies_outlive_the_contents_of_the_device(checkpoint: Path, eager_artifact: Path) -> None:
+    """As when the engine sleeps."""
+    core = open_core(checkpoint, eager_artifact, 16, tiers=TierConfig(4 * MIB))
+    expected, _ = run(core, conversations(2, 4, 2))
+    before = core.stats().tiers["host"]
+    assert core.scheduler.cache.reset()
+    for part in core.parts:
+        part.reset("device")
+    assert run(core, conversations(2, 4, 2))[0] == expected
+    after = core.stats().tiers["host"]
+    assert after.hit_tokens > before.hit_tokens
+    assert after.used_bytes >= before.used_bytes > 0
+    core.close()
+
+
 @pytest.mark.parametrize(("size", "named"), [(100, "at least; give more"), (1 << 50, "of memory left; give less")])
 def test_sizes_that_cannot_be(checkpoint: Path, eager_artifact: Path, size: int, named: str) -> None:
     with pytest.raises(ConfigError, match=f"kv_offloading_size is .*{named}"):

@@ -298,6 +298,37 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
     store.close()
 
 
+_ENDLESS = """
+import sys
+from pathlib import Path
+from tests.runtime.tiers.stores import content, key, opened
+store = opened(Path(sys.argv[1]), 10**5, max_writes=8)
+for number in range(10**6):
+    store.write(key(number % 500), content(number % 500))
+    print(number, flush=True)
+"""
+
+
+def test_a_process_that_is_killed_leaves_whole_files(tmp_path: Path) -> None:
+    """At any moment: what is there can be read, and what was half written is removed later."""
+    for lines in (30, 31, 57):
+        process = subprocess.Popen([sys.executable, "-c", _ENDLESS, str(tmp_path)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        for _ in range(lines):
+            assert process.stdout.readline()
+        process.kill()
+        process.communicate()
+    for left in (tmp_path / "new").iterdir():
+        os.utime(left, (0, 0))
+    store = opened(tmp_path)
+    assert list((tmp_path / "new").iterdir()) == []
+    there = files_in(tmp_path)
+    assert len(there) > 0
+    outcomes = [read(store, number) for number in range(500)]
+    assert (outcomes.count("read"), outcomes.count("missing")) == (len(there), 500 - len(there))
+    store.close()
+
+
 def test_files_of_another_process_are_found_by_the_next_scan(tmp_path: Path) -> None:
     """And what it has deleted is known to be gone."""
     store, other = opened(tmp_path, 1000), opened(tmp_path, 1000)

@@ -45,6 +45,7 @@ NAMES = [
     ("requests_waiting", "num_requests_waiting", "gauge", []),
     ("requests_waiting_by_reason", "num_requests_waiting_by_reason", "gauge", ["reason"]),
     ("kv_cache_usage_ratio", "kv_cache_usage_perc", "gauge", []),
+    ("engine_sleep_state", "engine_sleep_state", "gauge", ["sleep_state"]),
     ("prefix_cache_queries", "prefix_cache_queries", "counter", []),
     ("prefix_cache_hits", "prefix_cache_hits", "counter", []),
     ("external_prefix_cache_queries", "external_prefix_cache_queries", "counter", []),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from graphllm.engine.core import EngineCore
 from graphllm.loading.core.core_start import CoreStart
 from graphllm.loading.core.loaders.make_core import make_core
+from graphllm.loading.core.loaders.sleeping import let_sleep, parameters, sleep_memory
 from graphllm.loading.core.rank_device import begin_weights, free_memory, rank_device, rank_threads
 from graphllm.loading.memory import cache_counts
 from graphllm.runtime.executor import Executor
@@ -23,7 +24,9 @@ class DeviceLoader:
 
     def weights(self) -> None:
         start = self._start
-        begun = begin_weights(start.stored, self._device, start.place, start.early.weights)
+        self._memory = sleep_memory(start.config, self._device, start.place)
+        into = parameters(self._memory, start.stored, start.place)
+        begun = begin_weights(start.stored, self._device, start.place, start.early.weights, into)
         self._loading = start.undo.enter_context(begun)
         if start.ranks is not None or start.config.peers is not None:
             self._loading.finish()  # others wait for this process where it waits for them
@@ -34,10 +37,22 @@ class DeviceLoader:
         counts = start.counts
         if counts is None:  # on a GPU, of what the weights have left
             counts = cache_counts(start.compiled, start.memory, start.config.cache, gpu=free_memory(self._device))
-        return Executor(
+        executor = Executor(
             start.artifact, self._loading.tensors, counts.blocks, counts.snapshots, self._threads, start.cache,
-            functions=start.early.functions,
+            memory=self._memory, functions=start.early.functions,
         )  # fmt: skip
+        self._let_sleep(executor)
+        return executor
+
+    def _let_sleep(self, executor: Executor) -> None:
+        start = self._start
+        stored, device, place, tensors = start.stored, self._device, start.place, self._loading.tensors
+
+        def reload() -> None:
+            with begin_weights(stored, device, place, into=tensors) as loading:
+                loading.finish()
+
+        let_sleep(start.config, executor, reload, stored.is_baked and device.type == "cpu", self._memory)
 
     def core(self, executor: Executor) -> EngineCore:
         start, waves = self._start, None

@@ -10,15 +10,17 @@ from collections.abc import Callable, Mapping
 from graphllm.engine.core import EngineCore
 from graphllm.loading.core.core_start import CoreStart
 from graphllm.loading.core.loaders.make_core import make_core
+from graphllm.loading.core.loaders.sleeping import let_sleep
 from graphllm.loading.core.stored_weights import StoredWeights
 from graphllm.program.program import Program
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.memory.memory import HostMemory
+from graphllm.runtime.stream import nothing
 from graphllm.weights.loading.baked_on_host import open_on_host
 from graphllm.weights.loading.host_array import HostArray
 from graphllm.weights.loading.host_loader import host_loader
 
-Load = Callable[[], Mapping[str, HostArray]]
+Load = Callable[..., Mapping[str, HostArray]]
 
 
 class HostLoader:
@@ -37,7 +39,11 @@ class HostLoader:
         assert start.counts is not None
         blocks, snapshots = start.counts
         threads = start.config.load.threads
-        return Executor(start.artifact, self._weights, blocks, snapshots, threads, start.cache, memory=HostMemory())
+        executor = Executor(start.artifact, self._weights, blocks, snapshots, threads, start.cache, memory=HostMemory())
+        is_file = start.stored.is_baked
+        reload = nothing if is_file else functools.partial(self._load, self._weights)
+        let_sleep(start.config, executor, reload, is_file)
+        return executor
 
     def core(self, executor: Executor) -> EngineCore:
         return make_core(self._start, executor)

@@ -13,6 +13,7 @@ from graphllm.loading.core.rank import join_group
 from graphllm.loading.core.rank_device import free_memory
 from graphllm.loading.core.ranks import StartedRanks
 from graphllm.loading.memory import cache_counts
+from graphllm.runtime.memory.memory import Memory
 from graphllm.runtime.ranks.groups import Meeting
 from graphllm.runtime.ranks.multiproc_executor import MultiprocExecutor
 from graphllm.runtime.ranks.rank_messages import Allocate, Counted, Loaded, Serving
@@ -26,9 +27,10 @@ def join_ranks(
     device: torch.device,
     weights: Mapping[str, torch.Tensor],
     threads: int,
+    memory: Memory | None = None,
 ) -> MultiprocExecutor:
-    """Meet the ranks, now that this one has its weights, and make the executor of all. Raises ConfigError, RankError
-    for a rank that cannot go on."""
+    """Meet the ranks, now that this one has its weights, and make the executor of all. memory: of this rank; None for
+    torch's. Raises ConfigError, RankError for a rank that cannot go on."""
     config, others = ranks.config, ranks.all
     loaded = others.answers(Loaded)
     start.clock("wait for the ranks")
@@ -43,7 +45,7 @@ def join_ranks(
         start.clock("join the ranks")
         others.send(Allocate(blocks, snapshots))
         executor = MultiprocExecutor(
-            ranks.all, joined, start.artifact, weights, blocks, snapshots, threads, place.stage
+            ranks.all, joined, start.artifact, weights, blocks, snapshots, threads, place.stage, memory
         )
         executor.others_serve(loaded, others.answers(Serving))
     except BaseException:

@@ -71,6 +71,7 @@ def make_core(start: CoreStart, executor: Executor, waves: CoreWaves | None = No
         balancer=None if executor.experts is None else ExpertBalancer(executor.experts, config.parallel),
         waves=waves,
         successor=_successor(start, executor),
+        sleep=config.sleep,
         tiers=tiers,
         rank=config.parallel.data_parallel_rank or 0,
     )

@@ -21,8 +21,9 @@ class RanksLoader(DeviceLoader):
 
     def executor(self) -> Executor:
         start = self._start
-        executor = join_ranks(self._ranks, start, self._device, self._loading.tensors, self._threads)
+        executor = join_ranks(self._ranks, start, self._device, self._loading.tensors, self._threads, self._memory)
         start.undo.callback(executor.close)
+        self._let_sleep(executor)
         return executor
 
     def core(self, executor: Executor) -> EngineCore:
