@@ -236,12 +236,10 @@ def test_a_key_is_there_when_all_ranks_have_it() -> None:
     (first, entry), (second, _) = write.entries
     assert (entry, write.kind, first == second) == (7, "blocks", False)
     assert (tier.has(_key(1)), tier.busy, list(tier.offer([(_key(1), 7)]))) == (False, False, [])
-    clock.now += 1
     ranks.news[0] = FileNews({write.ticket: [True, True]}, [first, second], [], True, 10, 20, 30)
     clock.now += 0.1
     tier.fetched()
     assert (tier.has(_key(1)), list(tier.written())) == (False, [])
-    clock.now += 1
     ranks.news[1] = FileNews({write.ticket: [True, False]}, [first], [], True, 1, 2, 3)
     clock.now += 0.1
     tier.fetched()
@@ -282,7 +280,6 @@ def test_no_more_waits_to_be_written_than_half_of_host_memory() -> None:
     assert list(taken) == [_key(number) for number in range(40)]
     writes = [command for command in ranks.take() if isinstance(command, WriteFiles)]
     assert [len(write.entries) for write in writes] == [32, 8]
-    clock.now += 1
     ranks.news = [FileNews({writes[0].ticket: [False] * 32}, [], [], True, 0, 0, 0) for _ in range(2)]
     clock.now += 0.1
     tier.fetched()
