@@ -13,7 +13,7 @@ from graphllm.config.compilation import CompileConfig
 from graphllm.config.errors import ConfigError
 from graphllm.config.parallel import ParallelConfig, check_parallel
 from graphllm.config.pooling_config import PoolingType
-from graphllm.config.setting import assemble, parse_bytes, parse_object, setting
+from graphllm.config.setting import LEAST_TIER_BYTES, assemble, parse_bytes, parse_object, setting
 from graphllm.config.speculation import SpeculationConfig
 from graphllm.config.vllm.kv_transfer import KVTransferConfig, read_kv_transfer
 
@@ -188,6 +188,13 @@ class CacheConfig:
     )
 
 
+def _tier_bytes(text: str) -> int:
+    found = parse_bytes("kv_offloading_size", text)
+    if 0 < found < LEAST_TIER_BYTES:
+        raise ConfigError(f"kv_offloading_size is {text!r:.80}: less than a megabyte; give more, such as 1GiB")
+    return found
+
+
 @dataclass(frozen=True)
 class TierConfig:
     """Where blocks of the cache are kept when they leave the device."""
@@ -195,7 +202,7 @@ class TierConfig:
     kv_offloading_size: int = setting(
         0,
         written=int | float,
-        parse=functools.partial(parse_bytes, "kv_offloading_size"),
+        parse=_tier_bytes,
         help="Host memory for copies of the cache's blocks, of all ranks of an engine core together, such as 4GiB; a "
         "number below a million without a unit is GiB, as in vLLM; 0: none.",
         key=_RUNNING,
@@ -356,7 +363,9 @@ class EngineConfig:
 
 
 def _check_tiers(tiers: TierConfig) -> None:
-    """Raise ConfigError for a setting of tiers that needs another one."""
+    """Raise ConfigError for a setting of tiers that needs another one, or names no folder."""
+    if tiers.kv_offloading_disk is not None and not str(tiers.kv_offloading_disk).strip():
+        raise ConfigError("kv_offloading_disk is '': give a folder for files, or leave it out")
     if tiers.kv_offloading_disk is not None and not tiers.kv_offloading_size:
         raise ConfigError(
             f"kv_offloading_disk is {str(tiers.kv_offloading_disk)!r:.80}: blocks reach it by way of host memory; "

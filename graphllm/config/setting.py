@@ -227,6 +227,9 @@ def parse_count(name: str, text: str) -> int:
     return int(found[1]) * step if found[1].isdigit() else int(count)
 
 
+LEAST_TIER_BYTES = 10**6  # of host memory for the cache; a smaller number without a unit is gibibytes
+
+
 def parse_bytes(name: str, text: str) -> int:
     """Bytes of "2GiB", "500MB" or a plain number. Raises ConfigError naming the setting when it is neither."""
     lowered = text.strip().lower().removesuffix("b")

@@ -181,6 +181,13 @@ def test_names_that_mean_a_setting() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"kv_offloading_size": "500KB"}, "kv_offloading_size is '500KB': less than a megabyte; give more"),
+        (
+            {"kv_offloading_size": 1e-9},
+            "kv_offloading_size is 1e-09: a number without a unit is GiB, and .*; give more",
+        ),
+        ({"kv_offloading_size": "1e-7"}, "kv_offloading_size is '1e-7': a number without a unit is GiB"),
+        ({"kv_offloading_size": 1, "kv_offloading_disk": ""}, "kv_offloading_disk is '': give a folder"),
         ({"kv_offloading_disk": "/d"}, "kv_offloading_disk is '/d': .*; give kv_offloading_size, too"),
         ({"kv_offloading_disk_size": 9}, "kv_offloading_disk_size is 9: .*; give kv_offloading_disk, too"),
         ({"kv_offloading_backend": "lmcache"}, "kv_offloading_backend is 'lmcache': .*; use native, with kv"),

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from graphllm.config.errors import ConfigError
 from graphllm.config.parameter import raise_all
+from graphllm.config.setting import LEAST_TIER_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -185,14 +186,20 @@ def _renamed(setting: str) -> ForeignName:
 
 def _gibibytes(value: Any) -> Any:
     """Bytes of a number without a unit: of gibibytes, as in vLLM, where it is too small for bytes. None is 0; another
-    value stays as it is."""
+    value stays as it is. What is read twice must not change: fewer bytes than that are a ConfigError."""
     try:
         number = float(0 if value is None else value)
     except (TypeError, ValueError):
         return value
     if isinstance(value, bool) or not 0 <= number < 2**63:
         return value
-    return int(number * 2**30) if number < 10**6 else int(number)
+    found = int(number * 2**30) if number < LEAST_TIER_BYTES else int(number)
+    if number and found < LEAST_TIER_BYTES:
+        raise ConfigError(
+            f"kv_offloading_size is {value!r:.80}: a number without a unit is GiB, and this is less than a megabyte; "
+            "give more, such as 1GiB"
+        )
+    return found
 
 
 def _swap_space(value: Any) -> Mapping[str, Any]:

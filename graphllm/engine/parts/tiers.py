@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _AHEAD = 2  # steps of the largest size, whose blocks are copied before they are evicted
 _LATER = 0.05  # seconds between two looks at host memory that is being prepared
+_OFFERS = 0.005  # seconds between two looks at copies that no request waits for: each is a round trip to all ranks
 _WAIT = 0.001  # seconds between two looks at copies, where nothing else is to be done
 
 
@@ -91,7 +92,7 @@ class Tiers(Part):
         self.promotions = Promotions(cache, self.pools, self._bytes, self.rates, self.further)
         self.awaiting = None if self.connector is None else Awaiting(cache, self.connector, self.promotions)
         self.resource = self.awaiting or self.promotions
-        self._look_at = 0.0
+        self._look_at = self._ended_at = 0.0
         self._tickets = itertools.count(1)
         self._seconds = dict[int, list[float]]()  # by copy: of each rank on which it has ended
         self._offers = dict[int, list[tuple[Key, int]]]()  # by store: what further tiers are offered when it has ended
@@ -138,8 +139,9 @@ class Tiers(Part):
         self._take_ready()
         if idle and (self.busy or (self.awaiting is not None and self.awaiting.unanswered)):
             time.sleep(_WAIT)
-        if self.promotions.running or self._offers:
+        if self.promotions.running or (self._offers and time.monotonic() >= self._ended_at + _OFFERS):
             self._take_ended()
+            self._ended_at = time.monotonic()
         for tier in self.further:
             for keys, seconds in tier.fetched():
                 self.promotions.fetched(tier.name, keys, seconds)
@@ -245,9 +247,9 @@ class Tiers(Part):
             tier.reset()
 
     def close(self) -> None:
-        for tier in self.further:
-            tier.close()
         with contextlib.suppress(Exception):  # after a failure of the steps nobody is there
+            for tier in self.further:
+                tier.close()
             self.context.executor.do(CloseTiers())
 
 

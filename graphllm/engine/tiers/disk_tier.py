@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -29,8 +30,10 @@ from graphllm.runtime.commands.files import (
 )
 from graphllm.runtime.tiers.file_format import file_bytes
 
+_log = logging.getLogger(__name__)
 _LATER = 0.5  # seconds between two looks at what other processes have done, where nothing runs
 _SOON = 0.02  # seconds between two looks while files are written, and while those of earlier processes are not known
+_PATIENCE = 30.0  # seconds after which a file that is still being read says that the disk hangs
 _TOGETHER = 32  # files of a job that is told as a whole
 
 
@@ -75,11 +78,12 @@ class DiskTier:
         self._writing = {kind: set[Key]() for kind in host_entries}
         self._used = {kind: list[bytes]() for kind in host_entries}
         self._fetched, self._written = list[Fetched](), list[Key]()
-        self._asked, self._scanned = float("-inf"), False
+        self._asked, self._scanned, self._hangs = float("-inf"), False, False
         self._stats = TierStats()
-        whole = sum(host_entries[kind] * sum(sizes) for kind, sizes in rank_bytes.items())
-        shares = {kind: [host_entries[kind] * size / whole for size in sizes] for kind, sizes in rank_bytes.items()}
-        least = max(file_bytes(rank_bytes[kind][0]) / of[0] for kind, of in shares.items())
+        files = {kind: [file_bytes(size) for size in sizes] for kind, sizes in rank_bytes.items()}
+        whole = sum(host_entries[kind] * sum(sizes) for kind, sizes in files.items())
+        shares = {kind: [host_entries[kind] * size / whole for size in sizes] for kind, sizes in files.items()}
+        least = max(files[kind][0] / of[0] for kind, of in shares.items())
         if max_bytes is not None and max_bytes < least:
             raise ConfigError(
                 f"kv_offloading_disk_size is {max_bytes}: the smallest number of files takes {size_text(int(least))}; "
@@ -92,7 +96,7 @@ class DiskTier:
         return any(not job.writes for job in self._jobs.values())
 
     def has(self, key: Key) -> bool:
-        return all(key in there for there in self._there)
+        return not self._hangs and all(key in there for there in self._there)
 
     def fetch(self, entries: Entries) -> None:
         for kind, of in _by_kind(entries).items():
@@ -142,7 +146,7 @@ class DiskTier:
         self._ranks.do(command(kind, [(_file_key(key), entry) for key, entry in entries], ticket))
 
     def _look(self) -> None:
-        """Ask the ranks while a request waits, and else at times."""
+        """Ask the ranks while a request waits, and else at times: it is a round trip to all of them."""
         now = self._clock()
         if not self.busy and now < self._asked + (_SOON if self._jobs or not self._scanned else _LATER):
             return
@@ -163,6 +167,13 @@ class DiskTier:
         self._scanned, self._stats = scanned, stats
         for ticket in [t for t, answers in self._answers.items() if len(answers) == len(self._there)]:
             self._end(self._jobs.pop(ticket), self._answers.pop(ticket), now)
+        hangs = any(not job.writes and now > job.begun + _PATIENCE for job in self._jobs.values())
+        if hangs and not self._hangs:
+            _log.warning(
+                "kv_offloading_disk: a file is being read for more than %.0f s; blocks are computed until it is there; "
+                "look at the disk", _PATIENCE,
+            )  # fmt: skip
+        self._hangs = hangs
 
     def _end(self, job: _Job, answers: list[list[bool]], now: float) -> None:
         """A job has ended on all ranks."""

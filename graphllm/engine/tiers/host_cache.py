@@ -64,8 +64,9 @@ class HostCache:
         return found
 
     def expect(self, key: Key) -> int:
-        """An entry that is about to be filled from further away, until `arrived` or `failed`; -1 without room."""
-        entry = self._room()
+        """An entry that is about to be filled from further away, until `arrived` or `failed`; -1 without room, and
+        while the key comes for the last time before `clear`."""
+        entry = -1 if key in self._coming else self._room()
         if entry >= 0:
             self._coming[key] = entry
         return entry

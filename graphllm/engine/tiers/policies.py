@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Protocol
 
 from graphllm.engine.cache.block_pool import Key
@@ -117,8 +117,15 @@ class ARC:
             keys.clear()
 
 
-def _first(keys: Iterable[Key], pinned: Container[Key]) -> Key | None:
-    return next((key for key in keys if key not in pinned), None)
+def _first(keys: OrderedDict[Key, None], pinned: Container[Key]) -> Key | None:
+    """The first key that is not pinned. The pinned ones before it go to the end: they are in use, and where many wait
+    for a slow disk, they are not looked at again for each copy that goes."""
+    for _ in range(len(keys)):
+        key = next(iter(keys))
+        if key not in pinned:
+            return key
+        keys.move_to_end(key)
+    return None
 
 
 POLICIES: Mapping[str, Callable[[int], Policy]] = {"lru": LRU, "arc": ARC}

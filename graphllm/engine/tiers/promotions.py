@@ -7,6 +7,7 @@ memory comes there first.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool
 from graphllm.engine.tiers.wanted import SNAPSHOT, Wanted, wanted
 
 HOST = "host"
+_PATIENCE = 30.0  # seconds that a request waits for what is further away; a disk may hang
 _LOOKS = 16  # how often a request that finds nothing asks before it looks again
-_MOST = 3  # promotions and fetches of a request before it joins: what comes may be lost again
+_MOST = 3  # promotions and fetches after which a request joins, unless they bring it further: what comes may be lost
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Promotions(Resource):
         too.
     copied: bytes that came from each tier.
     wanted_anyway: requests for which contents are brought also where computing them would be faster.
+    clock: seconds.
     """
 
     def __init__(
@@ -73,7 +76,12 @@ class Promotions(Resource):
         self._tokens = dict[Key, float]()  # of these keys: a share of what the request need not compute
         self._promoted = set[str]()  # requests with a promotion that runs
         self._on_way = set[Key]()  # to the device
-        self._had = Counter[str]()  # promotions and fetches of each waiting request
+        self._had = Counter[str]()  # promotions and fetches of each waiting request, since it came further
+        self._reach = dict[str, int]()  # of these requests: tokens that the device had of them at most
+        self._has_had = set[str]()  # requests with a fetch whose contents have not been promoted
+        self._awaited = dict[str, Key]()  # by request: what comes for another one
+        self._since = dict[str, float]()  # by request: when it began to wait
+        self.clock = time.monotonic
         self._looked = dict[str, int]()  # requests that found nothing: how often they may ask before they look again
 
     @property
@@ -91,8 +99,13 @@ class Promotions(Resource):
 
     def acquire(self, state: RequestState) -> bool:
         id = state.request.id
-        if id in self._promoted or id in self._fetched:
+        if id in self._promoted:
             return False
+        if id in self._since and self.clock() > self._since[id] + _PATIENCE:
+            return True
+        if id in self._fetched or self._comes(self._awaited.get(id)):
+            return False
+        self._awaited.pop(id, None)
         if self._had[id] >= _MOST or self._looked.get(id, 0):
             self._looked[id] = max(0, self._looked.get(id, 0) - 1)
             return True
@@ -100,12 +113,26 @@ class Promotions(Resource):
         if found is None:
             self._looked[id] = _LOOKS
             return True
-        keys = [*found.blocks, *found.snapshots]
-        if any(key in self._on_way or self._host(key).is_coming(key) for key in keys):
-            return False  # another request has it brought
+        if self._is_brought(id, found):
+            return False
         if not self._cache.fits(state.num_tokens, found.hit):
             return True  # it waits for blocks first
-        return not self._begin(state, found, keys)
+        if found.hit.num_tokens > self._reach.get(id, 0):
+            self._reach[id], self._had[id] = found.hit.num_tokens, 0
+        begun = self._begin(state, found)
+        self._had[id] += begun
+        return not (begun or id in self._awaited)
+
+    def _is_brought(self, id: str, found: Wanted) -> bool:
+        """Whether another request has some of it brought; then this one waits for that."""
+        key = next((key for key in (*found.blocks, *found.snapshots) if self._comes(key)), None)
+        if key is not None:
+            self._awaited[id] = key
+            self._since.setdefault(id, self.clock())
+        return key is not None
+
+    def _comes(self, key: Key | None) -> bool:
+        return key is not None and (key in self._on_way or self._host(key).is_coming(key))
 
     def release(self, state: RequestState, joined: bool) -> None:
         if joined:
@@ -114,7 +141,9 @@ class Promotions(Resource):
     def forget(self, id: str) -> None:
         """A request has ended. What it has had brought comes all the same."""
         del self._had[id]
-        self._looked.pop(id, None)
+        self._has_had.discard(id)
+        for by_request in (self._looked, self._reach, self._awaited, self._since):
+            by_request.pop(id, None)
 
     def _host(self, key: Key) -> HostCache:
         return self._pools[SNAPSHOTS if key[0] == SNAPSHOT else BLOCKS].host
@@ -126,23 +155,36 @@ class Promotions(Resource):
     def _size(self, keys: Iterable[Key]) -> int:
         return sum(self._bytes[SNAPSHOTS if key[0] == SNAPSHOT else BLOCKS] for key in keys)
 
-    def _begin(self, state: RequestState, found: Wanted, keys: list[Key]) -> bool:
+    def _begin(self, state: RequestState, found: Wanted) -> bool:
         """Bring what a beginning needs one tier nearer; False where computing it is faster, or there is no room."""
+        id, keys = state.request.id, [*found.blocks, *found.snapshots]
         tokens = found.num_tokens - found.hit.num_tokens
-        far: dict[str, list[Key]] = {}
+        near, far = list[Key](), dict[str, list[Key]]()
         for key in keys:
-            if self._host(key).find(key) < 0:
+            if self._host(key).find(key) >= 0:
+                near.append(key)
+            else:
                 far.setdefault(next(t.name for t in self._further if t.has(key)), []).append(key)
         nbytes = {HOST: self._size(keys), **{name: self._size(of) for name, of in far.items()}}
         if state.request.id not in self.wanted_anyway and not self._rates.worth(tokens, nbytes):
             return False
-        self._had[state.request.id] += 1
-        return self._fetch(state, far, tokens / len(keys)) if far else self._promote(state, found, tokens, nbytes[HOST])
+        if not far:
+            return self._promote(state, found)
+        # Not all of it may fit in host memory: what a fetch has brought goes on before the next one takes its place.
+        if id not in self._has_had and self._fetch(state, near, far, tokens / len(keys)):
+            return True
+        nearer = wanted(self._cache, state, lambda key: self._host(key).find(key) >= 0)
+        if nearer is None:
+            return self._fetch(state, near, far, tokens / len(keys))
+        return not self._is_brought(id, nearer) and self._promote(state, nearer)
 
     # To the device
 
-    def _promote(self, state: RequestState, found: Wanted, tokens: int, nbytes: int) -> bool:
-        cache = self._cache
+    def _promote(self, state: RequestState, found: Wanted) -> bool:
+        cache, tokens = self._cache, found.num_tokens - found.hit.num_tokens
+        free = sum(1 for block in found.held if not cache.pool.references[block])
+        if len(found.blocks) + free > cache.pool.free_blocks:  # of a window, the hit's blocks are other ones
+            return False
         snapshots = {key: cache.states.pools[0].reserve(evict=True) for key in found.snapshots}
         if -1 in snapshots.values():
             return False
@@ -151,13 +193,16 @@ class Promotions(Resource):
         if found.snapshot >= 0:
             cache.states.pools[0].hold(found.snapshot)
         blocks = dict(zip(found.blocks, cache.pool.allocate_all(len(found.blocks)), strict=True))
-        promotion = Promotion(state, tokens, found.held, found.snapshot, blocks, snapshots, nbytes)
+        promotion = Promotion(
+            state, tokens, found.held, found.snapshot, blocks, snapshots, self._size([*blocks, *snapshots])
+        )
         for key in (*blocks, *snapshots):
             self._host(key).use(key)
             self._host(key).pin([key])
             self._on_way.add(key)
         self._begun.append(promotion)
         self._promoted.add(state.request.id)
+        self._has_had.discard(state.request.id)
         return True
 
     def start(self, ticket: int) -> dict[str, Pairs]:
@@ -194,8 +239,11 @@ class Promotions(Resource):
 
     # To host memory
 
-    def _fetch(self, state: RequestState, far: Mapping[str, list[Key]], tokens: float) -> bool:
+    def _fetch(self, state: RequestState, near: Sequence[Key], far: Mapping[str, list[Key]], tokens: float) -> bool:
+        """Bring keys from far to host memory, which keeps the near ones."""
         entries: dict[str, list[tuple[Key, int]]] = {}
+        for key in near:
+            self._host(key).pin([key])
         for name, keys in far.items():
             for key in keys:
                 entry = self._host(key).expect(key)
@@ -203,8 +251,12 @@ class Promotions(Resource):
                     break
                 entries.setdefault(name, []).append((key, entry))
                 self._tokens[key] = tokens
+        for key in near:
+            self._host(key).unpin([key])
         if not entries:
             return False
+        self._has_had.add(state.request.id)
+        self._since.setdefault(state.request.id, self.clock())
         self._fetched[state.request.id] = {key for of in entries.values() for key, _ in of}
         for tier in self._further:
             if of := entries.get(tier.name):

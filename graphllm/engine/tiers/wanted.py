@@ -68,15 +68,16 @@ def wanted(cache: CacheManager, state: RequestState, has: Callable[[Key], bool])
     reach, found = cached(everywhere, digests, end, size, cache.boundary)
     if reach <= hit.num_tokens:
         return None
-    held, blocks = list[int](), list[Key]()
+    held, missing = list[int](), list[tuple[int, Key]]()
     for group, entries in zip(cache.groups, found, strict=False):
         each = group.unit // size
         for i in range(group.first_seen(reach), reach // group.unit):
             if entries[i] == _IN_A_TIER:
-                blocks.append((group.number, digests[(i + 1) * each - 1]))
+                missing.append((i * each, (group.number, digests[(i + 1) * each - 1])))
             else:
                 held.append(entries[i])
     last = [entries[reach // cache.boundary - 1] for entries in found[len(cache.groups) :]]
     snapshots = [(SNAPSHOT, digests[reach // size - 1]) for entry in last if entry == _IN_A_TIER]
     snapshot = next((entry - 1 for entry in last if entry > 0), -1)
-    return Wanted(reach, hit, held, snapshot, blocks, snapshots)
+    missing.sort(key=lambda one: one[0])  # of all groups: where not all find room, what does is a beginning
+    return Wanted(reach, hit, held, snapshot, [key for _, key in missing], snapshots)

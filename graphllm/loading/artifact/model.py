@@ -21,6 +21,7 @@ from graphllm.host.importing import name_of
 from graphllm.loading.artifact.build import Progress, take_artifact
 from graphllm.loading.checkpoint.source import Source, find_generation_config, find_source, find_tokenizer
 from graphllm.loading.checkpoint.unread_files import warn_unread
+from graphllm.loading.tiers.disk_folder import absolute_folder
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +85,6 @@ def resolve_model(
     taken = take_artifact(source, args, progress or log_progress())
     scheduler = args.scheduler_cls
     proposer = args.draft_proposer
-    disk = args.kv_offloading_disk
     functions = [p for p in args.logits_processors if not isinstance(p, str)]
     resolved = {
         "model": str(source.folder),
@@ -96,7 +96,7 @@ def resolve_model(
         "logits_processors": tuple(p for p in args.logits_processors if isinstance(p, str)),
         "scheduler_cls": scheduler if isinstance(scheduler, str | None) else name_of("scheduler_cls", scheduler),
         "draft_proposer": proposer if isinstance(proposer, str | None) else name_of("draft_proposer", proposer),
-        "kv_offloading_disk": None if disk is None else str(Path(disk).expanduser().absolute()),
+        "kv_offloading_disk": absolute_folder(args.kv_offloading_disk),
         "stop_ids": tuple(sorted(tokenizer.stop_ids)) if tokenizer else (),
     }
     return ResolvedModel(

@@ -28,6 +28,19 @@ _ROUNDS = 50_000  # of the check: a secret that people choose may be guessed
 _HEX = re.compile(r"[0-9a-f]{64}\n?")
 
 
+def absolute_folder(folder: str | Path | None) -> str | None:
+    """The setting as processes with other working directories find it. Raises ConfigError for a "~" that is nobody's
+    home."""
+    if folder is None:
+        return None
+    try:
+        return str(Path(folder).expanduser().absolute())
+    except RuntimeError as failure:
+        raise ConfigError(
+            f"kv_offloading_disk is {str(folder)!r:.80}: there is no such home folder; give the whole path"
+        ) from failure
+
+
 def open_disk_folder(
     tiers: TierConfig, scheduler: SchedulerConfig, identity: Mapping[str, Any]
 ) -> tuple[TierConfig, SchedulerConfig]:
@@ -63,7 +76,7 @@ def _own_secret(root: Path) -> str:
     file = root / SECRET
     if not file.exists():
         _create(file, secrets.token_hex(32) + "\n")
-    found = file.read_text()
+    found = file.read_text(errors="replace")
     if not _HEX.fullmatch(found):
         raise ConfigError(
             f"{file}: damaged, it does not hold the secret of the folder's files; delete it, and with it the folders "

@@ -34,18 +34,25 @@ def open_small(model: str, place: str, pages: int, disk: str | None, host: int) 
 
 
 def serve(core: EngineCore, asked: list[dict[str, Any]], at_once: int = 6) -> Any:
-    """(id, tokens, cached) of each request as it ends."""
-    waiting, found = list(reversed(asked)), dict[str, Result]()
+    """(id, tokens, cached) of each request as it ends. Those that say so are aborted after some steps."""
+    waiting, found, aborts = list(reversed(asked)), dict[str, Result](), dict[str, int]()
     while waiting or core.unfinished:
         while waiting and len(found) < at_once:
             one = waiting.pop()
             core.add(request(one["id"], one["prompt"], SamplingParams(**one["params"])))
             found[one["id"]] = Result()
+            if one.get("abort"):
+                aborts[one["id"]] = one["abort"]
         for update in core.step():
             found[update.id].take(update)
             if update.finish_reason:
                 done = found.pop(update.id)
+                aborts.pop(update.id, None)
                 yield update.id, done.tokens, done.cached
+        for id in list(aborts):
+            aborts[id] -= 1
+            if not aborts[id]:
+                core.abort([id])
 
 
 if __name__ == "__main__":

@@ -92,6 +92,18 @@ def test_texts_across_restarts(core_on: Any, expected: list[list[int]], tmp_path
     core.close()
 
 
+def test_a_beginning_larger_than_host_memory_comes_in_parts(core_on: Any) -> None:
+    prompt = list(range(1, 91))
+    core = core_on(pages=40, entries=40)
+    wanted = finish(core, [request("first", prompt)])["first"].tokens
+    core.close()
+    core = core_on(pages=40, entries=4)
+    _found(core)
+    found = finish(core, [request("again", prompt)])["again"]
+    assert (found.tokens, found.cached) == (wanted, 88)
+    core.close()
+
+
 def test_damaged_files_are_computed_again(
     core_on: Any, expected: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,11 +197,38 @@ def _tier(ranks: Ranks, clock: Clock, entries: int = 100) -> DiskTier:
     return DiskTier(ranks, "/folder", 10**9, {"blocks": [3000, 1000]}, {"blocks": entries}, clock)
 
 
+def test_a_rank_without_attention_has_files_too() -> None:
+    """Of a pipeline, one stage may have only recurrent layers: its blocks have no bytes, and as many files."""
+    ranks = Ranks()
+    DiskTier(ranks, "/folder", 10**9, {"blocks": [0, 4096]}, {"blocks": 10}, Clock())
+    (command,) = ranks.take()
+    assert isinstance(command, OpenFiles)
+    assert command.shares["blocks"] == [pytest.approx(1 / 3), pytest.approx(2 / 3)]
+
+
+def test_a_disk_that_hangs_has_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    ranks, clock = Ranks(), Clock()
+    tier = _tier(ranks, clock)
+    ranks.news = [FileNews({}, [_key(1)[1] + (1).to_bytes(2, "big")], [], True, 0, 0, 0) for _ in range(2)]
+    tier.fetched()
+    assert tier.has(_key(1))
+    tier.fetch([(_key(1), 1)])
+    ranks.news = [FileNews({}, [], [], True, 0, 0, 0) for _ in range(2)]
+    clock.now += 31
+    for _ in range(2):
+        assert tier.fetched() == []
+        assert not tier.has(_key(1))
+    assert caplog.text.count("a file is being read for more than 30 s") == 1
+    ranks.news = [FileNews({1: [True]}, [], [], True, 0, 0, 0) for _ in range(2)]
+    assert [end.keys for end in tier.fetched()] == [{_key(1): True}]
+    assert tier.has(_key(1))
+
+
 def test_a_key_is_there_when_all_ranks_have_it() -> None:
     ranks, clock = Ranks(), Clock()
     tier = _tier(ranks, clock)
     (command,) = ranks.take()
-    assert command == OpenFiles("/folder", 10**9, {"blocks": [0.75, 0.25]}, {"blocks": 50})
+    assert command == OpenFiles("/folder", 10**9, {"blocks": [0.5, 0.5]}, {"blocks": 50})
     tier.fetched()
     assert list(tier.offer([(_key(1), 7), (_key(1, group=3), 8)])) == [_key(1), _key(1, group=3)]
     (write,) = ranks.take()
@@ -254,6 +293,16 @@ def test_ranks_are_seldom_asked_where_nothing_runs() -> None:
         tier.fetched()
         clock.now += 0.001
     assert len(ranks.used) == 2
+    tier.offer([(_key(1), 1)])  # nobody waits for a write
+    for _ in range(1000):
+        tier.fetched()
+        clock.now += 0.001
+    assert len(ranks.used) < 60
+    tier.fetch([(_key(2), 2)])
+    before = len(ranks.used)
+    for _ in range(10):
+        tier.fetched()
+    assert len(ranks.used) == before + 10
 
 
 def test_what_is_forgotten() -> None:

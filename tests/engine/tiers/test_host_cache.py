@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from graphllm.engine.cache.block_pool import Key
 from graphllm.engine.tiers.host_cache import HostCache
-from graphllm.engine.tiers.policies import ARC, LRU
+from graphllm.engine.tiers.policies import ARC, LRU, POLICIES
 from graphllm.engine.tiers.rates import Rates
 from tests.tiers import draws
 
@@ -121,13 +121,14 @@ def _hits(policy: str, accesses: list[int], entries: int = 8) -> int:
 
 
 def test_lru_is_in_the_order_of_use() -> None:
+    """What is pinned when its turn comes is in use."""
     policy, order = LRU(4), OrderedDict[Key, None]()
     for number in (1, 2, 3, 4):
         policy.add(key(number))
         order[key(number)] = None
     policy.use(key(1))
-    assert [policy.evict({key(2)}), policy.evict(()), policy.evict(()), policy.evict({key(1)})] == [
-        key(3), key(2), key(4), None,
+    assert [policy.evict({key(2)}), policy.evict(()), policy.evict(()), policy.evict({key(2)})] == [
+        key(3), key(4), key(1), None,
     ]  # fmt: skip
 
 
@@ -165,3 +166,27 @@ def test_rates(tokens: int, seconds: float, worth: bool) -> None:
     assert rates.worth(tokens, {"host": 10**9, "disk": 1})  # a tier of which nothing is known
     if not worth:  # at times it is tried again
         assert 1 <= sum(rates.worth(tokens, {"host": 10**9}) for _ in range(100)) <= 2
+
+
+class Pinned(set[Key]):
+    """looks: how often it was asked for a key."""
+
+    looks = 0
+
+    def __contains__(self, found: object) -> bool:
+        self.looks += 1
+        return super().__contains__(found)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_many_pinned_copies_are_not_looked_at_for_each_one_that_goes(policy: str) -> None:
+    order = POLICIES[policy](1000)
+    for number in range(1000):
+        order.add(key(number))
+    pinned = Pinned(map(key, range(500)))
+    gone = {order.evict(pinned) for _ in range(500)}
+    assert gone == set(map(key, range(500, 1000)))
+    assert pinned.looks <= 1000
+    assert order.evict(pinned) is None
+    pinned.clear()
+    assert order.evict(pinned) is not None

@@ -128,6 +128,39 @@ def run(
     return sim
 
 
+class Stuck(Archive):
+    """It has everything, and gives nothing. looked_up: how often it was asked what it has."""
+
+    looked_up = 0
+
+    def has(self, key: Key) -> bool:
+        self.looked_up += 1
+        return True
+
+    def fetched(self) -> Sequence[Fetched]:
+        return []
+
+
+def test_waiting_for_what_another_request_has_brought_costs_no_look_ups() -> None:
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, max_num_rows=8, max_len=40, block_size=2)
+    sim = Simulation(limits, pages=40, windows=(0,), block_sizes=(2,))
+    stuck = Stuck(sim, random.Random(0))
+    sim.use_tiers(TierConfig(1000), [stuck])
+    for number in range(3):
+        sim.add(request(f"{number}", list(range(20))))
+    for _ in range(300):  # host memory is ready, and all have asked
+        sim.step()
+    before = stuck.looked_up
+    assert before > 0
+    for _ in range(50):
+        sim.step()
+    assert stuck.looked_up == before
+    sim.tiers.promotions.clock = lambda: float("inf")  # type: ignore[union-attr]
+    for _ in range(50):
+        sim.step()
+    assert len(sim.reason) == 3
+
+
 @pytest.mark.parametrize("further", [None, Archive, simulated_disk], ids=["", "archive", "disk"])
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from graphllm.config import ConfigError, SchedulerConfig, TierConfig
-from graphllm.loading.tiers.disk_folder import MANIFEST, SECRET, open_disk_folder
+from graphllm.loading.tiers.disk_folder import MANIFEST, SECRET, absolute_folder, open_disk_folder
 
 IDENTITY = {"model": {"hidden_size": 8}, "weights": ["files", "ab"]}
 
@@ -42,6 +42,20 @@ def test_the_secret_stays(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == sorted([SECRET, place.name])
     assert secret not in (place / MANIFEST).read_text()
     assert opened(folder, secret) == (place, secret)  # the same one, given
+
+
+def test_the_setting_is_a_whole_path() -> None:
+    assert absolute_folder(None) is None
+    assert absolute_folder("a b/ü") == str(Path.cwd() / "a b/ü")
+    assert absolute_folder(Path("~/a")) == str(Path.home() / "a")
+    with pytest.raises(ConfigError, match="kv_offloading_disk is '~of-nobody/a': there is no such home folder; give"):
+        absolute_folder("~of-nobody/a")
+
+
+def test_a_secret_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / SECRET).write_bytes(b"\xff\xfe\0")
+    with pytest.raises(ConfigError, match="damaged, it does not hold the secret"):
+        opened(tmp_path)
 
 
 def test_an_own_secret(tmp_path: Path) -> None:
