@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from graphllm.engine.cache.block_pool import Key
 from graphllm.engine.cache.cache_manager import CacheManager
-from graphllm.engine.requests.request_table import RequestState
+from graphllm.engine.requests.request_table import RequestState, RequestTable
 from graphllm.engine.schedule.resource import Resource
 from graphllm.engine.tiers.further_tier import FurtherTier
 from graphllm.engine.tiers.host_cache import HostCache
@@ -73,6 +73,8 @@ class Promotions(Resource):
         self._begun = list[Promotion]()  # their copies are to be started
         self._copied = dict[int, Promotion]()  # by the copy's ticket
         self._fetched = dict[str, set[Key]]()  # by request: keys that come from further away
+        self._fetcher = dict[Key, str]()  # of these keys: the request
+        self._kept = dict[str, list[Key]]()  # by request: what was fetched for it, pinned until it is on its way
         self._tokens = dict[Key, float]()  # of these keys: a share of what the request need not compute
         self._promoted = set[str]()  # requests with a promotion that runs
         self._on_way = set[Key]()  # to the device
@@ -141,9 +143,18 @@ class Promotions(Resource):
     def forget(self, id: str) -> None:
         """A request has ended. What it has had brought comes all the same."""
         del self._had[id]
-        self._has_had.discard(id)
+        self._let_go(id)
         for by_request in (self._looked, self._reach, self._awaited, self._since):
             by_request.pop(id, None)
+
+    def place(self, state: RequestState, table: RequestTable) -> None:
+        self._let_go(state.request.id)
+
+    def _let_go(self, id: str) -> None:
+        """What was fetched for a request is as any other copy."""
+        self._has_had.discard(id)
+        for key in self._kept.pop(id, ()):
+            self._host(key).unpin([key])
 
     def _host(self, key: Key) -> HostCache:
         return self._pools[SNAPSHOTS if key[0] == SNAPSHOT else BLOCKS].host
@@ -202,7 +213,7 @@ class Promotions(Resource):
             self._on_way.add(key)
         self._begun.append(promotion)
         self._promoted.add(state.request.id)
-        self._has_had.discard(state.request.id)
+        self._let_go(state.request.id)
         return True
 
     def start(self, ticket: int) -> dict[str, Pairs]:
@@ -250,7 +261,7 @@ class Promotions(Resource):
                 if entry < 0:  # what is there by then is enough for a shorter beginning
                     break
                 entries.setdefault(name, []).append((key, entry))
-                self._tokens[key] = tokens
+                self._tokens[key], self._fetcher[key] = tokens, state.request.id
         for key in near:
             self._host(key).unpin([key])
         if not entries:
@@ -269,6 +280,9 @@ class Promotions(Resource):
             host, tokens = self._host(key), self._tokens.pop(key)
             (host.arrived if filled else host.failed)(key)
             self.hits[tier] += tokens * filled
+            if (id := self._fetcher.pop(key)) in self._has_had and host.find(key) >= 0:
+                host.pin([key])  # else what others have fetched or computed takes its place before there are blocks
+                self._kept.setdefault(id, []).append(key)
         for id, awaited in list(self._fetched.items()):
             awaited.difference_update(keys)
             if not awaited:

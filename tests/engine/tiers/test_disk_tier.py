@@ -104,6 +104,20 @@ def test_a_beginning_larger_than_host_memory_comes_in_parts(core_on: Any) -> Non
     core.close()
 
 
+def test_what_is_fetched_waits_for_blocks(core_on: Any) -> None:
+    """More requests wait than host memory has room for, and the device for one at a time."""
+    prompts = {f"{number}": [10 + number, *range(1, 60)] for number in range(6)}
+    core = core_on(pages=100, entries=100)
+    wanted = {id: finish(core, [request(id, prompt)])[id].tokens for id, prompt in prompts.items()}
+    core.close()
+    core = core_on(pages=13, entries=12)
+    _found(core)
+    found = finish(core, [request(id, prompt) for id, prompt in prompts.items()])
+    assert {id: result.tokens for id, result in found.items()} == wanted
+    assert sum(result.cached > 0 for result in found.values()) >= 2
+    core.close()
+
+
 def test_damaged_files_are_computed_again(
     core_on: Any, expected: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
