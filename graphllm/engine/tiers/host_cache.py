@@ -26,6 +26,7 @@ class HostCache:
         self._coming = dict[Key, int]()  # entries that are being filled from further away
         self._unwanted = set[Key]()  # of these: what is forgotten already
         self._pins = Counter[Key]()
+        self._held_back = dict[Key, list[int]]()  # entries of pinned keys that are forgotten already
         self.observers = list[PoolObserver]()
 
     def ready(self, count: int) -> None:
@@ -114,6 +115,7 @@ class HostCache:
             self._pins[key] -= 1
             if not self._pins[key]:
                 del self._pins[key]
+                self._free += self._held_back.pop(key, [])
 
     @property
     def pinned(self) -> int:
@@ -127,9 +129,10 @@ class HostCache:
             self._free.append(self._forget(key))
 
     def clear(self) -> None:
-        """Forget all copies, also those that are expected; nothing is pinned."""
+        """Forget all copies, also those that are expected. Who has pinned one may still read its entry."""
         self._unwanted.update(self._coming)
-        self._free += self._entry_of.values()
+        for key, entry in self._entry_of.items():
+            (self._held_back.setdefault(key, []) if key in self._pins else self._free).append(entry)
         self._entry_of.clear()
         self._policy.clear()
         for observer in self.observers:

@@ -30,16 +30,16 @@ class HostCacheMachine(RuleBasedStateMachine):
         self.host.ready(entries // 2)
         self.content: dict[int, Key] = {}
         self.coming: dict[Key, int] = {}
-        self.pins: list[Key] = []
+        self.pins: list[tuple[Key, int]] = []  # and the entries, which are nobody else's until then
 
     @rule(numbers=st.lists(st.integers(0, 12), max_size=6))
     def store(self, numbers: list[int]) -> None:
-        pinned = {k: self.host.find(k) for k in self.pins}
+        pinned = {entry for _, entry in self.pins}
         found = self.host.store(map(key, numbers))
         assert len({entry for _, entry in found}) == len(found)
         for k, entry in found:
             assert entry not in self.coming.values()
-            assert entry not in pinned.values()
+            assert entry not in pinned
             self.content[entry] = k
 
     @rule()
@@ -54,6 +54,7 @@ class HostCacheMachine(RuleBasedStateMachine):
             return
         entry = self.host.expect(k)
         if entry >= 0:
+            assert entry not in {pinned for _, pinned in self.pins}
             self.content.pop(entry, None)
             self.coming[k] = entry
             assert self.host.is_coming(k)
@@ -73,18 +74,17 @@ class HostCacheMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 12), used=st.booleans())
     def pin(self, number: int, used: bool) -> None:
-        if self.host.find(k := key(number)) >= 0:
+        if (entry := self.host.find(k := key(number))) >= 0:
             self.host.pin([k])
-            self.pins.append(k)
+            self.pins.append((k, entry))
             if used:
                 self.host.use(k)
 
     @precondition(lambda self: self.pins)
     @rule()
     def unpin(self) -> None:
-        self.host.unpin([self.pins.pop(0)])
+        self.host.unpin([self.pins.pop(0)[0]])
 
-    @precondition(lambda self: not self.pins)
     @rule()
     def clear(self) -> None:
         self.host.clear()
@@ -99,7 +99,18 @@ class HostCacheMachine(RuleBasedStateMachine):
         assert len(used) == len(set(used)) == len(self.host)
         assert len(used) + len(self.coming) <= self.host.num_entries
         assert all(self.content[entry] == k for k, entry in found.items() if entry >= 0)
-        assert all(found[k] >= 0 for k in self.pins)
+        assert self.host.pinned == len({k for k, _ in self.pins})
+
+    def teardown(self) -> None:
+        """No entry is lost."""
+        if not hasattr(self, "host"):
+            return
+        self.host.ready(self.host.num_entries)
+        for k in list(self.coming):
+            self.host.failed(k)
+        self.host.unpin(k for k, _ in self.pins)
+        self.host.clear()
+        assert len(self.host.store(map(key, range(100, 120)))) == self.host.num_entries
 
 
 TestHostCache = HostCacheMachine.TestCase
