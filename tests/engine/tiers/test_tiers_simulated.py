@@ -16,7 +16,7 @@ from graphllm.engine.schedule.scheduler_output import SchedulerLimits
 from graphllm.engine.tiers.further_tier import Entries, Fetched, FurtherTier
 from tests.engine.simulation import Simulation, continuation, request
 from tests.engine.tiers.simulated_files import simulated_disk
-from tests.tiers import draws
+from tests.tiers import draws, thorough
 
 KINDS = {  # windows and block sizes of the groups, with recurrent states or without
     "full": ((0,), (2,), False),
@@ -162,7 +162,7 @@ def test_waiting_for_what_another_request_has_brought_costs_no_look_ups() -> Non
 
 
 @pytest.mark.parametrize("further", [None, Archive, simulated_disk], ids=["", "archive", "disk"])
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", ["lru", thorough("arc")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pasts(kind: str, policy: str, further: Callable[[Simulation, random.Random], FurtherTier] | None) -> None:
     hits = Counter[str]()
