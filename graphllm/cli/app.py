@@ -199,7 +199,7 @@ def route_command(
     ),
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free port.")] = 8000,
 ) -> None:
-    """Have some servers compute prompts, and others go on with them, behind one address.
+    """Divide prompts and answers among servers.
 
     The servers are started with --kv-transfer-config, see docs/disaggregated-prefill.md.
     """

@@ -11,7 +11,6 @@ from graphllm.config.cache.kv_events import KVEventsConfig
 from graphllm.engine.events.chains import Chains
 from graphllm.engine.events.event_encoder import EventEncoder, described
 from graphllm.engine.events.event_log import EventLog
-from graphllm.engine.events.zmq_publisher import ZmqPublisher
 from graphllm.engine.parts.part import Kept, Part, PartContext
 from graphllm.engine.requests.request import CoreStats
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
@@ -30,6 +29,8 @@ class Events(Part):
     name = "events"
 
     def __init__(self, context: PartContext) -> None:
+        from graphllm.engine.events.zmq_publisher import ZmqPublisher  # zmq: an engine without events needs none
+
         super().__init__(context)
         cache, rank = context.scheduler.cache, context.setup.rank
         if not cache.caching:
