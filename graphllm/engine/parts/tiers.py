@@ -21,16 +21,12 @@ from graphllm.engine.requests.request import CoreStats, EngineCoreOutput, Engine
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.step.started_step import StartedStep
-from graphllm.engine.tiers.disk_tier import DiskTier
 from graphllm.engine.tiers.further_tier import FurtherTier
 from graphllm.engine.tiers.host_cache import HostCache
 from graphllm.engine.tiers.promotions import HOST, Promotions
 from graphllm.engine.tiers.rates import Rates
 from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool
 from graphllm.engine.tiers.wanted import SNAPSHOT
-from graphllm.engine.transfer.awaiting import Awaiting
-from graphllm.engine.transfer.connectors import find_connector
-from graphllm.engine.transfer.kv_connector import ConnectorSetup, KVConnector
 from graphllm.host.machine import available_memory
 from graphllm.runtime.commands.tiers import (
     AwaitStores,
@@ -43,6 +39,7 @@ from graphllm.runtime.commands.tiers import (
 )
 
 if TYPE_CHECKING:
+    from graphllm.engine.transfer.kv_connector import KVConnector
     from graphllm.runtime.step_handle import StepResult
 
 _log = logging.getLogger(__name__)
@@ -58,6 +55,11 @@ class Tiers(Part):
     name = "tiers"
 
     def __init__(self, context: PartContext) -> None:
+        # Most engines have no tiers, and start sooner without what these import.
+        from graphllm.engine.transfer.awaiting import Awaiting
+        from graphllm.engine.transfer.connectors import find_connector
+        from graphllm.engine.transfer.kv_connector import ConnectorSetup
+
         super().__init__(context)
         executor, cache, config = context.executor, context.scheduler.cache, context.setup.tiers
         self._bytes = {BLOCKS: sum(executor.block_bytes), SNAPSHOTS: sum(executor.snapshot_bytes)}
@@ -99,6 +101,8 @@ class Tiers(Part):
 
     def further_tiers(self) -> list[FurtherTier]:
         """The tiers beyond host memory, the nearest first."""
+        from graphllm.engine.tiers.disk_tier import DiskTier
+
         executor, config = self.context.executor, self.context.setup.tiers
         if config.kv_offloading_disk is None:
             return []
