@@ -83,7 +83,7 @@ def test_texts_are_those_without_tiers(model: str, count: int, kills: int, tmp_p
     draw, found, hits = random.Random(1), dict[str, list[int]](), Counter[str]()
     for number in range(kills + 1):
         left = [one for one in requests if one["id"] not in found]
-        most = None if number == kills else draw.randint(1, max(1, len(left) // 2))
+        most = None if number == kills else draw.randint(1, max(1, len(left) // (kills + 1 - number)))
         new, tiers = talk(settings, left, most)
         found |= new
         hits.update(tiers)
