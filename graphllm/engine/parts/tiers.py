@@ -25,8 +25,7 @@ from graphllm.engine.tiers.further_tier import FurtherTier
 from graphllm.engine.tiers.host_cache import HostCache
 from graphllm.engine.tiers.promotions import HOST, Promotions
 from graphllm.engine.tiers.rates import Rates
-from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool
-from graphllm.engine.tiers.wanted import SNAPSHOT
+from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool, kind_of
 from graphllm.host.machine import available_memory
 from graphllm.runtime.commands.tiers import (
     AwaitStores,
@@ -78,9 +77,7 @@ class Tiers(Part):
         self.further = self.further_tiers()
         writes = any(tier.writes for tier in self.further)
         self.pools = {
-            kind: TierPool(kind, pool, host[kind], self._wait, ahead=ahead, writes=writes)
-            if kind == BLOCKS
-            else TierPool(kind, pool, host[kind], self._wait, first=1, group=SNAPSHOT, writes=writes)
+            kind: TierPool(kind, pool, host[kind], self._wait, ahead if kind == BLOCKS else 0, writes)
             for kind, pool in pools.items()
         }
         self.connector: KVConnector | None = None
@@ -194,7 +191,7 @@ class Tiers(Part):
             self._pool(key).host.unpin([key])
 
     def _pool(self, key: Key) -> TierPool:
-        return self.pools[SNAPSHOTS if key[0] == SNAPSHOT else BLOCKS]
+        return self.pools[kind_of(key)]
 
     def planned(self, plan: SchedulerOutput | None) -> None:
         """Copy what would be lost, start what waiting requests want, then copy ahead."""

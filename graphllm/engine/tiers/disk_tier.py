@@ -16,7 +16,7 @@ from graphllm.config.setting import size_text
 from graphllm.engine.cache.block_pool import Key
 from graphllm.engine.requests.request import TierStats
 from graphllm.engine.tiers.further_tier import Entries, Fetched
-from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS
+from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, kind_of
 from graphllm.engine.tiers.wanted import SNAPSHOT
 from graphllm.runtime.commands.command import Answered, Command, Query
 from graphllm.runtime.commands.files import (
@@ -179,7 +179,7 @@ class DiskTier:
         """A job has ended on all ranks."""
         if job.writes:
             for key in job.keys:
-                self._writing[_kind(key)].discard(key)
+                self._writing[kind_of(key)].discard(key)
             self._written += job.keys
         else:
             filled = dict(zip(job.keys, map(all, zip(*answers, strict=True)), strict=True))
@@ -189,16 +189,12 @@ class DiskTier:
 def _by_kind(entries: Entries) -> dict[str, list[tuple[Key, int]]]:
     found: dict[str, list[tuple[Key, int]]] = {}
     for key, entry in entries:
-        found.setdefault(_kind(key), []).append((key, entry))
+        found.setdefault(kind_of(key), []).append((key, entry))
     return found
 
 
 def _batches(entries: Entries) -> Iterable[Entries]:
     return [entries[at : at + _TOGETHER] for at in range(0, len(entries), _TOGETHER)]
-
-
-def _kind(key: Key) -> str:
-    return SNAPSHOTS if key[0] == SNAPSHOT else BLOCKS
 
 
 def _file_key(key: Key) -> bytes:

@@ -19,8 +19,8 @@ from graphllm.engine.schedule.resource import Resource
 from graphllm.engine.tiers.further_tier import FurtherTier
 from graphllm.engine.tiers.host_cache import HostCache
 from graphllm.engine.tiers.rates import Rates
-from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool
-from graphllm.engine.tiers.wanted import SNAPSHOT, Wanted, wanted
+from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool, kind_of
+from graphllm.engine.tiers.wanted import Wanted, wanted
 
 HOST = "host"
 _PATIENCE = 30.0  # seconds that a request waits for what is further away; a disk may hang
@@ -157,14 +157,14 @@ class Promotions(Resource):
             self._host(key).unpin([key])
 
     def _host(self, key: Key) -> HostCache:
-        return self._pools[SNAPSHOTS if key[0] == SNAPSHOT else BLOCKS].host
+        return self._pools[kind_of(key)].host
 
     def _has(self, key: Key) -> bool:
         host = self._host(key)
         return host.find(key) >= 0 or host.is_coming(key) or any(tier.has(key) for tier in self._further)
 
     def _size(self, keys: Iterable[Key]) -> int:
-        return sum(self._bytes[SNAPSHOTS if key[0] == SNAPSHOT else BLOCKS] for key in keys)
+        return sum(self._bytes[kind_of(key)] for key in keys)
 
     def _begin(self, state: RequestState, found: Wanted) -> bool:
         """Bring what a beginning needs one tier nearer; False where computing it is faster, or there is no room."""

@@ -7,9 +7,15 @@ from collections.abc import Callable, Mapping
 from graphllm.engine.cache.block_pool import BlockPool, Key
 from graphllm.engine.cache.pool_observer import PoolObserver
 from graphllm.engine.tiers.host_cache import HostCache
+from graphllm.engine.tiers.wanted import SNAPSHOT
 
 Pairs = list[tuple[int, int]]
 BLOCKS, SNAPSHOTS = "blocks", "snapshots"  # kinds of entries
+
+
+def kind_of(key: Key) -> str:
+    """The kind of the entries that hold a key's contents."""
+    return SNAPSHOTS if key[0] == SNAPSHOT else BLOCKS
 
 
 class TierPool(PoolObserver):
@@ -17,20 +23,18 @@ class TierPool(PoolObserver):
 
     kind: of its entries, BLOCKS or SNAPSHOTS.
     wait: has later steps and commands wait for the stores up to a ticket.
-    first: the number of the pool's first place for commands, 1 in a pool of snapshots, whose commands count from 0.
-    group: in keys of copies; None: the pool's own.
     host: the copies.
     ahead: places that are given out next, whose contents are copied before that.
+    first: the number of the pool's first place for commands, 1 in a pool of snapshots, whose commands count from 0.
     writes: all contents are copied as soon as they can be found.
     num_stored: copies that were made.
     """
 
     def __init__(
-        self, kind: str, pool: BlockPool, host: HostCache, wait: Callable[[int], None], first: int = 0,
-        group: int | None = None, ahead: int = 0, writes: bool = False,
-    ) -> None:  # fmt: skip
-        self.kind, self.pool, self.host, self.first, self.ahead = kind, pool, host, first, ahead
-        self._wait, self._group, self.writes = wait, group, writes
+        self, kind: str, pool: BlockPool, host: HostCache, wait: Callable[[int], None], ahead: int, writes: bool
+    ) -> None:
+        self.kind, self.pool, self.host, self.ahead = kind, pool, host, ahead
+        self._wait, self.writes, self.first = wait, writes, int(kind == SNAPSHOTS)
         self.num_stored = 0
         self._lost = dict[int, Key]()  # by place: what was evicted without a copy, and is still there
         self._fresh = dict[int, Key]()  # by place: contents that are to be copied at once
@@ -42,7 +46,7 @@ class TierPool(PoolObserver):
         host.observers.append(_Copied(pool))
 
     def _key(self, key: Key) -> Key:
-        return key if self._group is None else (self._group, key[1])
+        return (SNAPSHOT, key[1]) if self.kind == SNAPSHOTS else key
 
     def stored(self, block: int, key: Key) -> None:
         self._lost.pop(block, None)  # an import, which has written there at once
@@ -70,7 +74,7 @@ class TierPool(PoolObserver):
 
     def copy_soon(self, key: Key) -> None:
         """Copy what the device has of a key, as soon as can be; nothing where there is a copy."""
-        place = self.pool.find(key[0] if self._group is None else 0, key[1])
+        place = self.pool.find(*_in_pool(key))
         if place and self.host.find(key) < 0:
             self._fresh[place] = key
 
@@ -112,6 +116,11 @@ class TierPool(PoolObserver):
         return found
 
 
+def _in_pool(key: Key) -> Key:
+    """As the device's pool has it: the group of snapshots is 0 there."""
+    return max(0, key[0]), key[1]
+
+
 class _Copied(PoolObserver):
     """Listens to host memory, and tells the observers of the device's pool of the copies."""
 
@@ -120,8 +129,8 @@ class _Copied(PoolObserver):
 
     def stored(self, block: int, key: Key) -> None:
         for observer in self._pool.observers:
-            observer.copied("CPU", (max(0, key[0]), key[1]))
+            observer.copied("CPU", _in_pool(key))
 
     def evicted(self, block: int, key: Key) -> None:
         for observer in self._pool.observers:
-            observer.dropped("CPU", (max(0, key[0]), key[1]))
+            observer.dropped("CPU", _in_pool(key))

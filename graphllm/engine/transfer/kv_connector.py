@@ -22,7 +22,7 @@ from graphllm.engine.requests.request import TierStats
 from graphllm.engine.requests.request_table import RequestState
 from graphllm.engine.step.device_states import DeviceStates
 from graphllm.engine.tiers.further_tier import Entries, Fetched, FurtherTier
-from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, TierPool
+from graphllm.engine.tiers.tier_pool import TierPool, kind_of
 from graphllm.engine.tiers.wanted import SNAPSHOT
 from graphllm.runtime.commands.connector import CloseConnector, FinishedTransfers, OpenConnector, StartLoads, StartSaves
 
@@ -229,10 +229,10 @@ class KVConnector(FurtherTier):
 
     def pool_of(self, key: Key) -> TierPool:
         """The pool of the device that such contents lie in, and their copies in host memory."""
-        return self.setup.pools[_kind(key)]
+        return self.setup.pools[kind_of(key)]
 
     def _size(self, key: Key) -> int:
-        return self.setup.entry_bytes[_kind(key)]
+        return self.setup.entry_bytes[kind_of(key)]
 
     def reset(self) -> None:
         pass
@@ -244,9 +244,5 @@ class KVConnector(FurtherTier):
         self.setup.executor.do(CloseConnector())
 
 
-def _kind(key: Key) -> str:
-    return SNAPSHOTS if key[0] == SNAPSHOT else BLOCKS
-
-
 def _described(entries: Entries) -> list[tuple[str, int, bytes, int]]:
-    return [(_kind(key), *key, entry) for key, entry in entries]
+    return [(kind_of(key), *key, entry) for key, entry in entries]

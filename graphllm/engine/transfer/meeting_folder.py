@@ -99,26 +99,27 @@ def _short(path: Path) -> Iterator[str]:
 
 def _remove_dead(path: Path) -> None:
     """Remove the socket of an engine that is gone without having done so."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1)
-        try:
-            with _short(path) as short:
-                probe.connect(short)
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-        except OSError:
-            return
+    try:
+        _connected(path, 1).close()
+    except ConnectionRefusedError:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return
 
 
 def connect(folder: Path, engine_id: str, timeout: float) -> socket.socket:
     """A connection to an engine. Raises OSError when it is not there."""
     if not is_engine_id(engine_id):
         raise ConnectionError("that is no id of an engine")
+    return _connected(socket_of(folder, engine_id), timeout)
+
+
+def _connected(path: Path, timeout: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout)
     try:
-        with _short(socket_of(folder, engine_id)) as path:
-            connection.connect(path)
+        with _short(path) as short:
+            connection.connect(short)
     except OSError:
         connection.close()
         raise

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from graphllm.engine.cache.block_pool import Key
 from graphllm.engine.cache.pool_observer import PoolObserver
 from graphllm.engine.tiers.host_cache import HostCache
-from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS
+from graphllm.engine.tiers.tier_pool import SNAPSHOTS, kind_of
 from graphllm.engine.tiers.wanted import SNAPSHOT
 
 
@@ -91,9 +91,7 @@ class SharedEntries:
         return pins
 
     def _too_many(self) -> bool:
-        kinds = Counter(
-            SNAPSHOTS if key[0] == SNAPSHOT else BLOCKS for kept in self._kept.values() for key in kept.pinned
-        )
+        kinds = Counter(kind_of(key) for kept in self._kept.values() for key in kept.pinned)
         return any(kinds[kind] > most for kind, most in self._most.items())
 
     @property
