@@ -63,8 +63,10 @@ class Tiers(Part):
         executor, cache, config = context.executor, context.scheduler.cache, context.setup.tiers
         self._bytes = {BLOCKS: sum(executor.block_bytes), SNAPSHOTS: sum(executor.snapshot_bytes)}
         pools = {BLOCKS: cache.pool} if cache.groups else {}
-        if cache.states.pools:
-            pools[SNAPSHOTS] = cache.states.pools[0].pool
+        superseded = {}
+        for snapshots in cache.states.pools:
+            pools[SNAPSHOTS], superseded[SNAPSHOTS] = snapshots.pool, snapshots.is_superseded
+            snapshots.rescued = True
         places = {kind: len(pool.references) for kind, pool in pools.items()}
         entries = _entries(config.kv_offloading_size, places, self._bytes)
         host = {kind: HostCache(count, config.kv_offloading_policy) for kind, count in entries.items()}
@@ -77,7 +79,9 @@ class Tiers(Part):
         self.further = self.further_tiers()
         writes = any(tier.writes for tier in self.further)
         self.pools = {
-            kind: TierPool(kind, pool, host[kind], self._wait, ahead if kind == BLOCKS else 0, writes)
+            kind: TierPool(
+                kind, pool, host[kind], self._wait, ahead if kind == BLOCKS else 0, writes, superseded.get(kind)
+            )
             for kind, pool in pools.items()
         }
         self.connector: KVConnector | None = None

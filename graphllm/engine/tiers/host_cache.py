@@ -106,6 +106,11 @@ class HostCache:
         """A copy is wanted: it counts as recently used."""
         self._policy.use(key)
 
+    def demote(self, key: Key) -> None:
+        """A copy, if there is one, is hardly wanted any more: it goes before others."""
+        if key in self._entry_of:
+            self._policy.demote(key)
+
     def pin(self, keys: Iterable[Key]) -> None:
         """Keep the entries of these keys until `unpin`."""
         self._pins.update(keys)

@@ -119,6 +119,9 @@ class Promotions(Resource):
             return False
         if not self._cache.fits(state.num_tokens, found.hit):
             return True  # it waits for blocks first
+        if found.snapshots and not self._cache.states.pools[0].pool.free_blocks:
+            self._since.setdefault(id, self.clock())
+            return False  # steps and copies in flight hold them all
         if found.hit.num_tokens > self._reach.get(id, 0):
             self._reach[id], self._had[id] = found.hit.num_tokens, 0
         begun = self._begin(state, found)

@@ -27,15 +27,17 @@ class TierPool(PoolObserver):
     ahead: places that are given out next, whose contents are copied before that.
     first: the number of the pool's first place for commands, 1 in a pool of snapshots, whose commands count from 0.
     writes: all contents are copied as soon as they can be found.
+    superseded: whether what a place holds is not worth a copy when it is evicted; None: all is.
     num_stored: copies that were made.
     """
 
     def __init__(
-        self, kind: str, pool: BlockPool, host: HostCache, wait: Callable[[int], None], ahead: int, writes: bool
-    ) -> None:
+        self, kind: str, pool: BlockPool, host: HostCache, wait: Callable[[int], None], ahead: int, writes: bool,
+        superseded: Callable[[int], bool] | None = None,
+    ) -> None:  # fmt: skip
         self.kind, self.pool, self.host, self.ahead = kind, pool, host, ahead
         self._wait, self.writes, self.first = wait, writes, int(kind == SNAPSHOTS)
-        self.num_stored = 0
+        self._superseded, self.num_stored = superseded, 0
         self._lost = dict[int, Key]()  # by place: what was evicted without a copy, and is still there
         self._fresh = dict[int, Key]()  # by place: contents that are to be copied at once
         self._copying = dict[int, int]()  # by place: the ticket of its copy, which may have ended
@@ -61,8 +63,13 @@ class TierPool(PoolObserver):
         if ticket > self._awaited:
             self._awaited = ticket
             self._wait(ticket)
-        if self.host.find(key) < 0:
+        if self._superseded is not None and self._superseded(block - self.first):
+            self.host.demote(key)
+        elif self.host.find(key) < 0:
             self._lost[block] = key
+
+    def outdated(self, key: Key) -> None:
+        self.host.demote(self._key(key))
 
     def cleared(self) -> None:
         """Copies in host memory stay: they are still right."""
