@@ -67,7 +67,7 @@ def compare(
     (expected, most), (_, least), (found, cached) = (run(core, talks) for core in cores)
     assert found == expected
     assert least < 0.7 * most
-    assert cached > (0.9 if snapshots is None else 0.8) * most  # a snapshot that there is no room for is not taken
+    assert cached > 0.9 * most
     host = cores[-1].stats().tiers["host"]
     assert 0 < host.hit_tokens <= cached
     assert 0 < host.used_bytes <= host.stored_bytes
