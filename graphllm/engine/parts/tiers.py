@@ -23,6 +23,7 @@ from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.step.started_step import StartedStep
 from graphllm.engine.tiers.further_tier import FurtherTier
 from graphllm.engine.tiers.host_cache import HostCache
+from graphllm.engine.tiers.naps import Naps
 from graphllm.engine.tiers.promotions import HOST, Promotions
 from graphllm.engine.tiers.rates import Rates
 from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool, kind_of
@@ -45,7 +46,6 @@ _log = logging.getLogger(__name__)
 _AHEAD = 2  # steps of the largest size, whose blocks are copied before they are evicted
 _LATER = 0.05  # seconds between two looks at host memory that is being prepared
 _OFFERS = 0.005  # seconds between two looks at copies that no request waits for: each is a round trip to all ranks
-_WAIT = 0.001  # seconds between two looks at copies, where nothing else is to be done
 
 
 class Tiers(Part):
@@ -96,6 +96,7 @@ class Tiers(Part):
         self.awaiting = None if self.connector is None else Awaiting(cache, self.connector, self.promotions)
         self.resource = self.awaiting or self.promotions
         self._look_at = self._ended_at = 0.0
+        self._naps = Naps()
         self._tickets = itertools.count(1)
         self._seconds = dict[int, list[float]]()  # by copy: of each rank on which it has ended
         self._offers = dict[int, list[tuple[Key, int]]]()  # by store: what further tiers are offered when it has ended
@@ -143,12 +144,15 @@ class Tiers(Part):
         """Take what has come."""
         self._take_ready()
         if idle and (self.busy or (self.awaiting is not None and self.awaiting.unanswered)):
-            time.sleep(_WAIT)
+            self._naps.nap()
+        else:
+            self._naps.end()
         if self.promotions.running or (self._offers and time.monotonic() >= self._ended_at + _OFFERS):
             self._take_ended()
             self._ended_at = time.monotonic()
         for tier in self.further:
             for keys, seconds in tier.fetched():
+                self._naps.end()
                 self.promotions.fetched(tier.name, keys, seconds)
                 if self.connector is not None:  # it may give to others what has come here
                     came = [(k, self._pool(k).host.find(k)) for k, filled in keys.items() if filled]
@@ -172,6 +176,7 @@ class Tiers(Part):
             if len(of_ranks) < len(ranks):
                 continue
             del self._seconds[ticket]
+            self._naps.end()
             if ticket in self._offers:
                 self._offer(self._offers.pop(ticket))
             else:
