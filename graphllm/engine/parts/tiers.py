@@ -27,6 +27,7 @@ from graphllm.engine.tiers.naps import Naps
 from graphllm.engine.tiers.promotions import HOST, Promotions
 from graphllm.engine.tiers.rates import Rates
 from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool, kind_of
+from graphllm.engine.tiers.wanted import keys_of
 from graphllm.host.machine import available_memory
 from graphllm.runtime.commands.tiers import (
     AwaitStores,
@@ -204,6 +205,9 @@ class Tiers(Part):
 
     def planned(self, plan: SchedulerOutput | None) -> None:
         """Copy what would be lost, start what waiting requests want, then copy ahead."""
+        for state in plan.admitted if plan is not None else ():
+            for tier in self.further:
+                tier.use(keys_of(self.context.scheduler.cache, state, state.cached_tokens))
         pools = self.pools.values()
         if rescues := {pool.kind: pairs for pool in pools if (pairs := pool.rescues())}:
             self._store(rescues, next(self._tickets), blocking=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
@@ -74,6 +74,9 @@ class Archive:
             self._writing.remove((key, entry))
             self.contents[key] = self._host(key)[entry]
         return [key for key, _ in done]
+
+    def use(self, keys: Iterable[Key]) -> None:
+        assert all(len(digest) > 8 for _, digest in keys)
 
     def reset(self) -> None:
         self.contents.clear()
