@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _AHEAD = 2  # steps of the largest size, whose blocks are copied before they are evicted
 _LATER = 0.05  # seconds between two looks at host memory that is being prepared
+_LEAVING = 1.0  # seconds that copies take before a sleep, at most
+_AT_ONCE = 1 << 26  # bytes that are copied at once then
 _OFFERS = 0.005  # seconds between two looks at copies that no request waits for: each is a round trip to all ranks
 
 
@@ -217,10 +219,27 @@ class Tiers(Part):
         if copies := {pool.kind: pairs for pool in pools if (pairs := pool.copies(ticket))}:
             self._store(copies, ticket, blocking=False)
 
-    def _store(self, pairs: dict[str, Pairs], ticket: int, blocking: bool) -> None:
-        self.context.executor.do(StoreEntries(pairs, ticket, blocking, reported=bool(self.further)))
+    def leave(self) -> None:
+        """What only the device has is copied, the most recently used first, for a second at most: a conversation goes
+        on after a sleep without being computed again."""
+        until = time.monotonic() + _LEAVING
+        for kind, pool in reversed(self.pools.items()):  # snapshots are few, and blocks are of no use without them
+            left, count = pool.unsaved(), max(1, _AT_ONCE // self._bytes[kind])
+            saved = list(left)
+            while left and time.monotonic() < until:
+                part, left = left[:count], left[count:]
+                if pairs := pool.save(part):
+                    self._store({kind: pairs}, ticket := next(self._tickets), blocking=True, awaited=True)
+                    while ticket in self._offers and time.monotonic() < until:
+                        self._take_ended()
+            for key, _ in reversed(saved):
+                pool.host.use(key)
+
+    def _store(self, pairs: dict[str, Pairs], ticket: int, blocking: bool, awaited: bool = False) -> None:
+        reported = awaited or bool(self.further)
+        self.context.executor.do(StoreEntries(pairs, ticket, blocking, reported))
         placed = [entry for pool in self.pools.values() for entry in pool.placed()]
-        if self.further:
+        if reported:
             self._offers[ticket] = placed
             self._pin(key for key, _ in placed)
 

@@ -103,8 +103,9 @@ class HostCache:
         return entry
 
     def use(self, key: Key) -> None:
-        """A copy is wanted: it counts as recently used."""
-        self._policy.use(key)
+        """A copy, if there is one, is wanted: it counts as recently used."""
+        if key in self._entry_of:
+            self._policy.use(key)
 
     def demote(self, key: Key) -> None:
         """A copy, if there is one, is hardly wanted any more: it goes before others."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from graphllm.engine.cache.block_pool import BlockPool, Key
 from graphllm.engine.cache.pool_observer import PoolObserver
@@ -110,6 +110,19 @@ class TierPool(PoolObserver):
         pairs = self._placed({key: block for key, block in blocks.items() if self.host.find(key) < 0})
         self._copying.update((place + self.first, ticket) for place, _ in pairs)
         return pairs
+
+    def unsaved(self) -> list[tuple[Key, int]]:
+        """Keys and places of what is on the device only and held by nobody, the most recently used first, as far as
+        host memory could hold all that is on the device. What lies there already counts as used."""
+        held = [(self._key(key), place) for place, key in self.pool.next_evicted(len(self.pool.references))]
+        held = held[-self.host.num_entries :]
+        for key, _ in held:
+            self.host.use(key)
+        return [(key, place) for key, place in reversed(held) if self.host.find(key) < 0]
+
+    def save(self, entries: Sequence[tuple[Key, int]]) -> Pairs:
+        """(place, entry) of copies to be made now."""
+        return self._placed(dict(entries))
 
     def _placed(self, blocks: Mapping[Key, int]) -> Pairs:
         placed = self.host.store(blocks)
