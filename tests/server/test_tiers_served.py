@@ -65,7 +65,7 @@ def _forgets_under_load(server: Served, folder: Path, expected: list[str]) -> No
         thread.start()
     while any(thread.is_alive() for thread in talks):
         answers.append(_reset(server))
-    assert found == {number: expected * 2 for number in range(4)}
+    assert found == dict.fromkeys(range(4), expected * 2)
     assert False in answers
     until(lambda: _reset(server))
     until(lambda: not [path for path in folder.glob("*/blocks-*/*/*/*") if path.is_file()])
