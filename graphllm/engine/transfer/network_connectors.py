@@ -23,7 +23,7 @@ _WAITING = 64  # connections that wait to be accepted
 
 
 class NetworkConnector(PeerConnector):
-    """An engine listens at kv_ip, on the first free port from kv_port on.
+    """An engine listens at kv_ip, on the first free port from kv_port on; 0 stands for any free port.
 
     library: the module to import.
     extra_name: what to install, as graphllm[extra_name].
@@ -60,7 +60,7 @@ class NetworkConnector(PeerConnector):
                 why = str(failure)
                 continue
             engine = self.config.engine_id or secrets.token_hex(8)
-            address = Address(engine if port == first else f"{engine}-{port}", host, port)
+            address = Address(engine if port == first else f"{engine}-{port}", host, listener.getsockname()[1])
             _log.info("engine %s meets others at %s, port %d", *address)
             return address, listener
         raise ConfigError(
