@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,9 @@ class _Agent(Endpoint):
     def __init__(self, regions: Sequence[Region], backends: Sequence[str], num_threads: int) -> None:
         import nixl
 
+        log = logging.getLogger("nixl")  # which writes to stdout by itself
+        log.handlers.clear()
+        log.propagate = True
         self._peers = dict[bytes, str]()  # names of agents, by metadata
         settings = nixl.nixl_agent_config(backends=list(backends), num_threads=num_threads)
         try:
