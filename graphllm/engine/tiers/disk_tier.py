@@ -28,7 +28,7 @@ from graphllm.runtime.commands.files import (
     ReadFiles,
     WriteFiles,
 )
-from graphllm.runtime.tiers.file_format import file_bytes
+from graphllm.runtime.tiers.files.file_format import file_bytes
 
 _log = logging.getLogger(__name__)
 _LATER = 0.5  # seconds between two looks at what other processes have done, where nothing runs

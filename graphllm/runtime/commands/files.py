@@ -8,8 +8,8 @@ import msgspec
 
 from graphllm.runtime.commands.command import Answered, Command, Device, Query
 from graphllm.runtime.commands.tiers import tiers_of
-from graphllm.runtime.tiers.block_files import BlockFiles
-from graphllm.runtime.tiers.file_batches import FileBatch, FileBatches
+from graphllm.runtime.tiers.files.block_files import BlockFiles
+from graphllm.runtime.tiers.files.file_batches import FileBatch, FileBatches
 from graphllm.runtime.tiers.host_memory import HostMemory
 
 _KEPT = "files"  # in `Worker.kept`

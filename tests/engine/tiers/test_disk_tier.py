@@ -28,7 +28,7 @@ from graphllm.runtime.commands.files import (
     ReadFiles,
     WriteFiles,
 )
-from graphllm.runtime.tiers.file_format import file_bytes
+from graphllm.runtime.tiers.files.file_format import file_bytes
 from tests.engine.harness import finish, open_core, request
 from tests.engine.tiers.test_tiers_engine import conversations, run
 from tests.runtime.tiers.stores import Clock, until

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from graphllm.runtime.tiers.block_files import BlockFiles
-from graphllm.runtime.tiers.file_batches import FileBatch, FileBatches
+from graphllm.runtime.tiers.files.block_files import BlockFiles
+from graphllm.runtime.tiers.files.file_batches import FileBatch, FileBatches
 from graphllm.runtime.tiers.host_memory import HostMemory
 from tests.runtime.tiers.stores import key, until
 

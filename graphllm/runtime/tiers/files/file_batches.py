@@ -6,8 +6,8 @@ import queue
 import threading
 from collections.abc import Sequence
 
-from graphllm.runtime.tiers.block_files import BlockFiles
-from graphllm.runtime.tiers.file_job import FileJob
+from graphllm.runtime.tiers.files.block_files import BlockFiles
+from graphllm.runtime.tiers.files.file_job import FileJob
 from graphllm.runtime.tiers.host_memory import HostMemory
 
 
