@@ -40,7 +40,6 @@ from graphllm.runtime.commands.tiers import (
 )
 
 if TYPE_CHECKING:
-    from graphllm.engine.transfer.kv_connector import KVConnector
     from graphllm.runtime.step_handle import StepResult
 
 _log = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ class Tiers(Part):
         # Most engines have no tiers, and start sooner without what these import.
         from graphllm.engine.transfer.awaiting import Awaiting
         from graphllm.engine.transfer.connectors import find_connector
-        from graphllm.engine.transfer.kv_connector import ConnectorSetup
+        from graphllm.engine.transfer.kv_connector import KVConnector
 
         super().__init__(context)
         executor, cache, config = context.executor, context.scheduler.cache, context.setup.tiers
@@ -76,24 +75,18 @@ class Tiers(Part):
         limits = context.limits
         ahead = min(_AHEAD * -(-limits.max_num_batched_tokens // limits.block_size), len(cache.pool.references) // 4)
         transfer = config.transfer
-        kind_of_connector = None if transfer is None else find_connector(transfer)
+        self._kind_of_connector = None if transfer is None else find_connector(transfer)
         self._entries = entries
-        executor.do(OpenTiers(entries, shared=kind_of_connector is not None and kind_of_connector.shares_memory))
-        self.further = self.further_tiers()
-        writes = any(tier.writes for tier in self.further)
+        shared = self._kind_of_connector is not None and self._kind_of_connector.shares_memory
+        executor.do(OpenTiers(entries, shared))
         self.pools = {
-            kind: TierPool(
-                kind, pool, host[kind], self._wait, ahead if kind == BLOCKS else 0, writes, superseded.get(kind)
-            )
+            kind: TierPool(kind, pool, host[kind], self._wait, ahead if kind == BLOCKS else 0, superseded.get(kind))
             for kind, pool in pools.items()
         }
-        self.connector: KVConnector | None = None
-        if transfer is not None and kind_of_connector is not None:
-            setup = ConnectorSetup(transfer, context.setup.identity, executor, cache, self.pools, self._bytes)
-            self.connector = kind_of_connector(setup)
-            self.further.append(self.connector)
-            for pool in self.pools.values():
-                pool.writes |= self.connector.writes
+        self.further = self.further_tiers()
+        for pool in self.pools.values():
+            pool.writes = any(tier.writes for tier in self.further)
+        self.connector = next((tier for tier in self.further if isinstance(tier, KVConnector)), None)
         self.rates = Rates()
         self.promotions = Promotions(cache, self.pools, self._bytes, self.rates, self.further)
         self.awaiting = None if self.connector is None else Awaiting(cache, self.connector, self.promotions)
@@ -106,14 +99,28 @@ class Tiers(Part):
 
     def further_tiers(self) -> list[FurtherTier]:
         """The tiers beyond host memory, the nearest first."""
+        return [tier for tier in (self._disk(), self._connector()) if tier is not None]
+
+    def _disk(self) -> FurtherTier | None:
         from graphllm.engine.tiers.disk_tier import DiskTier
 
         executor, config = self.context.executor, self.context.setup.tiers
         if config.kv_offloading_disk is None:
-            return []
+            return None
         of_ranks = {BLOCKS: executor.block_bytes, SNAPSHOTS: executor.snapshot_bytes}
         sizes = {kind: of_ranks[kind] for kind in self._entries}
-        return [DiskTier(executor, config.kv_offloading_disk, config.kv_offloading_disk_size, sizes, self._entries)]
+        return DiskTier(executor, config.kv_offloading_disk, config.kv_offloading_disk_size, sizes, self._entries)
+
+    def _connector(self) -> FurtherTier | None:
+        from graphllm.engine.transfer.kv_connector import ConnectorSetup
+
+        context, transfer = self.context, self.context.setup.tiers.transfer
+        if transfer is None or self._kind_of_connector is None:
+            return None
+        setup = context.setup
+        return self._kind_of_connector(
+            ConnectorSetup(transfer, setup.identity, context.executor, context.scheduler.cache, self.pools, self._bytes)
+        )
 
     @classmethod
     def applies(cls, context: PartContext) -> bool:

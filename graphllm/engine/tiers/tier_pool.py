@@ -32,11 +32,11 @@ class TierPool(PoolObserver):
     """
 
     def __init__(
-        self, kind: str, pool: BlockPool, host: HostCache, wait: Callable[[int], None], ahead: int, writes: bool,
+        self, kind: str, pool: BlockPool, host: HostCache, wait: Callable[[int], None], ahead: int,
         superseded: Callable[[int], bool] | None = None,
     ) -> None:  # fmt: skip
         self.kind, self.pool, self.host, self.ahead = kind, pool, host, ahead
-        self._wait, self.writes, self.first = wait, writes, int(kind == SNAPSHOTS)
+        self._wait, self.writes, self.first = wait, False, int(kind == SNAPSHOTS)
         self._superseded, self.num_stored = superseded, 0
         self._lost = dict[int, Key]()  # by place: what was evicted without a copy, and is still there
         self._fresh = dict[int, Key]()  # by place: contents that are to be copied at once
