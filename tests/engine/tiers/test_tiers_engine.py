@@ -77,7 +77,7 @@ def compare(
         core.close()
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", ["lru", thorough("arc")])
 def test_texts(checkpoint: Path, eager_artifact: Path, policy: str) -> None:
     compare(checkpoint, eager_artifact, 16, policy)
 

@@ -169,7 +169,7 @@ def test_waiting_for_what_another_request_has_brought_costs_no_look_ups() -> Non
 @pytest.mark.parametrize("kind", KINDS)
 def test_pasts(kind: str, policy: str, further: Callable[[Simulation, random.Random], FurtherTier] | None) -> None:
     hits = Counter[str]()
-    for seed in range(draws(4, 30)):
+    for seed in range(draws(3, 30)):
         sim = run(kind, seed, policy, further)
         assert sim.tiers is not None
         hits.update(sim.tiers.promotions.hits)
