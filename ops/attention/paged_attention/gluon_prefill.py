@@ -278,7 +278,8 @@ def is_flash(site: CallSite) -> bool:
     plain = site.args["softcap"] == 0 and site.args["kv_scales"] is None and site.args["ancestors_T"] is None
     norm, position = site.args["q_norm_E"], cache.stride(3)
     plain = plain and (norm is None or norm.is_contiguous())
-    tiled = E in (64, 128, 256) and H // cache.shape[2] <= 32 and all(cache.stride(i) % position == 0 for i in (0, 1, 2))
+    tiled = E in (64, 128, 256) and H // cache.shape[2] <= 32
+    tiled = tiled and all(cache.stride(i) % position == 0 for i in (0, 1, 2))
     aligned = all(n % 8 == 0 for n in (q.stride(0), q.stride(1), q.storage_offset(), position))
     halves = cache.dtype == q.dtype and q.dtype in (torch.bfloat16, torch.float16)
     return runs_gluon(site.target) and halves and plain and tiled and aligned and is_mixed(site)
