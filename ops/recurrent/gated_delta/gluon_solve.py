@@ -7,7 +7,7 @@ and N = D L, whose fourth power is zero, the whole is (I - N + N^2 - N^3) D. The
 cores in float16, whose mantissa is that of tf32. N has small numbers, since keys have a length of at most 1.
 """
 
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="annotation-unchecked"
 
 from __future__ import annotations
 
