@@ -135,9 +135,8 @@ def measure(shape: str, folder: str, case: dict[str, Any]) -> Any:
     _say(result)
     for (name, core), most in zip(cores.items(), case["seconds"], strict=True):
         core.reset_prefix_cache()
-        served[name] = serve_agents(
-            core, Sizes(out=case["answer"]), case["conversations"], case["turns"], case["at_once"], vocab, most
-        )
+        sizes = Sizes(out=case["answer"])
+        served[name] = serve_agents(core, sizes, case["conversations"], case["turns"], case["at_once"], vocab, most)
         result[f"agents, {name}"] = served[name].figures()
         _say(result)
     result["tier"] = {k: getattr(tiered.stats().tiers["host"], k) for k in ("used_bytes", "hit_tokens")}
