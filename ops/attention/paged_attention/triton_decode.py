@@ -2,8 +2,8 @@
 
 One program attends for one sequence, one range of the context and one or more KV heads: all of their query heads are
 packed into the rows of a tile, the heads' keys into its columns, and scores between different heads are masked. The
-number of ranges is a launch constant; the ranges follow from seq_lens on the device, so a captured launch serves every
-length. The step's own token is taken from k and v directly, by the program of range 0, which also stores it into the
+number of ranges follows from the number of sequences, as a size of the grid; the ranges follow from seq_lens on the
+device, so a captured launch serves every length. The step's own token is taken from k and v directly, by the program of range 0, which also stores it into the
 cache: no program reads a position that another one writes. The last program of a sequence and its heads to finish joins
 the ranges, always in the same order.
 
@@ -54,26 +54,29 @@ from graphllm.ops.attention.paged_attention.triton_write import head_strides
 Config = Mapping[str, int]
 _JOINED = 8192  # float32 values of the ranges that a program holds at once
 FEW_RANGES = 8
+_PROGRAMS = 1024  # that a batch of few sequences is divided among
+_MOST_RANGES = 32
 
 
 @triton.jit
-def split_bounds(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
-    """What decode reads of the cache (not the new token): first position, first tile, tiles, tiles per range."""
+def split_bounds(length, splits, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr):
+    """What decode reads of the cache (not the new token): first position, first tile, tiles, tiles per range of at most
+    ``splits``."""
     last = length - 1
     start = last * 0
     if WINDOW > 0:
         start = tl.maximum(length - WINDOW, 0)
     first = start // BLOCK_N
     tiles = tl.where(last > start, (last + BLOCK_N - 1) // BLOCK_N - first, 0)
-    per_split = tl.maximum((tiles + SPLITS - 1) // SPLITS, MIN_TILES)
+    per_split = tl.maximum((tiles + splits - 1) // splits, MIN_TILES)
     return start, first, tiles, per_split
 
 
 @triton.jit
 def join_as_last(
-    arrived_ptr, partial_ptr, lse_ptr, out_ptr, base, tiles, per_split, row, group, rows,
-    H: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, E: tl.constexpr,
-    E_PAD: tl.constexpr, RANGES: tl.constexpr, FEW: tl.constexpr, JOINED: tl.constexpr, FEW_JOINED: tl.constexpr,
+    arrived_ptr, partial_ptr, lse_ptr, out_ptr, base, splits, tiles, per_split, row, group, rows,
+    H: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+    RANGES: tl.constexpr, FEW: tl.constexpr, JOINED: tl.constexpr, FEW_JOINED: tl.constexpr,
 ):  # fmt: skip
     """Join the ranges of a program's rows if all the others have arrived; see `_join_ranges`."""
     tl.debug_barrier()
@@ -82,21 +85,21 @@ def join_as_last(
     if before == ranges - 1:
         tl.store(arrived_ptr, 0)
         if RANGES <= FEW:
-            _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row, group, rows,
-                         H, ROWS, HEADS, SPLITS, E, E_PAD, RANGES, JOINED)  # fmt: skip
+            _join_ranges(partial_ptr, lse_ptr, out_ptr, base, splits, ranges, row, group, rows,
+                         H, ROWS, HEADS, E, E_PAD, RANGES, JOINED)  # fmt: skip
         elif ranges <= FEW:  # loads that are masked off take time too
-            _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row, group, rows,
-                         H, ROWS, HEADS, SPLITS, E, E_PAD, FEW, FEW_JOINED)  # fmt: skip
+            _join_ranges(partial_ptr, lse_ptr, out_ptr, base, splits, ranges, row, group, rows,
+                         H, ROWS, HEADS, E, E_PAD, FEW, FEW_JOINED)  # fmt: skip
         else:
-            _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row, group, rows,
-                         H, ROWS, HEADS, SPLITS, E, E_PAD, RANGES, JOINED)  # fmt: skip
+            _join_ranges(partial_ptr, lse_ptr, out_ptr, base, splits, ranges, row, group, rows,
+                         H, ROWS, HEADS, E, E_PAD, RANGES, JOINED)  # fmt: skip
 
 
 @triton.jit
 def _join_ranges(
-    partial_ptr, lse_ptr, out_ptr, base, ranges, row, group, rows,
-    H: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, E: tl.constexpr,
-    E_PAD: tl.constexpr, RANGES: tl.constexpr, JOINED: tl.constexpr,
+    partial_ptr, lse_ptr, out_ptr, base, splits, ranges, row, group, rows,
+    H: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+    RANGES: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     """The output of a program's rows, which are HEADS query heads of each of its tokens, from their ranges, at most
     RANGES: all ranges of JOINED rows at once, because a loop over ranges or rows would wait for memory in each turn.
@@ -110,7 +113,7 @@ def _join_ranges(
         head, query = some, 0
         if ROWS > HEADS:
             head, query = some % HEADS, some // HEADS
-        at = (base + (query * SPLITS + part)) * H + group * HEADS + head[None, :]
+        at = (base + (query * splits + part)) * H + group * HEADS + head[None, :]
         known = used & (some < rows)[None, :]
         mask = known[:, :, None] & in_e[None, None, :]
         cell = partial_ptr + at[:, :, None] * E + e[None, None, :]
@@ -180,8 +183,8 @@ def _split_kernel(
     HEADS: tl.constexpr,  # KV heads of a program
     GROUPS: tl.constexpr,  # programs for all KV heads
     G_PAD: tl.constexpr,  # rows of a tile: at least HEADS * G
-    E: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
-    RANGES: tl.constexpr,  # at least SPLITS, a power of two
+    E: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr,
+    RANGES: tl.constexpr,  # of a sequence at most, a power of two
     FEW: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
     LINE: tl.constexpr,  # entries in 128 bytes, a line of the cache
     LINES: tl.constexpr,  # such lines that a head's entries surely fill
@@ -199,10 +202,11 @@ def _split_kernel(
     group = tl.program_id(0)
     s = tl.program_id(1)
     split = tl.program_id(2)  # the programs without work are the last ones
+    splits = tl.num_programs(2)
     row = tl.load(query_start_ptr + s)
     queries = tl.load(query_start_ptr + s + 1) - row
     length = tl.load(seq_len_ptr + s)
-    start, first, tiles, per_split = split_bounds(length, WINDOW, TOKENS, SPLITS, MIN_TILES)
+    start, first, tiles, per_split = split_bounds(length, splits, WINDOW, TOKENS, MIN_TILES)
     lo = first + split * per_split
     hi = tl.minimum(lo + per_split, first + tiles)
     last = length - 1
@@ -297,12 +301,12 @@ def _split_kernel(
             out = out_ptr + (row64 * H + heads)[:, None] * E + e[None, :]
             tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_q)
         else:
-            base = s.to(tl.int64) * SPLITS
+            base = s.to(tl.int64) * splits
             at_split = (base + split) * H + heads
             tl.store(partial_ptr + at_split[:, None] * E + e[None, :], acc, mask=in_q)
             tl.store(lse_ptr + at_split, top + tl.log2(total), mask=g < ROWS)
-            join_as_last(arrived_ptr + s * GROUPS + group, partial_ptr, lse_ptr, out_ptr, base, tiles, per_split, row64,
-                         group, ROWS, H, ROWS, ROWS, SPLITS, E, E_PAD, RANGES, FEW, JOINED, FEW_JOINED)  # fmt: skip
+            join_as_last(arrived_ptr + s * GROUPS + group, partial_ptr, lse_ptr, out_ptr, base, splits, tiles, per_split,
+                         row64, group, ROWS, H, ROWS, ROWS, E, E_PAD, RANGES, FEW, JOINED, FEW_JOINED)  # fmt: skip
 
 
 def _joined(rows: int, E: int, ranges: int) -> int:
@@ -316,6 +320,20 @@ def joined_rows(rows: int, E: int, ranges: int) -> int:
     return min(power_of_2(rows, 1), max(1, _JOINED // (ranges * power_of_2(E))))
 
 
+def ranges_of(S: int, groups: int, splits: int, most: int) -> int:
+    """Ranges of a sequence in a launch for S sequences: as many as make `_PROGRAMS` programs, within bounds. groups:
+    programs of a range."""
+    if most <= splits:
+        return splits
+    return torch.sym_max(splits, torch.sym_min(most, _PROGRAMS // (S * groups)))
+
+
+def range_cells(S: int, groups: int, splits: int, most: int) -> int:
+    """Room for the partial results of all ranges by `ranges_of`. It grows with S, as memory is planned for the largest
+    batch."""
+    return S * splits + (_PROGRAMS // groups if most > splits else 0) if most > 1 else 1
+
+
 def launch_split(
     kernel: Any,
     rows: Rows,
@@ -325,9 +343,10 @@ def launch_split(
     kv_scales: Tensor | None,
     rotary: Rotary | None,
     *pointers: Tensor,
-    heads: int,
-    tokens: int,
-    splits: int,
+    grid: tuple[int, int, int],
+    cells: int,
+    counters: int,
+    most: int,
     joined: int,
     few_joined: int,
     min_tiles: int,
@@ -336,28 +355,32 @@ def launch_split(
     stages: int,
     **own: int,
 ) -> None:
-    """Start a kernel that divides contexts into ranges. heads: KV heads of a program. tokens: most query tokens of a
-    sequence. joined, few_joined: rows that have their ranges joined at once, and if there are few. pointers, own:
-    tensors and constants that only this kernel has."""
+    """Start a kernel that divides contexts into ranges.
+
+    pointers, own: tensors and constants that only this kernel has.
+    grid: numbers of programs; the last one is the ranges of a sequence.
+    cells: partial results of a head that have room.
+    counters: of programs that have finished.
+    most: ranges of a sequence in any launch.
+    joined, few_joined: rows that have their ranges joined at once, and if there are few.
+    """
     q_THE, (H, E) = rows.q_THE, rows.q_THE.shape[1:]
     kv_cache, *where = paged
     K, P = kv_cache.shape[2], kv_cache.shape[3]
-    S = paged.seq_lens.shape[0]
-    shape = (S, tokens, splits, H) if splits > 1 else (1, 1, 1, 1)
-    partial = torch.empty((*shape, E), dtype=torch.float32, device=q_THE.device)
-    lse = torch.empty(shape, dtype=torch.float32, device=q_THE.device)
+    partial = torch.empty((cells, H, E), dtype=torch.float32, device=q_THE.device)
+    lse = torch.empty((cells, H), dtype=torch.float32, device=q_THE.device)
     score_scale, log2e_cap = score_constants(scores.scale, scores.softcap)
     rotated, rotation = rotary_arguments(rotary, q_THE)
     line = 128 // kv_cache.element_size()
     launch_triton(
-        kernel, (K // heads, S, splits),
-        *rows, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
+        kernel, grid,
+        *rows, kv_cache, out_THE, partial, lse, zeroed(q_THE, counters),
         *where, *rotated, q_THE if scores.sinks_H is None else scores.sinks_H,
         q_THE if kv_scales is None else kv_scales, *pointers,
         **head_strides(rows), CACHE_BLOCK=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
         CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=paged.block_table.stride(0),
         SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=scores.window, H=H, G=H // K, E=E, E_PAD=power_of_2(E), P=P,
-        SPLITS=splits, RANGES=power_of_2(splits, 2), FEW=FEW_RANGES, MIN_TILES=min_tiles, BLOCK_N=block_n,
+        RANGES=power_of_2(most, 2), FEW=FEW_RANGES, MIN_TILES=min_tiles, BLOCK_N=block_n,
         JOINED=joined, FEW_JOINED=few_joined, LINE=line, LINES=1 << (max(1, E // line).bit_length() - 1),
         SINKS=scores.sinks_H is not None, SCALED=kv_scales is not None, EMULATED=triton.knobs.runtime.interpret,
         num_warps=warps, num_stages=stages, **rotation, **own,
@@ -365,15 +388,22 @@ def launch_split(
 
 
 def launch_decode(
-    rows: Rows, paged: Paged, *others: Any, write: bool, heads: int, joined: int, early: int = 0, **plan: Any
-) -> None:
-    """Attend for the sequences of the batch that have exactly one query token; the others are not touched. heads: KV
-    heads of a program, which share a tile of ``block_n`` columns. others: as of `launch_split`."""
-    H, E, K = *rows.q_THE.shape[1:], paged.kv_cache.shape[2]
-    packed = H // K * heads
+    rows: Rows, paged: Paged, *others: Any, write: bool, heads: int, splits: int, most: int, joined: int,
+    early: int = 0, on: int = 1, **plan: Any,
+) -> None:  # fmt: skip
+    """Attend for the sequences of the batch that have exactly one query token; the others are not touched.
+
+    others: as of `launch_split`.
+    heads: KV heads of a program, which share a tile of ``block_n`` columns.
+    splits, most: ranges of a sequence where sequences are many and where they are few.
+    on: 0 for a launch without programs.
+    """
+    (H, E), K, S = rows.q_THE.shape[1:], paged.kv_cache.shape[2], paged.seq_lens.shape[0]
+    packed, groups = H // K * heads, K // heads
     launch_split(
-        _split_kernel, rows, paged, *others, heads=heads, tokens=1, joined=joined,
-        few_joined=_joined(packed, E, FEW_RANGES) if joined > 1 else 1, WRITE=write, HEADS=heads, GROUPS=K // heads,
+        _split_kernel, rows, paged, *others, grid=(groups, S, on * ranges_of(S, groups, splits, most)),
+        cells=range_cells(S, groups, splits, most), counters=S * K if most > 1 else 1, most=most, joined=joined,
+        few_joined=_joined(packed, E, FEW_RANGES) if joined > 1 else 1, WRITE=write, HEADS=heads, GROUPS=groups,
         EARLY=early, G_PAD=power_of_2(packed), **plan,
     )  # fmt: skip
 
@@ -415,10 +445,11 @@ def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int
         heads //= 2
     if narrow and rows >= 2048:
         block_n *= 2
-    splits = max(1, min(splits, -(-longest // least)))
+    enough = max(1, -(-longest // least))
+    splits, most = min(splits, enough), min(max(splits, _MOST_RANGES), enough)
     joined = _joined(heads * (H // K), E, power_of_2(splits, 2)) if 0 < rows < 256 else 1
     return {
-        "heads": heads, "splits": splits, "joined": joined,
+        "heads": heads, "splits": splits, "most": most, "joined": joined,
         "min_tiles": max(1, least * heads // block_n), "block_n": block_n,
         "warps": 2 if narrow else 4, "stages": 2,
     }  # fmt: skip
