@@ -326,7 +326,7 @@ def _launch_prompts(
 def gluon_prefill(rows: Rows, paged: Paged, scores: Scores, rotary: Rotary | None, **config: Any) -> Tensor:
     """Any ragged batch."""
     few = plan_few(rows, paged, None)
-    out_THE = _launch_prompts(rows, paged, scores, rotary, few=few.most, **config)
+    out_THE = _launch_prompts(rows, paged, scores, rotary, few=few.left_out, **config)
     launch_few(few, rows, paged, out_THE, scores, None, None, rotary)
     return out_THE
 

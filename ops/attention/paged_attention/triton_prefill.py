@@ -219,7 +219,7 @@ def triton_prefill(
     launch_triton(
         _flash_kernel, ((T // (block_m // G) + S) * K,),
         q_THE, kv_cache, out_THE, *where, q_norm, cos, sin,
-        q_THE if sinks_H is None else sinks_H, scales, q_THE if ancestors_T is None else ancestors_T, S, few.most,
+        q_THE if sinks_H is None else sinks_H, scales, q_THE if ancestors_T is None else ancestors_T, S, few.left_out,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
         SINKS=sinks_H is not None, H=H, K=K, G=G, BLOCK_M=block_m, BLOCK_N=block_n, TREE=ancestors_T is not None,
         num_warps=warps, num_stages=stages, **cache, **rotation,

@@ -63,6 +63,7 @@ _MOST_QUERIES = 16  # of a block, in steps with prompts
 _BLOCKS = 16  # of all sequences in such a step
 _FEW_SEQUENCES = 64  # in such a step, if they are divided by this kernel
 _FEW_RANGES, _FEW_LEAST = 32, 256  # most of a block, least tokens of one
+_FEW_PLAN = {"warps": 8, "stages": 2}
 _PROGRAMS = 1024
 _MANY, _LONG = 256, 2048  # from _MANY pairs of sequence and KV head on, ranges have at least _LONG tokens
 
@@ -286,16 +287,18 @@ class Few(NamedTuple):
     queries: tokens of a block.
     blocks: of a sequence at most.
     splits: ranges of the context.
+    most: of these in any launch.
     """
 
     on: int
     queries: int
     blocks: int
     splits: int
+    most: int
 
     @property
-    def most(self) -> int:
-        """Query tokens of a sequence that the kernels of prompts leave out."""
+    def left_out(self) -> int:
+        """Query tokens of a sequence that the kernels of prompts leave out, at most."""
         return 1 + self.on * (self.queries * self.blocks - 1)
 
 
@@ -304,12 +307,13 @@ def plan_few(rows: Rows, paged: Paged, ancestors_T: Tensor | None) -> Few:
     (T, H, _), S, K = rows.q_THE.shape, paged.seq_lens.shape[0], paged.kv_cache.shape[2]
     queries = min(_MOST_QUERIES, _MOST_ROWS * K // H)
     if queries < 2:
-        return Few(0, 1, 1, 1)
+        return Few(0, 1, 1, 1, 1)
     blocks = 1
     if ancestors_T is None:
         blocks = torch.sym_min((T + queries - 1) // queries, torch.sym_max(1, _BLOCKS // S))
-    splits = torch.sym_max(1, torch.sym_min(_FEW_RANGES, _PROGRAMS // (S * K * blocks)))
-    return Few(torch.sym_min(1, _FEW_SEQUENCES // S), queries, blocks, splits)
+    most = max(1, min(_FEW_RANGES, paged.block_table.shape[1] * paged.kv_cache.shape[3] // _FEW_LEAST))
+    splits = torch.sym_max(1, torch.sym_min(most, _PROGRAMS // (S * K * blocks)))
+    return Few(torch.sym_min(1, _FEW_SEQUENCES // S), queries, blocks, splits, most)
 
 
 def launch_few(
@@ -324,9 +328,9 @@ def launch_few(
         _launch(
             rows, paged, out_THE, scores, kv_scales, ancestors_T, rotary, queries=few.queries, write=False,
             grid=(few.on * K * few.blocks, S, few.splits),
-            cells=few.queries * (_PROGRAMS // K + _FEW_SEQUENCES + _BLOCKS),
-            counters=K * (_FEW_SEQUENCES + _BLOCKS), most=_FEW_RANGES,
-            joined=joined_rows(few.queries * H // K, E, _FEW_RANGES), min_tiles=max(1, _FEW_LEAST // plan["block_n"]),
-            block_n=plan["block_n"], warps=4, stages=2,
+            cells=few.queries * (_PROGRAMS // K + _FEW_SEQUENCES + _BLOCKS) if few.most > 1 else 1,
+            counters=K * (_FEW_SEQUENCES + _BLOCKS), most=few.most,
+            joined=joined_rows(few.queries * H // K, E, power_of_2(few.most, 2)),
+            min_tiles=max(1, _FEW_LEAST // plan["block_n"]), block_n=plan["block_n"], **_FEW_PLAN,
         )  # fmt: skip
     launch_decode(rows, paged, out_THE, scores, kv_scales, rotary, write=False, on=1 - few.on, **plan)
