@@ -310,7 +310,7 @@ def plan_few(rows: Rows, paged: Paged, ancestors_T: Tensor | None) -> Few:
         return Few(0, 1, 1, 1, 1)
     blocks = 1
     if ancestors_T is None:
-        blocks = torch.sym_min((T + queries - 1) // queries, torch.sym_max(1, _BLOCKS // S))
+        blocks = torch.sym_max(1, torch.sym_min((T + queries - 1) // queries, _BLOCKS // S))
     most = max(1, min(_FEW_RANGES, paged.block_table.shape[1] * paged.kv_cache.shape[3] // _FEW_LEAST))
     splits = torch.sym_max(1, torch.sym_min(most, _PROGRAMS // (S * K * blocks)))
     return Few(torch.sym_min(1, _FEW_SEQUENCES // S), queries, blocks, splits, most)
@@ -328,8 +328,8 @@ def launch_few(
         _launch(
             rows, paged, out_THE, scores, kv_scales, ancestors_T, rotary, queries=few.queries, write=False,
             grid=(few.on * K * few.blocks, S, few.splits),
-            cells=few.queries * (_PROGRAMS // K + _FEW_SEQUENCES + _BLOCKS) if few.most > 1 else 1,
-            counters=K * (_FEW_SEQUENCES + _BLOCKS), most=few.most,
+            cells=few.queries * _PROGRAMS // K if few.most > 1 else 1,  # one range leaves nothing to join
+            counters=_PROGRAMS, most=few.most,
             joined=joined_rows(few.queries * H // K, E, power_of_2(few.most, 2)),
             min_tiles=max(1, _FEW_LEAST // plan["block_n"]), block_n=plan["block_n"], **_FEW_PLAN,
         )  # fmt: skip
