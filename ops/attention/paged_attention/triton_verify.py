@@ -47,6 +47,7 @@ from graphllm.ops.attention.paged_attention.triton_common import (
 from graphllm.ops.attention.paged_attention.triton_decode import (
     FEW_RANGES,
     Config,
+    in_turns,
     join_as_last,
     joined_rows,
     launch_decode,
@@ -59,12 +60,13 @@ from graphllm.ops.attention.paged_attention.triton_decode import (
 )
 
 _MOST_ROWS = 64  # query heads of a KV head, times tokens
-_MOST_QUERIES = 16  # of a block, in steps with prompts
+_MOST_QUERIES = 8  # of a block, in steps with prompts
 _BLOCKS = 16  # of all sequences in such a step
 _FEW_SEQUENCES = 64  # in such a step, if they are divided by this kernel
 _FEW_RANGES, _FEW_LEAST = 32, 256  # most of a block, least tokens of one
-_FEW_PLAN = {"warps": 8, "stages": 2}
-_PROGRAMS = 1024
+_FEW_PLAN = {"warps": 4, "stages": 2}
+_FEW_JOINED = 4 * FEW_RANGES
+_PROGRAMS = 512
 _MANY, _LONG = 256, 2048  # from _MANY pairs of sequence and KV head on, ranges have at least _LONG tokens
 
 
@@ -88,12 +90,15 @@ def _verify_kernel(
     BLOCK_Q: tl.constexpr,  # at least Q
     M: tl.constexpr,  # rows of a tile: at least Q * G
     E: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr,
+    SPLITS: tl.constexpr,  # see `split_bounds`
     RANGES: tl.constexpr,  # of a sequence at most, a power of two
-    FEW: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
+    FEW: tl.constexpr, MIN_TILES: tl.constexpr, LONG_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
     LINE: tl.constexpr,  # entries in 128 bytes, a line of the cache
     LINES: tl.constexpr,  # such lines that a head's entries surely fill
     JOINED: tl.constexpr,  # rows that have their ranges joined at once
-    FEW_JOINED: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, SINKS: tl.constexpr,
+    FEW_JOINED: tl.constexpr,
+    TURNS: tl.constexpr,  # ranges are joined in turns
+    F: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, SINKS: tl.constexpr,
     SCALED: tl.constexpr, EMULATED: tl.constexpr,
     TREE: tl.constexpr,  # rows may be nodes of a tree
 ):  # fmt: skip
@@ -104,13 +109,15 @@ def _verify_kernel(
     most = tl.num_programs(0) // K * Q  # a sequence with more is another kernel's
     s = tl.program_id(1)
     split = tl.program_id(2)  # the programs without work are the last ones
-    splits = tl.num_programs(2)
+    splits = SPLITS
+    if LONG_TILES > 0:
+        splits = tl.num_programs(2)
     first_row = tl.load(query_start_ptr + s)
     all_queries = tl.load(query_start_ptr + s + 1) - first_row
     before = tl.load(seq_len_ptr + s) - all_queries + skip  # tokens that the cache holds
     row = first_row + skip
     queries = tl.where(all_queries <= most, tl.minimum(all_queries - skip, Q), 0)
-    start, first, tiles, per_split = split_bounds(before + 1, splits, WINDOW, BLOCK_N, MIN_TILES)
+    start, first, tiles, per_split = split_bounds(before + 1, splits, WINDOW, BLOCK_N, SPLITS, MIN_TILES, LONG_TILES)
     lo = first + split * per_split
     hi = tl.minimum(lo + per_split, first + tiles)
     table_row = table_ptr + s.to(tl.int64) * TABLE_ROW
@@ -214,7 +221,7 @@ def _verify_kernel(
             tl.store(lse_ptr + at_split, top + tl.log2(total), mask=valid)
             join_as_last(arrived_ptr + s * tl.num_programs(0) + tl.program_id(0), partial_ptr, lse_ptr, out_ptr, base, splits,
                          tiles, per_split, row.to(tl.int64), head, queries * G, H, Q * G, G, E, E_PAD, RANGES, FEW,
-                         JOINED, FEW_JOINED)  # fmt: skip
+                         JOINED, FEW_JOINED, TURNS)  # fmt: skip
 
 
 def is_verification(site: CallSite) -> bool:
@@ -236,16 +243,16 @@ def verify_configs(site: CallSite) -> list[Config]:
     processor."""
     cache, table, queries = site.args["kv_cache"], site.args["block_table"], site.bucket.query_len
     H, (_, K, P, E) = site.args["q_THE"].shape[1], cache.shape[1:]
-    plan = plan_splits(site.bucket.hi, H, K, table.shape[1] * P, cache.dtype, E)
+    plan = plan_splits(site.bucket.hi, site.bucket.lo, H, K, table.shape[1] * P, cache.dtype, E)
     least = plan["min_tiles"] // plan["heads"]
     if site.bucket.hi * K >= _MANY:
         least = max(least, _LONG // plan["block_n"])
-    ranges = power_of_2(plan["splits"], 2)
+    ranges = 4 * FEW_RANGES if in_turns(plan["splits"], plan["most"]) else power_of_2(plan["splits"], 2)
     joined = joined_rows(queries * H // K, E, ranges if ranges >= FEW_RANGES else 2 * ranges)
     return [
         {
             "queries": queries, "splits": plan["splits"], "most": plan["most"], "min_tiles": max(1, least),
-            "joined": joined,
+            "long_tiles": max(1, least, plan["long_tiles"] // plan["heads"]), "joined": joined,
             "block_n": plan["block_n"], "warps": 4, "stages": 2,
         }
     ]  # fmt: skip
@@ -262,7 +269,7 @@ def triton_verify(
     _launch(
         rows, paged, out_THE, scores, kv_scales, ancestors_T, rotary, queries=queries, write=True,
         grid=(K, S, ranges_of(S, K, splits, most)), cells=queries * range_cells(S, K, splits, most),
-        counters=S * K if most > 1 else 1, most=most, **plan,
+        counters=S * K if most > 1 else 1, splits=splits, most=most, **plan,
     )  # fmt: skip
     return out_THE
 
@@ -323,14 +330,14 @@ def launch_few(
     """Attend for the sequences of a step with prompts that have few query tokens or one, as ``few`` says. The cache holds
     the step's keys and values."""
     (H, E), (K, P), S = rows.q_THE.shape[1:], paged.kv_cache.shape[2:4], paged.seq_lens.shape[0]
-    plan = plan_splits(0, H, K, paged.block_table.shape[1] * P, rows.q_THE.dtype, E)
+    plan = plan_splits(0, _FEW_SEQUENCES + 1 if few.queries > 1 else 1, H, K, paged.block_table.shape[1] * P, rows.q_THE.dtype, E)
     if few.queries > 1:
         _launch(
             rows, paged, out_THE, scores, kv_scales, ancestors_T, rotary, queries=few.queries, write=False,
             grid=(few.on * K * few.blocks, S, few.splits),
             cells=few.queries * _PROGRAMS // K if few.most > 1 else 1,  # one range leaves nothing to join
-            counters=_PROGRAMS, most=few.most,
-            joined=joined_rows(few.queries * H // K, E, power_of_2(few.most, 2)),
-            min_tiles=max(1, _FEW_LEAST // plan["block_n"]), block_n=plan["block_n"], **_FEW_PLAN,
+            counters=_PROGRAMS, splits=1, most=few.most,
+            joined=joined_rows(few.queries * H // K, E, _FEW_JOINED),
+            min_tiles=1, long_tiles=max(1, _FEW_LEAST // plan["block_n"]), block_n=plan["block_n"], **_FEW_PLAN,
         )  # fmt: skip
     launch_decode(rows, paged, out_THE, scores, kv_scales, rotary, write=False, on=1 - few.on, **plan)
