@@ -487,7 +487,7 @@ def plan_splits(S: int, fewest: int, H: int, K: int, longest: int, dtype: torch.
     if narrow and rows >= 2048:
         block_n *= 2
     enough = max(1, -(-longest // least))
-    most = max(splits, min(_MOST_RANGES, _PROGRAMS * heads // (fewest * K)))
+    most = max(splits, min(_MOST_RANGES, _PROGRAMS * heads // (max(1, fewest) * K)))
     splits, most = min(splits, enough), min(most, enough)
     joined = _joined(heads * (H // K), E, power_of_2(splits, 2)) if 0 < rows < 256 else 1
     if in_turns(splits, most):
