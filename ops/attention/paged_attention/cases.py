@@ -57,9 +57,9 @@ def _case(
     """One case. sequences: (query tokens, length including them) of each; heads: H, K, E; fused: q, k, v are slices.
 
     sinks: whether there are some, each about as strong as a few tokens. pad: rows after the last sequence's, with
-    output that is not specified. least, most: of the bucket, if it holds other batches. queries: of a sequence in the bucket,
-    if it has several and there are no prompts. cache: its dtype, if not that of the rest. tree: of each node of one the
-    node before it; sequences of as many tokens verify it. Of a block, zeros.
+    output that is not specified. least, most: of the bucket, if it holds other batches. queries: of a sequence in the
+    bucket, if it has several and there are no prompts. cache: its dtype, if not that of the rest. tree: of each node of
+    one the node before it; sequences of as many tokens verify it. Of a block, zeros.
     """
     H, K, E = heads
     T, S = sum(n for n, _ in sequences) + pad, len(sequences)
@@ -82,7 +82,8 @@ def _case(
             "ancestors_T": tree_bits(make, sequences, tree, pad),
         }  # fmt: skip
 
-    return Case(name, inputs, _TOLERANCE, _REASON, Bucket(kind, least or rows, max(rows, most), queries), size, owned_rows)  # type: ignore[arg-type]
+    bucket = Bucket(kind, least or rows, max(rows, most), queries)  # type: ignore[arg-type]
+    return Case(name, inputs, _TOLERANCE, _REASON, bucket, size, owned_rows)  # type: ignore[arg-type]
 
 
 _FP8: dict[str, Any] = {"cache": "float8_e4m3fn"}

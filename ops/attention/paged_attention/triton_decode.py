@@ -2,10 +2,10 @@
 
 One program attends for one sequence, one range of the context and one or more KV heads: all of their query heads are
 packed into the rows of a tile, the heads' keys into its columns, and scores between different heads are masked. The
-number of ranges follows from the number of sequences, as a size of the grid; the ranges follow from seq_lens on the
-device, so a captured launch serves every length. The step's own token is taken from k and v directly, by the program of range 0, which also stores it into the
-cache: no program reads a position that another one writes. The last program of a sequence and its heads to finish joins
-the ranges, always in the same order.
+number of ranges follows from the number of sequences of a launch, as a size of the grid; the ranges follow from
+seq_lens on the device, so a captured launch serves every length. The step's own token is taken from k and v directly,
+by the program of range 0, which also stores it into the cache: no program reads a position that another one writes. The
+last program of a sequence and its heads to finish joins the ranges, always in the same order.
 
 Queries and keys may come as projected: they are then normalized and rotated on the way in (`Rotary`). Programs start
 while the kernel before theirs still runs; only what no kernel of the step writes is touched before `gdc_wait`.
@@ -335,9 +335,10 @@ def _split_kernel(
             at_split = (base + split) * H + heads
             tl.store(partial_ptr + at_split[:, None] * E + e[None, :], acc, mask=in_q)
             tl.store(lse_ptr + at_split, top + tl.log2(total), mask=g < ROWS)
-            join_as_last(arrived_ptr + s * GROUPS + group, partial_ptr, lse_ptr, out_ptr, base, splits, tiles, per_split,
-                         row64, group, ROWS, H, ROWS, ROWS, E, E_PAD, RANGES, FEW, JOINED, FEW_JOINED,
-                         TURNS)  # fmt: skip
+            join_as_last(
+                arrived_ptr + s * GROUPS + group, partial_ptr, lse_ptr, out_ptr, base, splits, tiles, per_split, row64,
+                group, ROWS, H, ROWS, ROWS, E, E_PAD, RANGES, FEW, JOINED, FEW_JOINED, TURNS,
+            )  # fmt: skip
 
 
 def _joined(rows: int, E: int, ranges: int) -> int:
@@ -494,8 +495,8 @@ def plan_splits(S: int, fewest: int, H: int, K: int, longest: int, dtype: torch.
         joined = joined_rows(heads * (H // K), E, 4 * FEW_RANGES)
     return {
         "heads": heads, "splits": splits, "most": most, "joined": joined,
-        "min_tiles": max(1, least * heads // block_n), "long_tiles": max(1, _LONG * heads // block_n), "block_n": block_n,
-        "warps": 2 if narrow else 4, "stages": 2,
+        "min_tiles": max(1, least * heads // block_n), "long_tiles": max(1, _LONG * heads // block_n),
+        "block_n": block_n, "warps": 2 if narrow else 4, "stages": 2,
     }  # fmt: skip
 
 

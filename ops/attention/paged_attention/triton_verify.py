@@ -219,9 +219,11 @@ def _verify_kernel(
             at_split = (base + query * splits + split) * H + heads
             tl.store(partial_ptr + (at_split * E)[:, None] + e[None, :], acc, mask=valid[:, None] & in_e)
             tl.store(lse_ptr + at_split, top + tl.log2(total), mask=valid)
-            join_as_last(arrived_ptr + s * tl.num_programs(0) + tl.program_id(0), partial_ptr, lse_ptr, out_ptr, base, splits,
-                         tiles, per_split, row.to(tl.int64), head, queries * G, H, Q * G, G, E, E_PAD, RANGES, FEW,
-                         JOINED, FEW_JOINED, TURNS)  # fmt: skip
+            join_as_last(
+                arrived_ptr + s * tl.num_programs(0) + tl.program_id(0), partial_ptr, lse_ptr, out_ptr, base, splits,
+                tiles, per_split, row.to(tl.int64), head, queries * G, H, Q * G, G, E, E_PAD, RANGES, FEW, JOINED,
+                FEW_JOINED, TURNS,
+            )  # fmt: skip
 
 
 def is_verification(site: CallSite) -> bool:
@@ -327,10 +329,11 @@ def launch_few(
     few: Few, rows: Rows, paged: Paged, out_THE: Tensor, scores: Scores, kv_scales: Tensor | None,
     ancestors_T: Tensor | None, rotary: Rotary | None,
 ) -> None:  # fmt: skip
-    """Attend for the sequences of a step with prompts that have few query tokens or one, as ``few`` says. The cache holds
-    the step's keys and values."""
+    """Attend for the sequences of a step with prompts that have few query tokens or one, as ``few`` says. The cache
+    holds the step's keys and values."""
     (H, E), (K, P), S = rows.q_THE.shape[1:], paged.kv_cache.shape[2:4], paged.seq_lens.shape[0]
-    plan = plan_splits(0, _FEW_SEQUENCES + 1 if few.queries > 1 else 1, H, K, paged.block_table.shape[1] * P, rows.q_THE.dtype, E)
+    fewest, longest = _FEW_SEQUENCES + 1 if few.queries > 1 else 1, paged.block_table.shape[1] * P
+    plan = plan_splits(0, fewest, H, K, longest, rows.q_THE.dtype, E)
     if few.queries > 1:
         _launch(
             rows, paged, out_THE, scores, kv_scales, ancestors_T, rotary, queries=few.queries, write=False,
