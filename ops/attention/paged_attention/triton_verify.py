@@ -65,7 +65,7 @@ _BLOCKS = 16  # of all sequences in such a step
 _FEW_SEQUENCES = 64  # in such a step, if they are divided by this kernel
 _FEW_RANGES, _FEW_LEAST = 32, 256  # most of a block, least tokens of one
 _FEW_PLAN = {"warps": 4, "stages": 2}
-_FEW_JOINED = 4 * FEW_RANGES
+_FEW_JOINED = 2 * FEW_RANGES
 _PROGRAMS = 512
 _MANY, _LONG = 256, 2048  # from _MANY pairs of sequence and KV head on, ranges have at least _LONG tokens
 
