@@ -454,7 +454,7 @@ def launch_decode(
 # loaded early, leave room for programs of the kernel before (bench/notes/gpu_decode.md, step 19).
 _FEW_SEQUENCES = 16
 _ALONE = {"early": 1, "min_tiles": 1, "stages": 1}
-_BESIDE_FEW = {"early": 1, "min_tiles": 2, "block_n": 32}
+_BESIDE_FEW = {"early": 1, "min_tiles": 2, "long_tiles": 8, "block_n": 32}
 
 
 def plan_splits(S: int, fewest: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int) -> Config:
@@ -467,7 +467,8 @@ def plan_splits(S: int, fewest: int, H: int, K: int, longest: int, dtype: torch.
     were equal; there are more, of at least 512 to 2,048 tokens, so that a long sequence does not run as the only one at
     the end. Two stages: with three, the programs take so much shared memory that they do not run at the same time as
     programs of the kernels around them. Entries of one byte go to half as many threads, in tiles as large as otherwise
-    where sequences are many. Measured on an H200, see bench/notes/gpu_decode.md.
+    where sequences are many. A launch for few of a bucket's sequences has up to ``most`` ranges instead of ``splits``,
+    each of at least ``long_tiles``. Measured on an H200, see bench/notes/gpu_decode.md.
     """
     rows, heads, narrow = S * K, 1, dtype.itemsize == 1
     if not rows:  # mixed steps are long, so the ranges suit many sequences
