@@ -24,14 +24,15 @@ from bench.models import SHAPES, compile_to, new_folder
 
 CASES = [
     ("gpu_tiers", {"shapes": ("llama3.1-8b",), "device_gib": 20, "host_gib": 80, "conversations": 6, "turns": 30,
-                   "at_once": 3, "seconds": (60, 330), "rounds": 4}),
+                   "answer": 900, "at_once": 3, "seconds": (60, 330), "rounds": 4}),
 ]  # fmt: skip
 HELP = {
     "shapes": "shapes of models", "device_gib": "of the device's cache", "host_gib": "of host memory",
     "conversations": "agents", "turns": "of each agent",
+    "answer": "tokens of an answer",
     "at_once": "agents whose turns run together",
     "seconds": "after which no turn begins, without and with the tier",
-    "rounds": "by turns, at 0 %",
+    "rounds": "by turns, at 0 %; 0: none",
 }  # fmt: skip
 _PROMPT = 32_000  # tokens
 _COPIED = 1000  # blocks
@@ -123,8 +124,9 @@ def measure(shape: str, folder: str, case: dict[str, Any]) -> Any:
     tiered = cores["host memory"]
     result: dict[str, Any] = {"s until host memory is registered": _until_ready(tiered)}
     _say(result)
-    result["output tokens/s at 0 %"] = _at_nothing(cores, vocab, case["rounds"])
-    _say(result)
+    if case["rounds"]:
+        result["output tokens/s at 0 %"] = _at_nothing(cores, vocab, case["rounds"])
+        _say(result)
     tiered.reset_prefix_cache()
     result["copies"] = _copies(tiered)
     _say(result)
@@ -133,7 +135,8 @@ def measure(shape: str, folder: str, case: dict[str, Any]) -> Any:
     _say(result)
     for (name, core), most in zip(cores.items(), case["seconds"], strict=True):
         core.reset_prefix_cache()
-        served[name] = serve_agents(core, Sizes(), case["conversations"], case["turns"], case["at_once"], vocab, most)
+        sizes = Sizes(out=case["answer"])
+        served[name] = serve_agents(core, sizes, case["conversations"], case["turns"], case["at_once"], vocab, most)
         result[f"agents, {name}"] = served[name].figures()
         _say(result)
     result["tier"] = {k: getattr(tiered.stats().tiers["host"], k) for k in ("used_bytes", "hit_tokens")}
