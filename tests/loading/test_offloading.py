@@ -1,0 +1,149 @@
+"""Weights that lie in memory of the host: texts, logits and updates are those of an engine that has all on its device.
+On a CPU a copy is one of memory, in order; everything else is as on a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphllm import LLM
+from graphllm.config import ConfigError, CoreConfig, EngineArgs, LoadConfig, ModelConfig
+from graphllm.loading.checkpoint.source import open_source
+from graphllm.loading.core.place import rank_place
+from graphllm.loading.core.rank_device import begin_weights
+from graphllm.loading.core.stored_weights import StoredWeights
+from graphllm.program.artifact import Artifact
+from graphllm.program.offloading import BUFFERS, OFFLOADED
+from graphllm.runtime.executor import Executor
+from graphllm.runtime.memory.staging import ragged
+from tests.artifacts import LIMITS, artifact_of
+from tests.conftest import make_llama
+from tests.models import test_parity as parity
+from tests.tiers import thorough
+
+LAYERS = 6
+SMALL = 300_000 / 2**30  # GiB: of this model about half
+ALL = 1.0
+
+
+@pytest.fixture(scope="module")
+def folder(shared: Callable[..., Path]) -> Path:
+    return shared("llama-6", lambda place: make_llama(place, layers=LAYERS))
+
+
+def weights_of(folder: Path, artifact: Path, gib: float, load_format: Any = "auto") -> dict[str, Any]:
+    """As a rank loads them, those of a GPU in memory of this machine."""
+    config = CoreConfig(ModelConfig(str(folder)), LoadConfig(str(artifact), load_format=load_format, cpu_offload_gb=gib))
+    opened = Artifact.open(artifact)
+    with begin_weights(StoredWeights(config, opened), torch.device("cpu"), rank_place(config, 1, 0)) as loading:
+        return loading.finish()
+
+
+def run(executor: Executor, steps: int = 8) -> list[np.ndarray]:
+    """Logits of two prompts in one step, then of both sequences decoding, then of one."""
+    block = executor.layout.groups[0].block_size if executor.layout.groups else 16
+    tables = [np.arange(1, 1 + 2 * (64 // block), dtype=np.int32).reshape(2, -1)] * max(1, len(executor.layout.groups))
+    rows, starts = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22]], [0, 0]
+    found = []
+    for number in range(steps):
+        if number == steps - 2:
+            rows, starts, tables = rows[:1], starts[:1], [table[:1] for table in tables]
+        result = executor.run(ragged(rows, starts, tables))
+        found.append(result.logits.clone().numpy())
+        starts = [start + len(row) for start, row in zip(starts, rows, strict=True)]
+        rows = [[int(token)] for token in result.tokens]
+    return found
+
+
+def assert_same(one: list[np.ndarray], other: list[np.ndarray]) -> None:
+    assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    assert len({tuple(logits.argmax(-1)) for logits in one}) > 1  # the work is real
+
+
+@pytest.mark.parametrize("backend", ["eager", thorough("prebuilt"), thorough("inductor")])
+@pytest.mark.parametrize("gib", [SMALL, ALL])
+def test_steps_are_the_same(folder: Path, backend: str, gib: float) -> None:
+    artifact = artifact_of(folder, backend=backend, **LIMITS)
+    opened = Artifact.open(artifact)
+    plain = Executor(opened, weights_of(folder, artifact, 0), 40)
+    weights = weights_of(folder, artifact, gib)
+    offloaded = weights[OFFLOADED]
+    assert BUFFERS < len(offloaded.groups) < LAYERS if gib == SMALL else len(offloaded.groups) >= LAYERS
+    memories = {weights[name].untyped_storage().data_ptr() for names in offloaded.groups for name in names}
+    assert len(memories) == BUFFERS
+    executor = Executor(opened, weights, 40)
+    assert_same(run(plain), run(executor))
+    found = executor.worker.weights
+    assert found.keys() == plain.worker.weights.keys()
+    assert all(torch.equal(found[name], own) for name, own in plain.worker.weights.items())
+    executor.close()
+    plain.close()
+
+
+@pytest.mark.parametrize("name", ["gemma3", thorough("qwen3_next"), thorough("deepseek_v3"), thorough("qwen3_moe")])
+def test_families(name: str, tmp_path: Path) -> None:
+    """Windows, recurrent states, latents and experts."""
+    parity.saved_oracle(next(a for a in parity.ARCHS if a.name == name), tmp_path)
+    artifact = artifact_of(open_source(tmp_path), backend="eager", **LIMITS)
+    try:
+        weights = weights_of(tmp_path, artifact, ALL)
+    except ConfigError as few:
+        assert "the device saves nothing" in str(few)  # noqa: PT017
+        pytest.skip("too few layers")
+    opened = Artifact.open(artifact)
+    executors = [Executor(opened, weights_of(tmp_path, artifact, 0), 40, 2), Executor(opened, weights, 40, 2)]
+    assert_same(*map(run, executors))
+    for executor in executors:
+        executor.close()
+
+
+def test_what_is_written_is_used(folder: Path) -> None:
+    """`collective_rpc` writes weights where they stay: the next step has them, and so has every later one."""
+    artifact = artifact_of(folder, backend="eager", **LIMITS)
+    opened = Artifact.open(artifact)
+
+    def executor(gib: float) -> Executor:
+        made = Executor(opened, weights_of(folder, artifact, gib), 40)
+        run(made, 3)
+        for name, weight in made.worker.weights.items():
+            if re.match(r"layers\.\d+\.", name):
+                weight.mul_(1.25)
+        return made
+
+    assert_same(run(executor(0)), run(executor(ALL)))
+
+
+def test_random_weights_are_the_same(folder: Path) -> None:
+    artifact = artifact_of(folder, backend="eager", **LIMITS)
+    opened = Artifact.open(artifact)
+    plain, offloaded = (Executor(opened, weights_of(folder, artifact, gib, "dummy"), 40) for gib in (0, ALL))
+    assert_same(run(plain), run(offloaded))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cpu_offload_gb": -1}, "cpu_offload_gb is -1: it must be at least 0"),
+        ({"cpu_offload_gb": 4, "enable_sleep_mode": True}, "cpu_offload_gb is 4 and enable_sleep_mode is True: .*leave"),
+        ({"cpu_offload_gb": 4, "enable_eplb": True, "enable_expert_parallel": True}, "cpu_offload_gb is 4 and enable_eplb"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_be(given: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs(**given)
+
+
+def test_a_cpu_refuses(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="cpu_offload_gb is 0.5: on a CPU all weights lie in the host's memory; leave"):
+        LLM(folder, target="cpu", cpu_offload_gb=0.5, **LIMITS)
+
+
+def test_too_few_layers(checkpoint: Path, eager_artifact: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cpu_offload_gb is 1: the device saves nothing, .* room for 2 of this model's"):
+        weights_of(checkpoint, eager_artifact, 1)
