@@ -39,7 +39,9 @@ def folder(shared: Callable[..., Path]) -> Path:
 
 def weights_of(folder: Path, artifact: Path, gib: float, load_format: Any = "auto") -> dict[str, Any]:
     """As a rank loads them, those of a GPU in memory of this machine."""
-    config = CoreConfig(ModelConfig(str(folder)), LoadConfig(str(artifact), load_format=load_format, cpu_offload_gb=gib))
+    config = CoreConfig(
+        ModelConfig(str(folder)), LoadConfig(str(artifact), load_format=load_format, cpu_offload_gb=gib)
+    )
     opened = Artifact.open(artifact)
     with begin_weights(StoredWeights(config, opened), torch.device("cpu"), rank_place(config, 1, 0)) as loading:
         return loading.finish()
@@ -86,18 +88,13 @@ def test_steps_are_the_same(folder: Path, backend: str, gib: float) -> None:
     plain.close()
 
 
-@pytest.mark.parametrize("name", ["gemma3", thorough("qwen3_next"), thorough("deepseek_v3"), thorough("qwen3_moe")])
+@pytest.mark.parametrize("name", ["gemma3", thorough("qwen3_next"), thorough("deepseek_v3")])
 def test_families(name: str, tmp_path: Path) -> None:
     """Windows, recurrent states, latents and experts."""
     parity.saved_oracle(next(a for a in parity.ARCHS if a.name == name), tmp_path)
     artifact = artifact_of(open_source(tmp_path), backend="eager", **LIMITS)
-    try:
-        weights = weights_of(tmp_path, artifact, ALL)
-    except ConfigError as few:
-        assert "the device saves nothing" in str(few)  # noqa: PT017
-        pytest.skip("too few layers")
     opened = Artifact.open(artifact)
-    executors = [Executor(opened, weights_of(tmp_path, artifact, 0), 40, 2), Executor(opened, weights, 40, 2)]
+    executors = [Executor(opened, weights_of(tmp_path, artifact, gib), 40, 2) for gib in (0, ALL)]
     assert_same(*map(run, executors))
     for executor in executors:
         executor.close()
@@ -130,8 +127,8 @@ def test_random_weights_are_the_same(folder: Path) -> None:
     ("given", "message"),
     [
         ({"cpu_offload_gb": -1}, "cpu_offload_gb is -1: it must be at least 0"),
-        ({"cpu_offload_gb": 4, "enable_sleep_mode": True}, "cpu_offload_gb is 4 and enable_sleep_mode is True: .*leave"),
-        ({"cpu_offload_gb": 4, "enable_eplb": True, "enable_expert_parallel": True}, "cpu_offload_gb is 4 and enable_eplb"),
+        ({"cpu_offload_gb": 4, "enable_sleep_mode": True}, "cpu_offload_gb is 4 and enable_sleep_mode is True: "),
+        ({"cpu_offload_gb": 4, "enable_eplb": True}, "cpu_offload_gb is 4 and enable_eplb is True: "),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be(given: Mapping[str, Any], message: str) -> None:
@@ -140,10 +137,14 @@ def test_settings_that_cannot_be(given: Mapping[str, Any], message: str) -> None
 
 
 def test_a_cpu_refuses(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="cpu_offload_gb is 0.5: on a CPU all weights lie in the host's memory; leave"):
+    with pytest.raises(
+        ConfigError, match=r"cpu_offload_gb is 0\.5: on a CPU all weights lie in the host's memory; leave"
+    ):
         LLM(folder, target="cpu", cpu_offload_gb=0.5, **LIMITS)
 
 
 def test_too_few_layers(checkpoint: Path, eager_artifact: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cpu_offload_gb is 1: the device saves nothing, .* room for 2 of this model's"):
+    with pytest.raises(
+        ConfigError, match=r"cpu_offload_gb is 1: the device saves nothing, .* room for 2 of this model's"
+    ):
         weights_of(checkpoint, eager_artifact, 1)
