@@ -13,8 +13,17 @@ import pytest
 import torch
 
 from graphllm import LLM
-from graphllm.config import ConfigError, CoreConfig, EngineArgs, LoadConfig, ModelConfig
+from graphllm.config import (
+    CacheConfig,
+    ConfigError,
+    CoreConfig,
+    EngineArgs,
+    LoadConfig,
+    ModelConfig,
+    ParallelConfig,
+)
 from graphllm.loading.checkpoint.source import open_source
+from graphllm.loading.core.load import load_core
 from graphllm.loading.core.place import rank_place
 from graphllm.loading.core.rank_device import begin_weights
 from graphllm.loading.core.stored_weights import StoredWeights
@@ -24,6 +33,7 @@ from graphllm.runtime.executor import Executor
 from graphllm.runtime.memory.staging import ragged
 from tests.artifacts import LIMITS, artifact_of
 from tests.conftest import make_llama
+from tests.engine.harness import finish, request
 from tests.models import test_parity as parity
 from tests.tiers import thorough
 
@@ -121,6 +131,33 @@ def test_random_weights_are_the_same(folder: Path) -> None:
     opened = Artifact.open(artifact)
     plain, offloaded = (Executor(opened, weights_of(folder, artifact, gib, "dummy"), 40) for gib in (0, ALL))
     assert_same(run(plain), run(offloaded))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("degree", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_every_rank_has_its_own(folder: Path, degree: str) -> None:
+    """Each rank has its share of the weights on the host; in a pipeline copies stand between messages."""
+    tensor = {"tensor_parallel_size": 2} if degree.startswith("tensor") else {}
+    stages = 1 if tensor else 2
+    artifact = artifact_of(folder, backend="eager", **LIMITS, **tensor)
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], [30]]
+
+    def tokens(gib: float) -> list[list[int]]:
+        core = load_core(
+            CoreConfig(
+                ModelConfig(str(folder)),
+                LoadConfig(str(artifact), cpu_offload_gb=gib),
+                CacheConfig(kv_cache_memory_bytes=1 << 20),
+                parallel=ParallelConfig(pipeline_parallel_size=stages),
+            )
+        )
+        try:
+            found = finish(core, [request(str(n), prompt) for n, prompt in enumerate(prompts)])
+            return [found[str(n)].tokens for n in range(len(prompts))]
+        finally:
+            core.close()
+
+    assert tokens(ALL) == tokens(0)
 
 
 @pytest.mark.parametrize(
