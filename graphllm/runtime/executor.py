@@ -86,8 +86,7 @@ class Executor:
         if stage is not None:
             reserve_links(stage.total, message_bytes(artifact, stage))
         device = "cpu" if self.device.type == "cpu" else str(self.device)
-        stored = stored_parameters(weights)
-        self.worker = Worker(0, 1, device, stored, lambda work: self.stream.submit(work).result())
+        self.worker = Worker(0, 1, device, stored_parameters(weights), lambda work: self.stream.submit(work).result())
         self._outside = {**weights, **self.states.tensors}
         if (table := exchange(self.device.type, config.tensor_parallel_size)) is not None:
             self._outside[EXCHANGE] = table

@@ -133,31 +133,39 @@ def test_random_weights_are_the_same(folder: Path) -> None:
     assert_same(run(plain), run(offloaded))
 
 
+def tokens(folder: Path, artifact: Path, gib: float, stages: int = 1, draft: Path | None = None) -> list[list[int]]:
+    """What an engine core answers to three prompts."""
+    config = CoreConfig(
+        ModelConfig(str(folder), speculative_model=None if draft is None else str(draft)),
+        LoadConfig(str(artifact), cpu_offload_gb=gib),
+        CacheConfig(kv_cache_memory_bytes=1 << 20),
+        parallel=ParallelConfig(pipeline_parallel_size=stages),
+    )
+    core = load_core(config)
+    try:
+        prompts = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], [30]]
+        found = finish(core, [request(str(n), prompt) for n, prompt in enumerate(prompts)])
+        return [found[str(n)].tokens for n in range(len(prompts))]
+    finally:
+        core.close()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("degree", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_every_rank_has_its_own(folder: Path, degree: str) -> None:
     """Each rank has its share of the weights on the host; in a pipeline copies stand between messages."""
-    tensor = {"tensor_parallel_size": 2} if degree.startswith("tensor") else {}
-    stages = 1 if tensor else 2
-    artifact = artifact_of(folder, backend="eager", **LIMITS, **tensor)
-    prompts = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], [30]]
+    settings = {degree: 2} if degree.startswith("tensor") else {}
+    artifact = artifact_of(folder, backend="eager", **LIMITS, **settings)
+    stages = 1 if settings else 2
+    assert tokens(folder, artifact, ALL, stages) == tokens(folder, artifact, 0, stages)
 
-    def tokens(gib: float) -> list[list[int]]:
-        core = load_core(
-            CoreConfig(
-                ModelConfig(str(folder)),
-                LoadConfig(str(artifact), cpu_offload_gb=gib),
-                CacheConfig(kv_cache_memory_bytes=1 << 20),
-                parallel=ParallelConfig(pipeline_parallel_size=stages),
-            )
-        )
-        try:
-            found = finish(core, [request(str(n), prompt) for n, prompt in enumerate(prompts)])
-            return [found[str(n)].tokens for n in range(len(prompts))]
-        finally:
-            core.close()
 
-    assert tokens(ALL) == tokens(0)
+@pytest.mark.thorough
+def test_drafts(folder: Path, checkpoint: Path) -> None:
+    """The weights of a draft model stay on the device; steps that verify drafts copy as others do."""
+    source = open_source(folder, draft=checkpoint, method="draft_model")
+    artifact = artifact_of(source, backend="eager", num_speculative_tokens=2, **LIMITS)
+    assert tokens(folder, artifact, ALL, draft=checkpoint) == tokens(folder, artifact, 0, draft=checkpoint)
 
 
 @pytest.mark.parametrize(
