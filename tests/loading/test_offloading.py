@@ -3,7 +3,9 @@ On a CPU a copy is one of memory, in order; everything else is as on a GPU."""
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,18 @@ def test_what_is_written_is_used(folder: Path) -> None:
         return made
 
     assert_same(run(executor(0)), run(executor(ALL)))
+
+
+def test_memory_is_given_back(folder: Path) -> None:
+    artifact = artifact_of(folder, backend="eager", **LIMITS)
+    weights = weights_of(folder, artifact, ALL)
+    offloaded = weakref.ref(weights[OFFLOADED])
+    executor = Executor(Artifact.open(artifact), weights, 40)
+    run(executor, 3)
+    executor.close()
+    del weights
+    gc.collect()
+    assert offloaded() is None
 
 
 def test_random_weights_are_the_same(folder: Path) -> None:
