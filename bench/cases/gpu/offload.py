@@ -8,6 +8,7 @@ the GPU.
 from __future__ import annotations
 
 import statistics
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ def measure(shape: str, folder: str, offload_gib: float, limit_gb: float, batche
     """Of one engine, in a process of its own. offload_gib: 0: all weights are on the GPU, and nothing is limited."""
     import torch
 
+    others = _used()
     torch.zeros(1, device="cuda")
     most, ended = [0], threading.Event()
     total = torch.cuda.mem_get_info()[1]
@@ -47,13 +49,13 @@ def measure(shape: str, folder: str, offload_gib: float, limit_gb: float, batche
     def watch() -> None:
         while not ended.wait(0.02):
             free, _ = torch.cuda.mem_get_info()
-            most[0] = max(most[0], total - free)
+            most[0] = max(most[0], total - free - others)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     options: dict[str, Any] = {"kv_cache_memory_bytes": 2 << 30}
     if offload_gib:
-        options = {"cpu_offload_gb": offload_gib, "gpu_memory_utilization": limit_gb * 1e9 / total}
+        options = {"cpu_offload_gb": offload_gib, "gpu_memory_utilization": min(1.0, (others + limit_gb * 1e9) / total)}
     begun = time.perf_counter()
     core = load(f"{folder}/artifact", folder, **options)
     found: dict[str, Any] = {"start s": round(time.perf_counter() - begun, 1)}
@@ -81,6 +83,16 @@ def measure(shape: str, folder: str, offload_gib: float, limit_gb: float, batche
     if offload_gib:
         found |= {"within the limit": most[0] <= limit_gb * 1e9, "link GB/s": _link()}
     return {"figures": found | void_unless(check_tokens, tokens[str(max(batches))]), "tokens": tokens}
+
+
+def _used() -> int:
+    """Bytes of the GPU that are in use, before this process uses it; 0 where the driver's tool is not there."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return int(found.split()[0]) << 20
+    except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
+        return 0
 
 
 def _link() -> float:
