@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def measure(shape: str, folder: str, offload_gib: float, limit_gb: float, batche
     if offload_gib:
         options = {"cpu_offload_gb": offload_gib, "gpu_memory_utilization": min(1.0, (others + limit_gb * 1e9) / total)}
     begun = time.perf_counter()
-    core = load(f"{folder}/artifact", folder, **options)
+    core = load(Path(folder, "artifact"), Path(folder), **options)
     found: dict[str, Any] = {"start s": round(time.perf_counter() - begun, 1)}
     held = sum(w.nbytes for w in core.executor.worker.weights.values() if w.device.type == "cpu")
     rng, vocab = np.random.default_rng(0), SHAPES[shape]["vocab_size"]
