@@ -30,6 +30,7 @@ class EngineSettings(TypedDict, total=False):
     optimize: Literal["behind", "next_start", "first"] | None
     load_format: Literal["auto", "safetensors", "pt", "dummy"]
     threads: int | None
+    cpu_offload_gb: float
     target: Literal["auto", "cpu", "cuda"]
     backend: Literal["inductor", "prebuilt", "eager"]
     dtype: Literal["auto", "bfloat16", "float16", "float32"]
@@ -138,6 +139,7 @@ class EngineArgs:
     optimize: Literal["behind", "next_start", "first"] | None
     load_format: Literal["auto", "safetensors", "pt", "dummy"]
     threads: int | None
+    cpu_offload_gb: float
     target: Literal["auto", "cpu", "cuda"]
     backend: Literal["inductor", "prebuilt", "eager"]
     dtype: Literal["auto", "bfloat16", "float16", "float32"]

@@ -163,6 +163,13 @@ class LoadConfig:
         key=_LOADING,
         ge=1,
     )
+    cpu_offload_gb: float = setting(
+        0.0,
+        help="GiB of weights, for each GPU, that stay in the host's memory; every step copies them to the GPU while it "
+        "computes. 0: all are on the GPU.",
+        key=_LOADING,
+        ge=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -359,6 +366,7 @@ class EngineConfig:
         ranks = (values["tensor_parallel_size"] or 1) * values["pipeline_parallel_size"]
         check_parallel(assemble(ParallelConfig, values), ranks)
         _check_tiers(assemble(TierConfig, values))
+        _check_offloading(values)
         KVEventsConfig.read(values["kv_events_config"]).check_ranks(values["data_parallel_size"])
 
 
@@ -381,6 +389,19 @@ def _check_tiers(tiers: TierConfig) -> None:
             f"kv_transfer_config has kv_connector {tiers.transfer.kv_connector!r:.80}: blocks come and go by way of "
             "host memory; give kv_offloading_size, too, such as 4GiB"
         )
+
+
+def _check_offloading(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what weights in the host's memory cannot be together with."""
+    wrong = {
+        "enable_sleep_mode": "an engine with such weights does not sleep",
+        "enable_eplb": "experts in the host's memory do not move",
+    }
+    for name, reason in wrong.items():
+        if values["cpu_offload_gb"] and values[name]:
+            raise ConfigError(
+                f"cpu_offload_gb is {values['cpu_offload_gb']:g} and {name} is True: {reason}; leave one of them out"
+            )
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,18 @@ _AT_ONCE = 256 << 20  # bytes that a thread touches
 
 
 class HostCopy:
-    """Registered memory. Raises MemoryError, OSError or CudaError where the host has no room for it."""
+    """Registered memory, ``numbers`` as bytes. Raises MemoryError, OSError or CudaError where the host has no room for
+    it."""
 
     def __init__(self, driver: CudaDriver, nbytes: int) -> None:
         self._driver, self.nbytes = driver, nbytes
-        self._memory: np.ndarray = zeros(nbytes)
-        parts = [self._memory[at : at + _AT_ONCE] for at in range(0, nbytes, _AT_ONCE)]
+        self.numbers: np.ndarray = zeros(nbytes)
+        parts = [self.numbers[at : at + _AT_ONCE] for at in range(0, nbytes, _AT_ONCE)]
         with ThreadPoolExecutor(_THREADS, "graphllm-sleep") as threads:
             list(threads.map(populate, parts))
-        place = ctypes.c_void_p(self._memory.ctypes.data)
+        place = ctypes.c_void_p(self.numbers.ctypes.data)
         driver.call("cuMemHostRegister_v2", place, ctypes.c_size_t(nbytes), ctypes.c_uint())
-        self.address = self._memory.ctypes.data  # once it is registered
+        self.address = self.numbers.ctypes.data  # once it is registered
 
     def close(self) -> None:
         """Give the memory back."""
