@@ -27,9 +27,7 @@ CUDA = {**LIMITS, **ON["cuda"]}
 
 def ready(core: EngineCore) -> None:
     """Wait until all of host memory is registered."""
-    part = core.part(Tiers)
-    while not all(pool.host.is_ready for pool in part.pools.values()):
-        assert not list(part.gather(idle=True))
+    while not core.part(Tiers).preparing.all():
         time.sleep(0.01)
 
 

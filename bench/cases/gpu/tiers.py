@@ -3,11 +3,12 @@ need more than the device holds.
 
 Real shapes, random weights. copies: one way and both ways at once, of blocks as they lie. prompt: the time to the first
 token, computed, found on the device, and found in host memory. agents: with the tier and without it, the same requests;
-their texts must be equal as far as both went. at 0 %: prompts that share nothing.
+how many of their tokens are equal is told. at 0 %: prompts that share nothing.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,14 +24,15 @@ from bench.models import SHAPES, compile_to, new_folder
 
 CASES = [
     ("gpu_tiers", {"shapes": ("llama3.1-8b",), "device_gib": 20, "host_gib": 80, "conversations": 6, "turns": 6,
-                   "seconds": 60}),
+                   "seconds": (60, 330)}),
 ]  # fmt: skip
 HELP = {
     "shapes": "shapes of models", "device_gib": "of the device's cache", "host_gib": "of host memory",
-    "conversations": "agents", "turns": "of each agent", "seconds": "after which no turn begins",
+    "conversations": "agents", "turns": "of each agent", "seconds": "after which no turn begins, without and with the tier",
 }  # fmt: skip
 _PROMPT = 32_000  # tokens
 _COPIED = 1000  # blocks
+_ROUNDS = 4  # by turns, at 0 %
 _TICKET = 1 << 40  # beyond the engine's own
 
 
@@ -81,39 +83,68 @@ def _prompt(core: Any, vocab: int) -> dict[str, Any]:
     return found
 
 
+def _until_ready(core: Any) -> float:
+    """Have all of host memory ready, and wait for it; seconds."""
+    from graphllm.engine.parts.tiers import Tiers
+
+    begun = time.perf_counter()
+    while not core.part(Tiers).preparing.all():
+        time.sleep(0.01)
+    return round(time.perf_counter() - begun, 2)
+
+
+def _at_nothing(cores: dict[str, Any], vocab: int) -> dict[str, Any]:
+    """Prompts that share nothing, the same for each engine, by turns."""
+    rng, greedy = np.random.default_rng(2), {"temperature": 0.0}
+    rates: dict[str, list[float]] = {name: [] for name in cores}
+    for turn in range(_ROUNDS + 1):
+        apart = rng.integers(3, vocab, (64, 2000)).tolist()
+        for name, core in cores.items():
+            rate = drive(core, apart, [128] * len(apart), greedy)["tokens/s"]
+            if turn:  # the first one captures
+                rates[name].append(round(rate, 1))
+    plain, tiered = rates.values()
+    return {**rates, "no tier / host memory": round(float(np.median(np.divide(plain, tiered))), 4)}
+
+
 def measure(
-    shape: str, folder: str, device_gib: int, host_gib: int, conversations: int, turns: int, seconds: float
+    shape: str, folder: str, device_gib: int, host_gib: int, conversations: int, turns: int, seconds: list[float]
 ) -> Any:
     """One shape, all rows, from the artifact in its folder."""
-    vocab, result, served = SHAPES[shape]["vocab_size"], dict[str, Any](), dict[str, Found]()
-    rng = np.random.default_rng(2)
-    apart = [rng.integers(3, vocab, 2000).tolist() for _ in range(100)]
-    void: dict[str, Any] = {}
+    vocab, cores, served = SHAPES[shape]["vocab_size"], dict[str, Any](), dict[str, Found]()
     for name, size in (("no tier", 0), ("host memory", host_gib << 30)):
-        begun = time.perf_counter()
-        core = load(
+        cores[name] = load(
             Path(folder, "artifact"), Path(folder), kv_cache_memory_bytes=device_gib << 30, kv_offloading_size=size
         )
-        rows: dict[str, Any] = {"ready after s": round(time.perf_counter() - begun, 2)}
-        drive(core, apart[:8], [8] * 8, {"temperature": 0.0})  # captures
+    tiered = cores["host memory"]
+    result: dict[str, Any] = {"s until host memory is registered": _until_ready(tiered)}
+    _say(result)
+    result["output tokens/s at 0 %"] = _at_nothing(cores, vocab)
+    _say(result)
+    tiered.reset_prefix_cache()
+    result["copies"] = _copies(tiered)
+    _say(result)
+    tiered.reset_prefix_cache()  # what lies there now is another's
+    result["prompt"] = _prompt(tiered, vocab)
+    _say(result)
+    for (name, core), most in zip(cores.items(), seconds, strict=True):
         core.reset_prefix_cache()
-        rows["at 0 %, output tokens/s"] = round(drive(core, apart, [64] * len(apart), {"temperature": 0.0})["tokens/s"])
-        if size:
-            rows["copies"] = _copies(core)
-            core.reset_prefix_cache()  # what lies there now is another's
-            rows["prompt"] = _prompt(core, vocab)
-        core.reset_prefix_cache()
-        served[name] = serve_agents(core, Sizes(), conversations, turns, 2, vocab, seconds)
-        rows["agents"] = served[name].figures()
-        if size:
-            rows["tier"] = {k: getattr(core.stats().tiers["host"], k) for k in ("used_bytes", "hit_tokens")}
-        void |= void_unless(check_tokens, outputs(core, [p[:128] for p in apart[:8]], 16, {"temperature": 0.0}))
-        result[name] = rows
-        core.close()
+        served[name] = serve_agents(core, Sizes(), conversations, turns, 2, vocab, most)
+        result[f"agents, {name}"] = served[name].figures()
+        _say(result)
+    result["tier"] = {k: getattr(tiered.stats().tiers["host"], k) for k in ("used_bytes", "hit_tokens")}
+    prompts = np.random.default_rng(3).integers(3, vocab, (8, 128)).tolist()
+    void = void_unless(check_tokens, outputs(tiered, prompts, 16, {"temperature": 0.0}))
     texts = zip(served["no tier"].texts, served["host memory"].texts, strict=True)
     same = [sum(a == b for a, b in zip(one, other, strict=False)) for one, other in texts]
-    result["tokens of agents that are equal"] = sum(same)
+    result["tokens of agents that are equal"] = sum(same), sum(map(len, served["no tier"].texts))
+    for core in cores.values():
+        core.close()
     return {**result, **void}
+
+
+def _say(result: dict[str, Any]) -> None:
+    print(result, file=sys.stderr, flush=True)
 
 
 def run(case: Case) -> Iterator[dict[str, Any]]:

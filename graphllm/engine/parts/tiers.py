@@ -23,6 +23,7 @@ from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.step.started_step import StartedStep
 from graphllm.engine.tiers.further_tier import FurtherTier
 from graphllm.engine.tiers.host_cache import HostCache
+from graphllm.engine.tiers.preparing import Preparing
 from graphllm.engine.tiers.promotions import HOST, Promotions
 from graphllm.engine.tiers.rates import Rates
 from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool, kind_of
@@ -33,7 +34,6 @@ from graphllm.runtime.commands.tiers import (
     EndedCopies,
     LoadEntries,
     OpenTiers,
-    ReadyEntries,
     StoreEntries,
 )
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _AHEAD = 2  # steps of the largest size, whose blocks are copied before they are evicted
-_LATER = 0.05  # seconds between two looks at host memory that is being prepared
 _OFFERS = 0.005  # seconds between two looks at copies that no request waits for: each is a round trip to all ranks
 _WAIT = 0.001  # seconds between two looks at copies, where nothing else is to be done
 
@@ -80,6 +79,7 @@ class Tiers(Part):
             kind: TierPool(kind, pool, host[kind], self._wait, ahead if kind == BLOCKS else 0, writes)
             for kind, pool in pools.items()
         }
+        self.preparing = Preparing(executor, self.pools, self._bytes)
         self.connector: KVConnector | None = None
         if transfer is not None and kind_of_connector is not None:
             setup = ConnectorSetup(transfer, context.setup.identity, executor, cache, self.pools, self._bytes)
@@ -91,7 +91,7 @@ class Tiers(Part):
         self.promotions = Promotions(cache, self.pools, self._bytes, self.rates, self.further)
         self.awaiting = None if self.connector is None else Awaiting(cache, self.connector, self.promotions)
         self.resource = self.awaiting or self.promotions
-        self._look_at = self._ended_at = 0.0
+        self._ended_at = 0.0
         self._tickets = itertools.count(1)
         self._seconds = dict[int, list[float]]()  # by copy: of each rank on which it has ended
         self._offers = dict[int, list[tuple[Key, int]]]()  # by store: what further tiers are offered when it has ended
@@ -126,18 +126,9 @@ class Tiers(Part):
         offers = bool(self._offers) or any(pool.has_new for pool in self.pools.values())
         return self.promotions.running > 0 or offers or any(tier.busy for tier in self.further)
 
-    def _take_ready(self) -> None:
-        """More of host memory may be ready than before."""
-        if all(pool.host.is_ready for pool in self.pools.values()) or time.monotonic() < self._look_at:
-            return
-        self._look_at = time.monotonic() + _LATER
-        answers = [answer.value for answer in self.context.executor.ask(ReadyEntries())]
-        for kind, pool in self.pools.items():
-            pool.host.ready(min(entries[kind] for entries in answers))
-
     def gather(self, idle: bool) -> Iterable[EngineRequest | EngineCoreOutput]:
         """Take what has come."""
-        self._take_ready()
+        self.preparing.look(early=bool(self.further))
         if idle and (self.busy or (self.awaiting is not None and self.awaiting.unanswered)):
             time.sleep(_WAIT)
         if self.promotions.running or (self._offers and time.monotonic() >= self._ended_at + _OFFERS):

@@ -39,6 +39,11 @@ class HostCache:
         """Whether all entries can be used."""
         return self._ready == self.num_entries
 
+    @property
+    def num_used(self) -> int:
+        """Entries that hold something, or are to."""
+        return max(0, self._ready - len(self._free))
+
     def __len__(self) -> int:
         """Entries that hold something."""
         return len(self._entry_of)

@@ -79,6 +79,11 @@ class TierPool(PoolObserver):
             self._fresh[place] = key
 
     @property
+    def nearly_full(self) -> bool:
+        """Whether most places hold something, so that contents will soon be evicted."""
+        return 4 * self.pool.num_cached >= 3 * (len(self.pool.references) - 1)
+
+    @property
     def has_new(self) -> bool:
         """Whether contents are to be copied as soon as a step is planned."""
         return bool(self._fresh)

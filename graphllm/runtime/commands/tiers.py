@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from graphllm.runtime.commands.command import Answered, Command, Device, Query
 from graphllm.runtime.commands.states import Pairs
-from graphllm.runtime.tiers.copies import Copies, CpuCopies, CudaCopies, Ordered
+from graphllm.runtime.tiers.copies import Copies, CpuCopies, Ordered
+from graphllm.runtime.tiers.cuda_copies import CudaCopies
 from graphllm.runtime.tiers.host_memory import HostMemory, shapes_of
 
 _KEPT = "tiers"  # in `Worker.kept`
@@ -81,6 +82,16 @@ class AwaitStores(Command):
 
     def run(self, device: Device) -> None:
         tiers_of(device).copies.wait(self.ticket)
+
+
+class PrepareEntries(Command):
+    """Have entries of host memory ready, as soon as can be; `ReadyEntries` tells when. entries: numbers of each kind,
+    the first ones."""
+
+    entries: dict[str, int]
+
+    def run(self, device: Device) -> None:
+        tiers_of(device).copies.prepare(self.entries)
 
 
 class EndedCopies(Query):

@@ -1,61 +1,66 @@
-"""RegisteredMemory: host memory that a GPU copies from and to by itself. A thread registers it in parts, so that an
-engine starts at once: the system gives and pins some gigabytes of it a second."""
+"""RegisteredMemory: host memory that a GPU copies from and to by itself. It is registered in parts, as it is wanted, by
+a thread, so that an engine starts at once, and takes no memory that it does not need."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from graphllm.host.cuda_driver import CudaDriver, CudaError
+from graphllm.runtime.cuda.registration import register
 from graphllm.runtime.tiers.host_memory import HostMemory
 
-PART = 1 << 30  # bytes that are registered at once, about
+PART = 1 << 28  # bytes that are registered at once, about
 _PAGE = 4096
 _log = logging.getLogger(__name__)
 
 
 class RegisteredMemory:
-    """memory: whose entries are registered, the first ones first. The calling thread has the GPU's context, as the
-    driver's first device has it."""
+    """memory: whose entries are registered, the first ones first. The calling thread has the GPU's context."""
 
-    def __init__(self, memory: HostMemory) -> None:
-        self._memory, self._driver = memory, CudaDriver()
+    def __init__(self, memory: HostMemory, driver: CudaDriver) -> None:
+        self._memory, self._driver = memory, driver
         self._ready = dict.fromkeys(memory.kinds, 0)
         self._places: list[int] = []
-        self._closing = threading.Event()
-        self._context = self._driver.current()
-        self._thread = threading.Thread(target=self._register_all, name="graphllm-host-memory", daemon=True)
-        self._thread.start()
+        self._closing = threading.Event()  # nothing more is registered
+        begin = functools.partial(driver.use, driver.current())
+        self._thread = ThreadPoolExecutor(1, "graphllm-host-memory", initializer=begin)
+
+    def prepare(self, entries: Mapping[str, int]) -> Future[None]:
+        """Begin to register so many entries of each kind. What is registered stays so."""
+        return self._thread.submit(self._register_all, dict(entries))
 
     def ready(self) -> dict[str, int]:
         """By kind, the entries that are registered so far."""
         return dict(self._ready)
 
-    def _register_all(self) -> None:
+    def _register_all(self, entries: Mapping[str, int]) -> None:
         try:
-            self._driver.use(self._context)
-            for kind in self._memory.kinds:
-                self._register(kind)
+            for kind, count in entries.items():
+                self._register(kind, count)
         except CudaError as failure:
+            self._closing.set()
             _log.warning("the cache has less host memory than kv_offloading_size: %s", failure)
 
-    def _register(self, kind: str) -> None:
+    def _register(self, kind: str, count: int) -> None:
         pieces = self._memory.pieces(kind)
         each = pieces[0].nbytes
         # Parts begin at pages of their own.
         step = max(1, PART // each) if each % _PAGE == 0 else len(pieces)
-        for first in range(0, len(pieces), step):
-            if self._closing.is_set():
-                return
+        while self._ready[kind] < count and not self._closing.is_set():
+            first = self._ready[kind]
             part = pieces[first : first + step]
-            self._driver.register(part.ctypes.data, part.nbytes)
+            register(self._driver, part)
             self._places.append(part.ctypes.data)
             self._ready[kind] = first + len(part)
 
     def close(self) -> None:
         """Give it back. No copy runs."""
         self._closing.set()
-        self._thread.join()
+        self._thread.shutdown()
         for place in self._places:
             self._driver.unregister(place)
         self._places.clear()

@@ -1,0 +1,32 @@
+"""Registration of host memory: pages that stay where they are, so that a GPU copies from and to them by itself.
+
+The system clears a page when it is first touched. One thread, as the driver's own, clears 3 GB a second; eight clear
+12. Registering what is there already takes 0.03 s a GB. No torch in here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from graphllm.host.cuda_driver import CudaDriver
+from graphllm.host.hugepages import populate
+from graphllm.host.machine import usable_cores
+
+_THREADS = 8  # that touch pages at the same time, at most
+_AT_ONCE = 64 << 20  # bytes that a thread touches
+
+
+def register(driver: CudaDriver, memory: np.ndarray) -> None:
+    """Register this memory; `CudaDriver.unregister` gives it back. Raises CudaError where there is no room."""
+    parts = [memory[at : at + _AT_ONCE] for at in range(0, memory.nbytes, _AT_ONCE)]
+    with ThreadPoolExecutor(min(_THREADS, usable_cores()), "graphllm-pages") as threads:
+        list(threads.map(_touch, parts))
+    driver.register(memory.ctypes.data, memory.nbytes)
+
+
+def _touch(memory: np.ndarray) -> None:
+    with contextlib.suppress(OSError):  # of older kernels; the driver touches what is left, and says what is wrong
+        populate(memory)
