@@ -36,11 +36,6 @@ class BlockPool:
         """Blocks that nobody holds."""
         return len(self._free)
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks whose contents can be found."""
-        return len(self._cached)
-
     def allocate(self) -> int:
         """A block for one holder; what it held is forgotten. Raises KeyError when there is none."""
         return self.allocate_all(1)[0]

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from graphllm.config import ConfigError
@@ -42,7 +42,10 @@ if TYPE_CHECKING:
     from graphllm.runtime.step_handle import StepResult
 
 _log = logging.getLogger(__name__)
-_AHEAD = 2  # steps of the largest size, whose blocks are copied before they are evicted
+# Blocks are copied before they are evicted, for so many steps of the largest size, and for the longest sequence: while
+# it comes from host memory, nothing has to be copied there first.
+_AHEAD = 2
+_PART = 128  # copies that end at the same time
 _OFFERS = 0.005  # seconds between two looks at copies that no request waits for: each is a round trip to all ranks
 _WAIT = 0.001  # seconds between two looks at copies, where nothing else is to be done
 
@@ -68,7 +71,9 @@ class Tiers(Part):
         entries = _entries(config.kv_offloading_size, places, self._bytes)
         host = {kind: HostCache(count, config.kv_offloading_policy) for kind, count in entries.items()}
         limits = context.limits
-        ahead = min(_AHEAD * -(-limits.max_num_batched_tokens // limits.block_size), len(cache.pool.references) // 4)
+        ahead = max(_AHEAD * limits.max_num_batched_tokens, limits.max_len)
+        ahead = min(-(-ahead // limits.block_size), len(cache.pool.references) // 2)
+        self._most = -(-limits.max_num_batched_tokens // limits.block_size)  # copied ahead before each step
         transfer = config.transfer
         kind_of_connector = None if transfer is None else find_connector(transfer)
         self._entries = entries
@@ -189,15 +194,21 @@ class Tiers(Part):
         pools = self.pools.values()
         if rescues := {pool.kind: pairs for pool in pools if (pairs := pool.rescues())}:
             self._store(rescues, next(self._tickets), blocking=True)
+        if displaced := {pool.kind: pairs for pool in pools if (pairs := pool.displaced())}:
+            self._store(displaced, next(self._tickets), blocking=False)
+        most = self._most
         while loads := self.promotions.start(ticket := next(self._tickets)):
             self.context.executor.do(LoadEntries(loads, ticket))
-        ticket = next(self._tickets)
-        if copies := {pool.kind: pairs for pool in pools if (pairs := pool.copies(ticket))}:
+            most = 0  # the next step has time for it
+        for copies in _parts({pool.kind: pool.copies(most) for pool in pools}):
+            ticket = next(self._tickets)
+            for kind, pairs in copies.items():
+                self.pools[kind].copying(pairs, ticket)
             self._store(copies, ticket, blocking=False)
 
     def _store(self, pairs: dict[str, Pairs], ticket: int, blocking: bool) -> None:
+        placed = [entry for kind, of in pairs.items() for entry in self.pools[kind].placed(len(of))]
         self.context.executor.do(StoreEntries(pairs, ticket, blocking, reported=bool(self.further)))
-        placed = [entry for pool in self.pools.values() for entry in pool.placed()]
         if self.further:
             self._offers[ticket] = placed
             self._pin(key for key, _ in placed)
@@ -243,6 +254,13 @@ class Tiers(Part):
             for tier in self.further:
                 tier.close()
             self.context.executor.do(CloseTiers())
+
+
+def _parts(pairs: Mapping[str, Pairs]) -> Iterator[dict[str, Pairs]]:
+    """The same in small parts: who needs the place of one copy waits for no more than its part."""
+    for kind, of in pairs.items():
+        for at in range(0, len(of), _PART):
+            yield {kind: of[at : at + _PART]}
 
 
 def _entries(size: int, places: Mapping[str, int], entry_bytes: Mapping[str, int]) -> dict[str, int]:

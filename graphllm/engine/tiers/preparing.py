@@ -28,13 +28,12 @@ class Preparing:
 
     def look(self, early: bool) -> None:
         """Have more prepared where little is left, and take what is ready. early: also before the device is full."""
-        wanted = {
-            kind: min(pool.host.num_entries, pool.host.num_used + 2 * self._reserve[kind])
-            for kind, pool in self._pools.items()
-            if self._asked[kind] < min(pool.host.num_entries, pool.host.num_used + self._reserve[kind])
-            and (early or pool.nearly_full)
-        }
-        self._prepare(wanted)
+        if early or any(pool.evicts for pool in self._pools.values()):
+            self._prepare({
+                kind: min(pool.host.num_entries, pool.host.num_used + 2 * self._reserve[kind])
+                for kind, pool in self._pools.items()
+                if self._asked[kind] < min(pool.host.num_entries, pool.host.num_used + self._reserve[kind])
+            })  # fmt: skip
         if any(self._ready[kind] < asked for kind, asked in self._asked.items()) and time.monotonic() >= self._look_at:
             self._take()
 

@@ -12,19 +12,29 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from graphllm.host.cuda_driver import CudaDriver
-from graphllm.host.hugepages import populate
+from graphllm.host.hugepages import HUGE, populate
 from graphllm.host.machine import usable_cores
 
 _THREADS = 8  # that touch pages at the same time, at most
-_AT_ONCE = 64 << 20  # bytes that a thread touches
+_AT_ONCE = 2 * HUGE  # bytes: meanwhile no thread of the process can have its memory mapped, as a new thread must
 
 
-def register(driver: CudaDriver, memory: np.ndarray) -> None:
-    """Register this memory; `CudaDriver.unregister` gives it back. Raises CudaError where there is no room."""
-    parts = [memory[at : at + _AT_ONCE] for at in range(0, memory.nbytes, _AT_ONCE)]
-    with ThreadPoolExecutor(min(_THREADS, usable_cores()), "graphllm-pages") as threads:
-        list(threads.map(_touch, parts))
-    driver.register(memory.ctypes.data, memory.nbytes)
+class Registration:
+    """Registers memory with threads that stay until `close`. driver: its calls run in the current context."""
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self._driver = driver
+        self._threads = ThreadPoolExecutor(min(_THREADS, usable_cores()), "graphllm-pages")
+
+    def register(self, memory: np.ndarray) -> None:
+        """Register this memory; `CudaDriver.unregister` gives it back. Raises CudaError where there is no room."""
+        whole = memory.reshape(-1)
+        list(self._threads.map(_touch, [whole[at : at + _AT_ONCE] for at in range(0, whole.nbytes, _AT_ONCE)]))
+        self._driver.register(memory.ctypes.data, memory.nbytes)
+
+    def close(self) -> None:
+        """End the threads. What is registered stays so."""
+        self._threads.shutdown()
 
 
 def _touch(memory: np.ndarray) -> None:

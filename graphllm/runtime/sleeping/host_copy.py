@@ -13,7 +13,7 @@ import numpy as np
 
 from graphllm.host.cuda_driver import CudaDriver, CudaError
 from graphllm.host.hugepages import zeros
-from graphllm.runtime.cuda.registration import register
+from graphllm.runtime.cuda.registration import Registration
 
 
 class HostCopy:
@@ -22,7 +22,8 @@ class HostCopy:
     def __init__(self, driver: CudaDriver, nbytes: int) -> None:
         self._driver, self.nbytes = driver, nbytes
         self._memory: np.ndarray = zeros(nbytes)
-        register(driver, self._memory)
+        with contextlib.closing(Registration(driver)) as registration:
+            registration.register(self._memory)
         self.address = self._memory.ctypes.data  # once it is registered
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from graphllm.runtime.tiers.registered_memory import RegisteredMemory
 if TYPE_CHECKING:
     import torch
 
-_AT_ONCE = 256  # pieces of one call: with a thousand times as many, the driver is slower
+_AT_ONCE = 512  # pieces of one call: with a hundred times as many, the driver is slower
 _QUEUED = 4  # calls of one direction that the driver has at a time
 
 Pieces = Iterator[tuple[np.ndarray, np.ndarray, int]]  # addresses to copy to and from, and the bytes of a piece

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from graphllm.host.cuda_driver import CudaDriver, CudaError
-from graphllm.runtime.cuda.registration import register
+from graphllm.runtime.cuda.registration import Registration
 from graphllm.runtime.tiers.host_memory import HostMemory
 
-PART = 1 << 28  # bytes that are registered at once, about
+PART = 1 << 27  # bytes that are registered at once, about: meanwhile the driver launches no step
 _PAGE = 4096
 _log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class RegisteredMemory:
     """memory: whose entries are registered, the first ones first. The calling thread has the GPU's context."""
 
     def __init__(self, memory: HostMemory, driver: CudaDriver) -> None:
-        self._memory, self._driver = memory, driver
+        self._memory, self._driver, self._registration = memory, driver, Registration(driver)
         self._ready = dict.fromkeys(memory.kinds, 0)
         self._places: list[int] = []
         self._closing = threading.Event()  # nothing more is registered
@@ -53,7 +53,7 @@ class RegisteredMemory:
         while self._ready[kind] < count and not self._closing.is_set():
             first = self._ready[kind]
             part = pieces[first : first + step]
-            register(self._driver, part)
+            self._registration.register(part)
             self._places.append(part.ctypes.data)
             self._ready[kind] = first + len(part)
 
@@ -61,6 +61,7 @@ class RegisteredMemory:
         """Give it back. No copy runs."""
         self._closing.set()
         self._thread.shutdown()
+        self._registration.close()
         for place in self._places:
             self._driver.unregister(place)
         self._places.clear()
