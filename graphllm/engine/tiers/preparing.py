@@ -12,7 +12,7 @@ from graphllm.runtime.commands.tiers import PrepareEntries, ReadyEntries
 if TYPE_CHECKING:
     from graphllm.engine.step.step_executor import StepExecutor
 
-_AGAIN = 0.05  # seconds between two looks at what is being prepared
+_AGAIN = 0.02  # seconds between two looks at what is being prepared
 _RESERVE = 4 << 30  # bytes that are ready and hold nothing: a second of a GPU's fastest prompts
 
 
@@ -46,6 +46,7 @@ class Preparing:
     def _prepare(self, wanted: dict[str, int]) -> None:
         if wanted:
             self._asked.update(wanted)
+            self._look_at = 0.0
             self._executor.do(PrepareEntries(wanted))
 
     def _take(self) -> None:

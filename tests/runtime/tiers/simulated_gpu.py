@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from graphllm.runtime.tiers import cuda_copies
 
 
 class SimulatedGPU:
-    """steps: the stream of the steps. failing: copies that the driver takes before it refuses one; -1: it takes all."""
+    """steps: the stream of the steps. most_queued: copies that a stream had at a time. failing: copies that the driver takes before it refuses one; -1: it takes all."""
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         import torch
@@ -26,7 +26,7 @@ class SimulatedGPU:
         self._random, self._lock = random.Random(seed), threading.RLock()
         self._streams: list[_Stream] = []
         self.failing = -1
-        self.most_queued = 0
+        self.most_queued, self._queued = 0, Counter[int]()
         self.steps = self.stream()
         gpu = SimpleNamespace(Stream=self.stream, Event=self.event, current_stream=lambda: self.steps)
         monkeypatch.setattr(torch, "cuda", gpu)
@@ -48,11 +48,14 @@ class SimulatedGPU:
         self.failing -= 1
 
         def run() -> None:
+            self._queued[stream] -= 1
             for target, source in zip(to.tolist(), of.tolist(), strict=True):
                 ctypes.memmove(target, source, nbytes)
 
-        self.put(self._streams[stream], run)
-        self.most_queued = max(self.most_queued, len(self._streams[stream].work))
+        with self._lock:
+            self._queued[stream] += 1
+            self.most_queued = max(self.most_queued, self._queued[stream])
+            self.put(self._streams[stream], run)
 
     def put(self, stream: _Stream, run: Callable[[], None], ready: Callable[[], bool] = lambda: True) -> None:
         with self._lock:
