@@ -28,7 +28,8 @@ CASES = [
 ]  # fmt: skip
 HELP = {
     "shapes": "shapes of models", "device_gib": "of the device's cache", "host_gib": "of host memory",
-    "conversations": "agents", "turns": "of each agent", "seconds": "after which no turn begins, without and with the tier",
+    "conversations": "agents", "turns": "of each agent",
+    "seconds": "after which no turn begins, without and with the tier",
 }  # fmt: skip
 _PROMPT = 32_000  # tokens
 _COPIED = 1000  # blocks

@@ -50,7 +50,7 @@ class CudaCopies:
 
     def load(self, pairs: Pairs, ticket: int) -> None:
         def work() -> None:
-            before = [self._steps(), *self._stores.newest]
+            before: list[torch.cuda.Event | Copy] = [self._steps(), *self._stores.newest]
             self._loads.begin(ticket, before, lambda: self._to_device(pairs), True)
 
         self._device.in_order(work)

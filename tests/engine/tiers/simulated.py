@@ -17,7 +17,14 @@ from graphllm.engine.schedule.scheduler_output import SchedulerLimits
 from graphllm.engine.tiers.further_tier import FurtherTier
 from graphllm.program.schema import CacheLayout
 from graphllm.runtime.commands.command import Answered, Command, Query
-from graphllm.runtime.commands.tiers import AwaitStores, LoadEntries, OpenTiers, PrepareEntries, ReadyEntries, StoreEntries
+from graphllm.runtime.commands.tiers import (
+    AwaitStores,
+    LoadEntries,
+    OpenTiers,
+    PrepareEntries,
+    ReadyEntries,
+    StoreEntries,
+)
 
 
 class _Copy(NamedTuple):

@@ -114,7 +114,7 @@ def test_the_steps_do_not_wait_for_a_long_copy(monkeypatch: pytest.MonkeyPatch) 
     """The driver's queue is full, and nothing runs."""
     monkeypatch.setattr(cuda_copies, "_AT_ONCE", 1)
     gpu = SimulatedGPU(0, monkeypatch)
-    rank, memory, copies = opened(gpu)
+    rank, _, copies = opened(gpu)
     gpu.put(gpu.steps, lambda: None, lambda: free)
     free = False
     pairs = [(place, place) for place in range(PLACES)]
