@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from graphllm.engine.tiers.tier_pool import TierPool
+from graphllm.runtime.commands.command import Answered, Command, Query
 from graphllm.runtime.commands.tiers import PrepareEntries, ReadyEntries
-
-if TYPE_CHECKING:
-    from graphllm.engine.step.step_executor import StepExecutor
 
 _AGAIN = 0.02  # seconds between two looks at what is being prepared
 _RESERVE = 4 << 30  # bytes that are ready and hold nothing: a second of a GPU's fastest prompts
 
 
+class Ranks(Protocol):
+    """The part of an executor that prepares memory."""
+
+    def do(self, command: Command) -> None: ...
+
+    def ask(self, query: Query) -> list[Answered]: ...
+
+
 class Preparing:
     """pools: by kind. entry_bytes: of an entry of each kind, of all ranks together."""
 
-    def __init__(self, executor: StepExecutor, pools: Mapping[str, TierPool], entry_bytes: Mapping[str, int]) -> None:
+    def __init__(self, executor: Ranks, pools: Mapping[str, TierPool], entry_bytes: Mapping[str, int]) -> None:
         self._executor, self._pools = executor, pools
         self._reserve = {kind: max(2 * pool.ahead, _RESERVE // entry_bytes[kind]) for kind, pool in pools.items()}
         self._asked = dict.fromkeys(pools, 0)
