@@ -68,7 +68,7 @@ class Tiers(Part):
         if cache.states.pools:
             pools[SNAPSHOTS] = cache.states.pools[0].pool
         places = {kind: len(pool.references) for kind, pool in pools.items()}
-        entries = _entries(config.kv_offloading_size, places, self._bytes)
+        entries = _entries(config.kv_offloading_size or 0, places, self._bytes)
         host = {kind: HostCache(count, config.kv_offloading_policy) for kind, count in entries.items()}
         limits = context.limits
         ahead = max(_AHEAD * limits.max_num_batched_tokens, limits.max_len)
@@ -114,7 +114,7 @@ class Tiers(Part):
 
     @classmethod
     def applies(cls, context: PartContext) -> bool:
-        wanted = context.setup.tiers.kv_offloading_size > 0
+        wanted = bool(context.setup.tiers.kv_offloading_size)
         if wanted and not context.scheduler.cache.caching and context.setup.tiers.transfer is not None:
             raise ConfigError(
                 "kv_transfer_config: this engine shares no beginnings of prompts, so it has nothing to transfer; leave "
