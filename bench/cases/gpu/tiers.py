@@ -45,10 +45,10 @@ def _copies(core: Any) -> dict[str, Any]:
     pairs = [(1 + i, i) for i in range(count)]
     commands = {
         "to the host": [StoreEntries({"blocks": pairs}, _TICKET, False, True)],
-        "from the host": [LoadEntries({"blocks": [(i, block) for block, i in pairs]}, _TICKET)],
+        "from the host": [LoadEntries({"blocks": [(i, block) for block, i in pairs]}, _TICKET, 0)],
         "both ways": [
             StoreEntries({"blocks": pairs}, _TICKET, False, True),
-            LoadEntries({"blocks": [(count + i, count + block) for block, i in pairs]}, _TICKET + 1),
+            LoadEntries({"blocks": [(count + i, count + block) for block, i in pairs]}, _TICKET + 1, 0),
         ],
     }
     found: dict[str, Any] = {"bytes of a block": nbytes}

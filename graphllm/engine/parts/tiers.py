@@ -28,6 +28,7 @@ from graphllm.engine.tiers.promotions import HOST, Promotions
 from graphllm.engine.tiers.rates import Rates
 from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool, kind_of
 from graphllm.host.machine import available_memory
+from graphllm.runtime.commands.command import Command
 from graphllm.runtime.commands.tiers import (
     AwaitStores,
     CloseTiers,
@@ -190,23 +191,32 @@ class Tiers(Part):
         return self.pools[kind_of(key)]
 
     def planned(self, plan: SchedulerOutput | None) -> None:
-        """Copy what would be lost, start what waiting requests want, then copy ahead."""
+        """Copy what would be lost, and start what waiting requests want."""
         pools = self.pools.values()
         if rescues := {pool.kind: pairs for pool in pools if (pairs := pool.rescues())}:
             self._store(rescues, next(self._tickets), blocking=True)
+        after = 0
         if displaced := {pool.kind: pairs for pool in pools if (pairs := pool.displaced())}:
-            self._store(displaced, next(self._tickets), blocking=False)
-        most = self._most
+            self._store(displaced, after := next(self._tickets), blocking=False)
         while loads := self.promotions.start(ticket := next(self._tickets)):
-            self.context.executor.do(LoadEntries(loads, ticket))
-            most = 0  # the next step has time for it
-        for copies in _parts({pool.kind: pool.copies(most) for pool in pools}):
-            ticket = next(self._tickets)
-            for kind, pairs in copies.items():
-                self.pools[kind].copying(pairs, ticket)
-            self._store(copies, ticket, blocking=False)
+            after = max(after, *(self.pools[kind].load_after(pairs) for kind, pairs in loads.items()))
+            self.context.executor.do(LoadEntries(loads, ticket, after))
+        if plan is None:
+            self._copy_ahead()
 
-    def _store(self, pairs: dict[str, Pairs], ticket: int, blocking: bool) -> None:
+    def started(self, step: StartedStep) -> Iterable[Command]:
+        """Copy ahead while it runs."""
+        self._copy_ahead()
+        return ()
+
+    def _copy_ahead(self) -> None:
+        loading = self.promotions.running > 0
+        for copies in _parts({kind: pool.copies(self._most, loading) for kind, pool in self.pools.items()}):
+            self._store(copies, next(self._tickets), blocking=False, ahead=True)
+
+    def _store(self, pairs: dict[str, Pairs], ticket: int, blocking: bool, ahead: bool = False) -> None:
+        for kind, of in pairs.items():
+            self.pools[kind].stores(of, ticket, ahead)
         placed = [entry for kind, of in pairs.items() for entry in self.pools[kind].placed(len(of))]
         self.context.executor.do(StoreEntries(pairs, ticket, blocking, reported=bool(self.further)))
         if self.further:

@@ -42,6 +42,8 @@ class TierPool(PoolObserver):
         self._displaced = dict[int, Key]()  # of these: in places that copies from host memory write next
         self._fresh = dict[int, Key]()  # by place: contents that are to be copied at once
         self._next = dict[int, Key]()  # by place: what is evicted next, as far as it was not looked at
+        self._stored_by = dict[int, int]()  # by entry of host memory: the ticket of the store that has written it last
+        self._load_after = 0  # the last store that reads from places which loads get
         self._copying = dict[int, int]()  # by place: the ticket of its copy, which may have ended
         self._awaited = 0
         self._placed_now = list[tuple[Key, int]]()
@@ -65,7 +67,9 @@ class TierPool(PoolObserver):
         self._fresh.pop(block, None)
         self._next.pop(block, None)
         ticket = self._copying.pop(block, 0)
-        if ticket > self._awaited and not self.for_loads:
+        if self.for_loads:
+            self._load_after = max(self._load_after, ticket)
+        elif ticket > self._awaited:
             self._awaited = ticket
             self._wait(ticket)
         if self.host.find(key) < 0:
@@ -107,14 +111,18 @@ class TierPool(PoolObserver):
         lost.clear()
         return self._placed(blocks)
 
-    def copies(self, most: int) -> Pairs:
+    def copies(self, most: int, loading: bool = False) -> Pairs:
         """(place, entry) of what is worth copying while steps run: all that is new, and so many of what is evicted
-        next, in this order. They are copied in parts, see `copying`."""
+        next, in this order. They are copied in parts, see `stores`. loading: copies to the device run, which are
+        faster by themselves; half of what is evicted next may wait for their end."""
         if self.ahead and self._changed * 8 >= self.ahead:
-            self._changed = 0
-            self._next = {place: self._key(key) for place, key in self.pool.next_evicted(self.ahead)}
-            self.evicts |= bool(self._next)
-        if not (self._fresh or self._next):
+            if loading and self._changed * 2 < self.ahead:
+                most = 0
+            else:
+                self._changed = 0
+                self._next = {place: self._key(key) for place, key in self.pool.next_evicted(self.ahead)}
+                self.evicts |= bool(self._next)
+        if not (self._fresh or (self._next and most)):
             return []
         blocks = {key: place for place, key in self._fresh.items()}
         self._fresh.clear()
@@ -127,9 +135,17 @@ class TierPool(PoolObserver):
                 most -= 1
         return self._placed(blocks)
 
-    def copying(self, pairs: Pairs, ticket: int) -> None:
-        """These copies have this ticket."""
-        self._copying.update((place + self.first, ticket) for place, _ in pairs)
+    def stores(self, pairs: Pairs, ticket: int, ahead: bool) -> None:
+        """These copies have this ticket. ahead: of their eviction."""
+        self._stored_by.update((entry, ticket) for _, entry in pairs)
+        if ahead:
+            self._copying.update((place + self.first, ticket) for place, _ in pairs)
+
+    def load_after(self, pairs: Pairs) -> int:
+        """The last store that must have ended before (entry, place) are copied to the device, after all `displaced` got
+        their tickets."""
+        find = self._stored_by.get
+        return max(self._load_after, max((find(entry, 0) for entry, _ in pairs), default=0))
 
     def _placed(self, blocks: Mapping[Key, int]) -> Pairs:
         placed = self.host.store(blocks)

@@ -66,13 +66,15 @@ class StoreEntries(Command):
 
 
 class LoadEntries(Command):
-    """Copy to the device; see `Copies.load`. pairs: (entry, place), by kind."""
+    """Copy to the device; see `Copies.load`. pairs: (entry, place), by kind. after: the last store that must have ended
+    before."""
 
     pairs: dict[str, Pairs]
     ticket: int
+    after: int
 
     def run(self, device: Device) -> None:
-        tiers_of(device).copies.load(self.pairs, self.ticket)
+        tiers_of(device).copies.load(self.pairs, self.ticket, self.after)
 
 
 class AwaitStores(Command):

@@ -32,8 +32,8 @@ class Copies(Protocol):
         """Copy (place, entry) to the host, as the steps so far have left the places. blocking: no later step or command
         begins before the copy has ended. reported: `ended` tells of it."""
 
-    def load(self, pairs: Pairs, ticket: int) -> None:
-        """Copy (entry, place) to the device, once the steps and stores so far have ended."""
+    def load(self, pairs: Pairs, ticket: int, after: int) -> None:
+        """Copy (entry, place) to the device, once the steps so far and the stores up to ``after`` have ended."""
 
     def wait(self, ticket: int) -> None:
         """Have all later steps and commands wait for the copies up to this one."""
@@ -71,7 +71,7 @@ class CpuCopies:
 
         self._device.in_order(work)
 
-    def load(self, pairs: Pairs, ticket: int) -> None:
+    def load(self, pairs: Pairs, ticket: int, after: int) -> None:
         states = self._device.states
 
         def work() -> None:

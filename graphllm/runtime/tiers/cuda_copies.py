@@ -48,9 +48,11 @@ class CudaCopies:
 
         self._device.in_order(work)
 
-    def load(self, pairs: Pairs, ticket: int) -> None:
+    def load(self, pairs: Pairs, ticket: int, after: int) -> None:
         def work() -> None:
-            before: list[torch.cuda.Event | Copy] = [self._steps(), *self._stores.newest]
+            before: list[torch.cuda.Event | Copy] = [self._steps()]
+            if (store := self._stores.find(after)) is not None:
+                before.append(store)
             self._loads.begin(ticket, before, lambda: self._to_device(pairs), True)
 
         self._device.in_order(work)
@@ -106,7 +108,7 @@ class CudaCopies:
         first = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
         on_device = first[None] + places[:, None] * nbytes
         in_host = host.ctypes.data + (entries[:, None] * count + np.arange(count)) * nbytes
-        return on_device.reshape(-1), in_host.reshape(-1), nbytes
+        return on_device.reshape(-1).view(np.uint64), in_host.reshape(-1).view(np.uint64), nbytes
 
 
 class Copy:
@@ -153,11 +155,6 @@ class _Direction:
         if reported:
             self._reported.append(copy)
         return copy
-
-    @property
-    def newest(self) -> list[Copy]:
-        """The last copy; those before it end sooner."""
-        return [self._copies[-1]] if self._copies else []
 
     def find(self, ticket: int) -> Copy | None:
         """The last copy up to this one; None where all of them have ended."""

@@ -88,7 +88,14 @@ class SimulatedRank:
         self._copies = loads + self._copies
 
     def _run_next(self) -> None:
-        self._run(self._copies.popleft())
+        """The first copy, or the first load, if it need not wait for the stores before it."""
+        load = next((n for n, copy in enumerate(self._copies) if not copy.stores), 0)
+        stores = [self._copies[n].command.ticket for n in range(load)]
+        if self._random.randrange(2) or any(t <= self._copies[load].command.after for t in stores):  # type: ignore[union-attr]
+            load = 0
+        copy = self._copies[load]
+        del self._copies[load]
+        self._run(copy)
 
     def _run(self, copy: _Copy) -> None:
         for kind, pairs in copy.command.pairs.items():

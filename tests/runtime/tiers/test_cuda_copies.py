@@ -62,7 +62,7 @@ def test_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device, host = [0] * PLACES, dict[int, int]()
     reading, writing = dict[int, int](), dict[int, dict[int, int]]()  # by place and by load: a ticket, places
     pinned = dict[int, set[int]]()  # by load: entries that it reads
-    told = set[int]()
+    told, stored = set[int](), dict[int, int]()  # stored: by entry
     for ticket in range(1, 200):
         coming = {place for places in writing.values() for place in places}
         free = [place for place in range(PLACES) if place not in coming]
@@ -79,13 +79,15 @@ def test_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 entries = draw.sample([entry for entry in range(ENTRIES) if entry not in read], len(places))
                 copies.store({"blocks": list(zip(places, entries, strict=True))}, ticket, kind == "rescue", True)
                 told.add(ticket)
+                stored.update(dict.fromkeys(entries, ticket))
                 host.update(zip(entries, (device[place] for place in places), strict=True))
                 if kind == "store":
                     reading.update(dict.fromkeys(places, ticket))
             case "load" if host:
                 places = [place for place in free if place not in reading][:4]
                 entries = draw.sample(sorted(host), min(len(host), len(places)))
-                copies.load({"blocks": list(zip(entries, places, strict=False))}, ticket)
+                after = max(stored[entry] for entry in entries) if entries else 0
+                copies.load({"blocks": list(zip(entries, places, strict=False))}, ticket, after)
                 told.add(ticket)
                 writing[ticket] = dict(zip(places, (host[entry] for entry in entries), strict=False))
                 pinned[ticket] = set(entries)
@@ -120,7 +122,7 @@ def test_the_steps_do_not_wait_for_a_long_copy(monkeypatch: pytest.MonkeyPatch) 
     pairs = [(place, place) for place in range(PLACES)]
     for ticket in range(3):
         copies.store({"blocks": pairs}, ticket, False, True)
-        copies.load({"blocks": pairs}, ticket + 10)
+        copies.load({"blocks": pairs}, ticket + 10, ticket)
         rank.write(0, 7)
         assert copies.ended() == []
     free = True
@@ -140,7 +142,6 @@ def test_a_failure_is_raised_by_the_next_command(taken: int, monkeypatch: pytest
     for _ in range(2):
         with pytest.raises(CudaError, match="cuMemcpyBatchAsync failed"):
             copies.store({"blocks": [(1, 1)]}, 2, True, False)
-    copies.load({"blocks": [(1, 1)]}, 3)
-    copies.close()
     with pytest.raises(CudaError, match="cuMemcpyBatchAsync failed"):
-        copies.ended()
+        copies.load({"blocks": [(1, 1)]}, 3, 2)
+    copies.close()
