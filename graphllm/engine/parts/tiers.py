@@ -39,6 +39,7 @@ from graphllm.runtime.commands.tiers import (
 )
 
 if TYPE_CHECKING:
+    from graphllm.engine.transfer.awaiting import Awaiting
     from graphllm.engine.transfer.kv_connector import KVConnector
     from graphllm.runtime.step_handle import StepResult
 
@@ -57,11 +58,6 @@ class Tiers(Part):
     name = "tiers"
 
     def __init__(self, context: PartContext) -> None:
-        # Most engines have no tiers, and start sooner without what these import.
-        from graphllm.engine.transfer.awaiting import Awaiting
-        from graphllm.engine.transfer.connectors import find_connector
-        from graphllm.engine.transfer.kv_connector import ConnectorSetup
-
         super().__init__(context)
         executor, cache, config = context.executor, context.scheduler.cache, context.setup.tiers
         self._bytes = {BLOCKS: sum(executor.block_bytes), SNAPSHOTS: sum(executor.snapshot_bytes)}
@@ -75,8 +71,7 @@ class Tiers(Part):
         ahead = max(_AHEAD * limits.max_num_batched_tokens, limits.max_len)
         ahead = min(-(-ahead // limits.block_size), len(cache.pool.references) // 2)
         self._most = -(-limits.max_num_batched_tokens // limits.block_size)  # copied ahead before each step
-        transfer = config.transfer
-        kind_of_connector = None if transfer is None else find_connector(transfer)
+        kind_of_connector = self._kind_of_connector()
         self._entries = entries
         executor.do(OpenTiers(entries, shared=kind_of_connector is not None and kind_of_connector.shares_memory))
         self.further = self.further_tiers()
@@ -86,29 +81,51 @@ class Tiers(Part):
             for kind, pool in pools.items()
         }
         self.preparing = Preparing(executor, self.pools, self._bytes)
-        self.connector: KVConnector | None = None
-        if transfer is not None and kind_of_connector is not None:
-            setup = ConnectorSetup(transfer, context.setup.identity, executor, cache, self.pools, self._bytes)
-            self.connector = kind_of_connector(setup)
-            self.further.append(self.connector)
-            for pool in self.pools.values():
-                pool.writes |= self.connector.writes
+        self.connector = None if kind_of_connector is None else self._connect(kind_of_connector)
         self.rates = Rates()
         self.promotions = Promotions(cache, self.pools, self._bytes, self.rates, self.further)
-        self.awaiting = None if self.connector is None else Awaiting(cache, self.connector, self.promotions)
+        self.awaiting: Awaiting | None = None
+        if self.connector is not None:
+            from graphllm.engine.transfer.awaiting import Awaiting
+
+            self.awaiting = Awaiting(cache, self.connector, self.promotions)
         self.resource = self.awaiting or self.promotions
         self._ended_at = 0.0
         self._tickets = itertools.count(1)
         self._seconds = dict[int, list[float]]()  # by copy: of each rank on which it has ended
         self._offers = dict[int, list[tuple[Key, int]]]()  # by store: what further tiers are offered when it has ended
 
+    # Most engines have no further tiers, and start sooner without what these import.
+
+    def _kind_of_connector(self) -> type[KVConnector] | None:
+        if (transfer := self.context.setup.tiers.transfer) is None:
+            return None
+        from graphllm.engine.transfer.connectors import find_connector
+
+        return find_connector(transfer)
+
+    def _connect(self, kind: type[KVConnector]) -> KVConnector:
+        from graphllm.engine.transfer.kv_connector import ConnectorSetup
+
+        context, transfer = self.context, self.context.setup.tiers.transfer
+        assert transfer is not None
+        found = kind(
+            ConnectorSetup(
+                transfer, context.setup.identity, context.executor, context.scheduler.cache, self.pools, self._bytes
+            )
+        )
+        self.further.append(found)
+        for pool in self.pools.values():
+            pool.writes |= found.writes
+        return found
+
     def further_tiers(self) -> list[FurtherTier]:
         """The tiers beyond host memory, the nearest first."""
-        from graphllm.engine.tiers.disk_tier import DiskTier
-
         executor, config = self.context.executor, self.context.setup.tiers
         if config.kv_offloading_disk is None:
             return []
+        from graphllm.engine.tiers.disk_tier import DiskTier
+
         of_ranks = {BLOCKS: executor.block_bytes, SNAPSHOTS: executor.snapshot_bytes}
         sizes = {kind: of_ranks[kind] for kind in self._entries}
         return [DiskTier(executor, config.kv_offloading_disk, config.kv_offloading_disk_size, sizes, self._entries)]

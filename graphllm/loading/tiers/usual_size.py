@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from graphllm.config.engine import LEAST_TIER_BYTES
@@ -19,8 +18,8 @@ class Cache(Protocol):
     device: Any
     shareable: bool
     layout: CacheLayout
-    block_bytes: Sequence[int]
-    snapshot_bytes: Sequence[int]
+    block_bytes: list[int]
+    snapshot_bytes: list[int]
 
 
 def usual_size(executor: Cache, caching: bool, cores: int) -> int:
