@@ -28,7 +28,7 @@ def graph() -> Graph:
         ("ops/cpu/integers/rows.h", "ops/test_quant_linear_cpu.py", "server/chat/test_replies.py"),  # by #include
         ("graphllm/weights/formats/gptq.py", "weights/test_quantized_checkpoints.py", "server/chat/test_replies.py"),
         ("ops/attention/rope/op.py", "models/test_parity.py", "server/chat/test_replies.py"),  # by the registry
-        ("model_defs/opt.py", "models/test_parity.py", "engine/schedule/test_scheduling.py"),
+        ("model_defs/opt.py", "models/test_parity.py", "server/chat/test_replies.py"),
         ("graphllm/server/page/markdown.js", "server/page/test_page.py", "engine/schedule/test_scheduling.py"),
         ("tests/server/conftest.py", "server/test_trouble.py", "engine/test_core.py"),
         ("tests/engine/harness.py", "engine/test_core.py", "engine/requests/test_text.py"),

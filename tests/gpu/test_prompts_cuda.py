@@ -44,7 +44,7 @@ def _step(P: int, heads: tuple[int, int, int], window: int) -> dict[str, object]
 
 
 @pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize("heads", [(8, 2, 128), (14, 2, 64), (4, 4, 128)])
+@pytest.mark.parametrize("heads", [(8, 2, 128), (14, 2, 64), (4, 4, 128), (16, 2, 256)])
 @pytest.mark.parametrize("P", [16, 64, 256])
 def test_what_no_row_sees_may_be_anything(P: int, heads: tuple[int, int, int], window: int) -> None:
     op = load_ops()["paged_attention"]

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from bench.record import read
-from graphllm.config import Bucket, Target
+from graphllm.compile.pieces import trace_reference
+from graphllm.config import Bucket, ConfigError, Target
 from graphllm.ir import CallSite
 from graphllm.ir.registry import load_ops
 
@@ -89,3 +91,25 @@ def test_tiles_of_int4_fit(rows: int, weights: int, inner: int) -> None:
         assert 2 <= c["stages"] <= (227 * 1024 - c["groups"] * 64 * c["block_t"] * 2) // stage
         assert c["programs"] <= -(-weights // (64 * boxes)) * c["splits"]
         assert inner // 256 % c["splits"] == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inner", "said"),
+    [
+        (torch.float32, 20, "experts of 32 x 20: kernels for a GPU take multiples of 8; use the backend eager"),
+        (torch.float64, 24, r"dtype torch.float64: .* use bfloat16, float16 or float32"),
+    ],
+)
+def test_experts_that_no_kernel_takes(dtype: torch.dtype, inner: int, said: str) -> None:
+    """Compiling names the sizes and what helps."""
+    given = {
+        "x_TD": torch.empty(4, 32, dtype=dtype), "gate_up_N2FD": torch.empty(6, 2 * inner, 32, dtype=dtype),
+        "down_NDF": torch.empty(6, 32, inner, dtype=dtype), "experts_TA": torch.empty(4, 2, dtype=torch.int32),
+        "weights_TA": torch.empty(4, 2),
+    }  # fmt: skip
+    site = CallSite(OPS["fused_moe"].bind((), given), TARGET, Bucket("decode", 2, 4))
+    assert not any(impl.supports(site) for impl in OPS["fused_moe"].impls.values() if impl.device == "cuda")
+    with FakeTensorMode() as mode:
+        fake = {n: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for n, v in site.args.items()}
+        with pytest.raises(ConfigError, match=said):
+            trace_reference(OPS["fused_moe"], CallSite(fake, TARGET, Bucket("decode", 2, 4)))

@@ -40,7 +40,9 @@ class Parts(NamedTuple):
         return openai.OpenAI(base_url=f"{self.router.url}/v1", api_key="none", max_retries=0)
 
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "disaggregated-prefill.md").read_text()
+GUIDE = (
+    (Path(__file__).parents[2] / "docs" / "disaggregated-prefill.md").read_text().partition("## Between machines")[0]
+)
 COMMANDS = [shlex.split(text) for text in re.findall(r"```bash\n(graphllm .*?)```", GUIDE, flags=re.DOTALL)]
 
 

@@ -23,17 +23,19 @@ from bench.harness import Case, check_tokens, in_process, void_unless
 from bench.models import SHAPES, compile_to, new_folder
 
 CASES = [
-    ("gpu_tiers", {"shapes": ("llama3.1-8b",), "device_gib": 20, "host_gib": 80, "conversations": 6, "turns": 6,
-                   "seconds": (60, 330)}),
+    ("gpu_tiers", {"shapes": ("llama3.1-8b",), "device_gib": 20, "host_gib": 80, "conversations": 6, "turns": 30,
+                   "answer": 900, "at_once": 3, "seconds": (60, 330), "rounds": 4}),
 ]  # fmt: skip
 HELP = {
     "shapes": "shapes of models", "device_gib": "of the device's cache", "host_gib": "of host memory",
     "conversations": "agents", "turns": "of each agent",
+    "answer": "tokens of an answer",
+    "at_once": "agents whose turns run together",
     "seconds": "after which no turn begins, without and with the tier",
+    "rounds": "by turns, at 0 %; 0: none",
 }  # fmt: skip
 _PROMPT = 32_000  # tokens
 _COPIED = 1000  # blocks
-_ROUNDS = 4  # by turns, at 0 %
 _TICKET = 1 << 40  # beyond the engine's own
 
 
@@ -73,7 +75,7 @@ def _prompt(core: Any, vocab: int) -> dict[str, Any]:
     filler = core.info.num_blocks * core.info.block_size // _PROMPT + 1
     found: dict[str, Any] = {}
     drive(core, [prompts[1]], [1], greedy)  # captures
-    for name in ("computed", "on the device"):
+    for name in ("computed", "on the device", "on the device"):  # the first step of its size is captured
         found[f"{name}, ms"] = round(1e3 * drive(core, [prompts[0]], [1], greedy)["first s"], 1)
     for _ in range(filler):
         drive(core, [rng.integers(3, vocab, _PROMPT).tolist()], [1], greedy)
@@ -94,11 +96,11 @@ def _until_ready(core: Any) -> float:
     return round(time.perf_counter() - begun, 2)
 
 
-def _at_nothing(cores: dict[str, Any], vocab: int) -> dict[str, Any]:
+def _at_nothing(cores: dict[str, Any], vocab: int, rounds: int) -> dict[str, Any]:
     """Prompts that share nothing, the same for each engine, by turns."""
     rng, greedy = np.random.default_rng(2), {"temperature": 0.0}
     rates: dict[str, list[float]] = {name: [] for name in cores}
-    for turn in range(_ROUNDS + 1):
+    for turn in range(rounds + 1):
         apart = rng.integers(3, vocab, (64, 2000)).tolist()
         for name, core in cores.items():
             rate = drive(core, apart, [128] * len(apart), greedy)["tokens/s"]
@@ -108,29 +110,32 @@ def _at_nothing(cores: dict[str, Any], vocab: int) -> dict[str, Any]:
     return {**rates, "no tier / host memory": round(float(np.median(np.divide(plain, tiered))), 4)}
 
 
-def measure(
-    shape: str, folder: str, device_gib: int, host_gib: int, conversations: int, turns: int, seconds: list[float]
-) -> Any:
-    """One shape, all rows, from the artifact in its folder."""
+def measure(shape: str, folder: str, case: dict[str, Any]) -> Any:
+    """One shape, all rows, from the artifact in its folder. case: the settings."""
     vocab, cores, served = SHAPES[shape]["vocab_size"], dict[str, Any](), dict[str, Found]()
-    for name, size in (("no tier", 0), ("host memory", host_gib << 30)):
+    for name, size in (("no tier", 0), ("host memory", case["host_gib"] << 30)):
         cores[name] = load(
-            Path(folder, "artifact"), Path(folder), kv_cache_memory_bytes=device_gib << 30, kv_offloading_size=size
+            Path(folder, "artifact"),
+            Path(folder),
+            kv_cache_memory_bytes=case["device_gib"] << 30,
+            kv_offloading_size=size,
         )
     tiered = cores["host memory"]
     result: dict[str, Any] = {"s until host memory is registered": _until_ready(tiered)}
     _say(result)
-    result["output tokens/s at 0 %"] = _at_nothing(cores, vocab)
-    _say(result)
+    if case["rounds"]:
+        result["output tokens/s at 0 %"] = _at_nothing(cores, vocab, case["rounds"])
+        _say(result)
     tiered.reset_prefix_cache()
     result["copies"] = _copies(tiered)
     _say(result)
     tiered.reset_prefix_cache()  # what lies there now is another's
     result["prompt"] = _prompt(tiered, vocab)
     _say(result)
-    for (name, core), most in zip(cores.items(), seconds, strict=True):
+    for (name, core), most in zip(cores.items(), case["seconds"], strict=True):
         core.reset_prefix_cache()
-        served[name] = serve_agents(core, Sizes(), conversations, turns, 2, vocab, most)
+        sizes = Sizes(out=case["answer"])
+        served[name] = serve_agents(core, sizes, case["conversations"], case["turns"], case["at_once"], vocab, most)
         result[f"agents, {name}"] = served[name].figures()
         _say(result)
     result["tier"] = {k: getattr(tiered.stats().tiers["host"], k) for k in ("used_bytes", "hit_tokens")}
@@ -153,9 +158,7 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
     for shape in case.shapes:
         folder = new_folder(shape)
         compile_to(
-            folder / "artifact", folder, "--max-model-len", "65536", "--load-format", "dummy", "--max-num-seqs", "64"
+            folder / "artifact", folder, "--max-model-len", "131072", "--load-format", "dummy", "--max-num-seqs", "64"
         )
-        found = in_process(
-            measure, shape, folder, case.device_gib, case.host_gib, case.conversations, case.turns, case.seconds
-        )
+        found = in_process(measure, shape, folder, {name: getattr(case, name) for name in case.settings})
         yield {shape: found}

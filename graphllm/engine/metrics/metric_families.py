@@ -156,6 +156,17 @@ OF_CORE = (
         },
     ),
     Family(
+        "cache_tier_lost_files", "counter",
+        "Files of a tier that hold nothing of use: damaged, dropped for want of room, or failed to be read or written.",
+        labels=("tier", "kind"), start=(), core=lambda s: {
+            (name, kind): count
+            for name, t in s.tiers.items() if name == "disk"
+            for kind, count in (
+                ("damaged", t.damaged_files), ("dropped", t.dropped_files), ("failed", t.failed_files)
+            )
+        },
+    ),
+    Family(
         "token_vector_cache_bytes", "gauge", "Memory of vectors for each token that are kept for prompts to come.",
         core=lambda s: {(): s.token_vector_bytes},
     ),

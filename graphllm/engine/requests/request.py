@@ -277,6 +277,9 @@ class TierStats(msgspec.Struct):
     total_bytes, used_bytes: of copies.
     hit_tokens: that came from there instead of being computed.
     stored_bytes, copied_bytes: that went there, and that came from there.
+    damaged_files: that were no good, and were deleted.
+    dropped_files: that found no room to be written.
+    failed_files: that the operating system has refused to read or write.
     """
 
     total_bytes: int = 0
@@ -284,6 +287,9 @@ class TierStats(msgspec.Struct):
     hit_tokens: int = 0
     stored_bytes: int = 0
     copied_bytes: int = 0
+    damaged_files: int = 0
+    dropped_files: int = 0
+    failed_files: int = 0
 
 
 class CoreStats(msgspec.Struct):

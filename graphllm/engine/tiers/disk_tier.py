@@ -164,6 +164,9 @@ class DiskTier:
             stats.used_bytes += news.used_bytes
             stats.total_bytes += news.total_bytes
             stats.stored_bytes += news.stored_bytes
+            stats.damaged_files += news.damaged
+            stats.dropped_files += news.dropped
+            stats.failed_files += news.failed
         self._scanned, self._stats = scanned, stats
         for ticket in [t for t, answers in self._answers.items() if len(answers) == len(self._there)]:
             self._end(self._jobs.pop(ticket), self._answers.pop(ticket), now)

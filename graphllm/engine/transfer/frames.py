@@ -1,5 +1,4 @@
-"""What two engines of one host say to each other over a Unix socket: frames of msgpack, none of them with contents of
-the cache."""
+"""What two engines say to each other over a socket: frames of msgpack, none of them with contents of the cache."""
 
 from __future__ import annotations
 
@@ -9,31 +8,46 @@ from typing import Any
 
 import msgspec
 
-VERSION = 1
-_MOST = 64 << 20  # bytes of a frame
+VERSION = 2
+MOST = 64 << 20  # bytes of a frame
+FIRST = 64 << 10  # bytes of a frame of an engine that has not said yet who it is
 _LENGTH = struct.Struct("<I")
 
-Places = list[dict[str, tuple[int, list[int]]]]  # of each rank, by kind: a descriptor, and [entries, pieces, bytes]
+
+class Challenge(msgspec.Struct, tag=True, array_like=True):
+    """The first word of the engine that was called. nonce: random bytes, which the other one's proof has in it."""
+
+    nonce: bytes
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True):
-    """The first word of an engine that comes.
+    """The answer of an engine that comes.
 
+    version: of this protocol.
     identity: of the model and its blocks.
-    secret: a digest of what contents are found by.
     ranks: of the engine.
+    engine: the id of the engine that it wants.
+    nonce: random bytes, which the other engine's proof has in it.
+    proof: that it knows the secret.
     """
 
     version: int
     identity: str
-    secret: bytes
     ranks: int
+    engine: str
+    nonce: bytes
+    proof: bytes
 
 
 class Welcome(msgspec.Struct, tag=True, array_like=True):
-    """The answer, with the descriptors of the memory of all ranks. shapes: in their order."""
+    """The answer to that.
 
-    shapes: list[dict[str, list[int]]]
+    proof: that this engine knows the secret, too.
+    ranks: what its ranks say of themselves. Descriptors of the ``files`` of all ranks come with it, in their order.
+    """
+
+    proof: bytes
+    ranks: list[dict[str, Any]]
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):
@@ -67,16 +81,19 @@ class Lost(msgspec.Struct, tag=True, array_like=True):
 
 
 Asked = Hello | Find | Check
-Answer = Welcome | Refused | Found | Lost
+Answer = Challenge | Welcome | Refused | Found | Lost
 _encode = msgspec.msgpack.Encoder().encode
 _asked, _answer = msgspec.msgpack.Decoder(Asked), msgspec.msgpack.Decoder(Answer)
 
 
 class Frames:
-    """One side of a connection. Every method raises OSError when the other side is gone, or silent for too long."""
+    """One side of a connection. Every method raises OSError when the other side is gone, or silent for too long.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+    most: bytes of a frame that is read.
+    """
+
+    def __init__(self, connection: socket.socket, most: int = MOST) -> None:
+        self.connection, self.most = connection, most
 
     def send(self, message: msgspec.Struct, descriptors: list[int] | None = None) -> None:
         """Send a message, with descriptors of files."""
@@ -102,7 +119,7 @@ class Frames:
             first, found, _, _ = socket.recv_fds(self.connection, _LENGTH.size, count)
             descriptors += found
         (length,) = _LENGTH.unpack(first + self._exactly(_LENGTH.size - len(first)) if first else self._exactly(4))
-        if length > _MOST:
+        if length > self.most:
             raise ConnectionError(f"a frame of {length} bytes")
         try:
             return decoder.decode(self._exactly(length))

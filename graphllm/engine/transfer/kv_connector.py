@@ -117,7 +117,7 @@ class KVConnector(FurtherTier):
         self._ended = dict[int, list[tuple[list[bool], float]]]()
         self._loaded, self._saved = list[Fetched](), list[Key]()
         self._saved_bytes = 0
-        setup.executor.do(OpenConnector(self.worker, dict(self.config.kv_connector_extra_config)))
+        setup.executor.do(OpenConnector(self.worker, self.worker_config()))
 
     # Before there is an engine
 
@@ -129,6 +129,10 @@ class KVConnector(FurtherTier):
     def shared_secret(cls, config: KVTransferConfig) -> str | None:
         """The cache_secret of engines that were given none; None: each has its own, and finds nothing of others."""
         return None
+
+    def worker_config(self) -> dict[str, Any]:
+        """The settings of the ranks' side."""
+        return dict(self.config.kv_connector_extra_config)
 
     # What a connector says of requests
 

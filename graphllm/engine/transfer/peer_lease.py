@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
+import socket
+from collections.abc import Callable
+from typing import Any
 
 from graphllm.engine.cache.block_pool import Key
-from graphllm.engine.transfer.frames import Check, Find, Found, Frames, Hello, Lost, Places, Refused, Welcome
-from graphllm.engine.transfer.meeting_folder import connect
+from graphllm.engine.transfer.frames import Challenge, Check, Find, Found, Frames, Lost, Refused, Welcome
+from graphllm.engine.transfer.peer_identity import Address, PeerIdentity
 
 _SLACK = 5.0  # seconds for an answer, in addition to what the other engine waits for contents
 
@@ -24,39 +26,53 @@ class PeerLease:
     keys: that were asked for.
     entries: of the peer's host memory, by the key of what there is.
     known: the peer has kept the request's contents.
-    places: of its memory; the descriptors are this process's own.
+    ranks: what its ranks say of themselves; the descriptors of their files are this process's own.
     """
 
     def __init__(
-        self, folder: Path, engine: str, own: Hello, request: str, keys: list[Key], patience: float, most_files: int
-    ) -> None:
+        self, called: Address, connect: Callable[[Address, float], socket.socket], own: PeerIdentity, request: str,
+        keys: list[Key], patience: float, most_files: int,
+    ) -> None:  # fmt: skip
         """Ask an engine. most_files: descriptors that it may give. Raises PeerError."""
-        self.engine, self.keys = engine, keys
+        self.engine, self.keys = called.engine_id, keys
         self._descriptors = list[int]()
         try:
-            self._frames = Frames(connect(folder, engine, patience + _SLACK))
+            self._frames = Frames(connect(called, patience + _SLACK))
         except OSError as failure:
-            raise PeerError(f"engine {engine!r:.80} is not there ({failure.strerror or failure})") from failure
+            raise PeerError(f"engine {self.engine!r:.80} is not there ({failure.strerror or failure})") from failure
         try:
-            self.places, self.entries, self.known = self._ask(own, request, most_files)
+            self.ranks, self.entries, self.known = self._ask(called, own, request, most_files)
         except (OSError, PeerError) as failure:
             self.close()
-            raise PeerError(f"engine {engine!r:.80} gives nothing: {failure}") from failure
+            raise PeerError(f"engine {self.engine!r:.80} gives nothing: {failure}") from failure
 
-    def _ask(self, own: Hello, request: str, most_files: int) -> tuple[Places, dict[Key, int], bool]:
+    def _ask(
+        self, called: Address, own: PeerIdentity, request: str, most_files: int
+    ) -> tuple[list[dict[str, Any]], dict[Key, int], bool]:
         frames = self._frames
-        frames.send(own)
+        challenge = frames.answer()
+        if not isinstance(challenge, Challenge):
+            raise PeerError("it says something else than its challenge")
+        hello = own.hello(challenge, called)
+        frames.send(hello)
         welcome = frames.answer(self._descriptors, most_files)
         if isinstance(welcome, Refused):
             raise PeerError(welcome.message)
+        if not isinstance(welcome, Welcome) or not own.trusts(welcome, hello, called):
+            raise PeerError("it does not know the cache_secret")
         frames.send(Find(request, self.keys))
         found = frames.answer()
-        if not isinstance(welcome, Welcome) or not isinstance(found, Found):
+        if not isinstance(found, Found):
             raise PeerError("it says something else than was asked")
         numbers = iter(self._descriptors)
-        places: Places = [{kind: (next(numbers), of) for kind, of in rank.items()} for rank in welcome.shapes]
+        ranks = [
+            {**rank, "pid": os.getpid(), "files": {kind: next(numbers) for kind in rank["files"]}}
+            if "files" in rank
+            else rank
+            for rank in welcome.ranks
+        ]
         entries = {key: entry for key, entry in zip(self.keys, found.entries, strict=True) if entry >= 0}
-        return places, entries, found.known
+        return ranks, entries, found.known
 
     def lost(self) -> set[Key] | None:
         """What was there no more when it had been copied; None where the engine is gone, so that nobody knows."""

@@ -1,4 +1,4 @@
-"""PeerServer: tells other engines of this host what they may copy from this one's memory."""
+"""PeerServer: tells other engines what they may copy from this one's memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import socket
 import struct
 import threading
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
-from graphllm.engine.transfer.frames import VERSION, Check, Find, Found, Frames, Hello, Lost, Refused, Welcome
+from graphllm.engine.transfer.frames import FIRST, MOST, Check, Find, Found, Frames, Hello, Lost, Refused, Welcome
+from graphllm.engine.transfer.peer_identity import Address, PeerIdentity
 from graphllm.engine.transfer.shared_entries import Lease, SharedEntries
 
 _SILENT = 30.0  # seconds after which an engine that says nothing is not waited for
@@ -20,26 +21,27 @@ _CREDENTIALS = struct.Struct("3i")
 class PeerServer:
     """A thread that listens, and one for each connection, of which an engine has one for each request.
 
-    listener: socket, at ``path``.
-    own: what this engine would say of itself.
-    shapes, descriptors: of the memory of all ranks, in their order; see `frames.Welcome`.
+    listener: socket of this engine.
+    address: by which others call it.
+    own: what this engine is.
+    ranks: what its ranks say of themselves.
+    descriptors: of the files of all ranks, in their order.
     entries: what there is.
     patience: seconds that another engine waits for contents that are on their way to host memory.
     """
 
     def __init__(
-        self, listener: socket.socket, path: Path, own: Hello, shapes: list[dict[str, list[int]]],
+        self, listener: socket.socket, address: Address, own: PeerIdentity, ranks: list[dict[str, Any]],
         descriptors: Sequence[int], entries: SharedEntries, patience: float,
     ) -> None:  # fmt: skip
-        self._listener, self._path, self._own, self._entries = listener, path, own, entries
-        self._shapes, self._descriptors, self._patience = shapes, list(descriptors), patience
+        self._listener, self._address, self._own, self._entries = listener, address, own, entries
+        self._ranks, self._descriptors, self._patience = ranks, list(descriptors), patience
         self._open = set[socket.socket]()
         self._thread = threading.Thread(target=self._listen, name="peer-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Serve nobody any more."""
-        self._path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -61,13 +63,11 @@ class PeerServer:
         keys: list[tuple[int, bytes]] = []
         request = ""
         try:
-            _, user, _ = _CREDENTIALS.unpack(
-                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
             connection.settimeout(_SILENT)
-            frames = Frames(connection)
-            if user != os.getuid() or not self._greet(frames):
+            frames = Frames(connection, FIRST)
+            if not _may_enter(connection) or not self._greet(frames):
                 return
+            frames.most = MOST
             while True:
                 match frames.asked():
                     case Find(id, wanted) if lease is None:
@@ -88,22 +88,22 @@ class PeerServer:
             connection.close()
 
     def _greet(self, frames: Frames) -> bool:
-        said, own = frames.asked(), self._own
+        challenge = self._own.challenge()
+        frames.send(challenge)
+        said = frames.asked()
         if not isinstance(said, Hello):
             return False
-        why = (
-            "it speaks another version of this protocol"
-            if said.version != VERSION
-            else "it runs another model, or one of another dtype, layout or block size"
-            if said.identity != own.identity
-            else f"its engine has {own.ranks} ranks"
-            if said.ranks != own.ranks
-            else "it has another cache_secret; give the same to both"
-            if said.secret != own.secret
-            else ""
-        )
-        if why:
+        if why := self._own.refusal(challenge, said, self._address):
             frames.send(Refused(why))
             return False
-        frames.send(Welcome(self._shapes), self._descriptors)
+        frames.send(Welcome(self._own.welcome(said, self._address), self._ranks), self._descriptors)
         return True
+
+
+def _may_enter(connection: socket.socket) -> bool:
+    """Whether a process of this host is one of the same user. Over a network the secret says it."""
+    if connection.family != socket.AF_UNIX:
+        return True
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return bool(user == os.getuid())

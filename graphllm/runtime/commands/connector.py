@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +69,9 @@ class FinishedTransfers(Query):
         return Answered([list(found) for found in _worker(device).get_finished()])
 
 
-class SharedPlaces(Query):
-    """Where others find this rank's host memory: its host, its process, and by kind the descriptor there and the
-    shape."""
+class HandshakeMetadata(Query):
+    """The host of this rank, and what `KVConnectorWorker.get_handshake_metadata` says."""
 
     def run(self, device: Device) -> Answered:
-        memory = tiers_of(device).memory
-        places = {kind: [fd, list(memory.pieces(kind).shape)] for kind, fd in memory.files.items()}
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return Answered([host, os.getpid(), places])
+        return Answered([host, _worker(device).get_handshake_metadata()])

@@ -13,17 +13,20 @@ from graphllm.runtime.tiers.file_job import FileJob
 from graphllm.runtime.tiers.host_memory import HostMemory
 
 _KEPT = "files"  # in `Worker.kept`
+_MOST_KEYS = 1 << 14  # of one answer: a large folder is told in many, so that no step waits for it
 Entries = list[tuple[bytes, int]]  # keys, and their entries of host memory
 
 
 class FileNews(msgspec.Struct, array_like=True):
-    """What has become of one rank's files since this was last asked.
+    """What has become of one rank's files since this was last asked, or a part of it.
 
     ended: jobs that have ended, by ticket: for each entry whether it is where it should be.
     added, removed: keys whose files came and went.
-    scanned: the files of earlier processes are known.
+    scanned: the files of earlier processes are known, and all keys have been told.
     used_bytes, total_bytes: of all files, and their limit.
     stored_bytes: written since the start.
+    damaged, dropped, failed: files that were no good, writes that found no room, and reads and writes that the
+        operating system refused, since the start.
     """
 
     ended: dict[int, list[bool]]
@@ -33,13 +36,20 @@ class FileNews(msgspec.Struct, array_like=True):
     used_bytes: int
     total_bytes: int
     stored_bytes: int
+    damaged: int = 0
+    dropped: int = 0
+    failed: int = 0
 
 
 class RankFiles:
-    """The files of one rank, and the jobs that have not been told as ended. memory: where the entries are."""
+    """The files of one rank, and the jobs that have not been told as ended.
 
-    def __init__(self, stores: dict[str, BlockFiles], memory: HostMemory) -> None:
-        self.stores, self._memory = stores, memory
+    memory: where the entries are.
+    most_keys: of a store that are told at once.
+    """
+
+    def __init__(self, stores: dict[str, BlockFiles], memory: HostMemory, most_keys: int = _MOST_KEYS) -> None:
+        self.stores, self._memory, self._most_keys = stores, memory, most_keys
         self._jobs = dict[int, tuple[BlockFiles, list[FileJob]]]()  # by ticket
 
     def begin(self, kind: str, entries: Entries, ticket: int, writes: bool) -> None:
@@ -56,16 +66,19 @@ class RankFiles:
                 ended[ticket] = [job.succeeded for job in jobs]
                 store.use(job.key for job in reversed(jobs))  # of a sequence, the end is to go first
                 del self._jobs[ticket]
-        news = [store.take_news() for store in self.stores.values()]
+        news = [store.take_news(self._most_keys) for store in self.stores.values()]
         stats = [store.stats() for store in self.stores.values()]
         return FileNews(
             ended,
             [key for added, _ in news for key in added],
             [key for _, removed in news for key in removed],
-            all(store.scanned for store in self.stores.values()),
+            all(store.scanned and not store.has_news for store in self.stores.values()),
             sum(store.file_bytes * found.files for store, found in zip(self.stores.values(), stats, strict=True)),
             sum(store.max_bytes for store in self.stores.values()),
             sum(found.write_bytes for found in stats),
+            sum(found.damaged for found in stats),
+            sum(found.dropped for found in stats),
+            sum(found.failed_reads + found.failed_writes for found in stats),
         )
 
 

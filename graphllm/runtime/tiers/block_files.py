@@ -146,10 +146,15 @@ class BlockFiles:
             for key in keys:
                 self._index.use(key, when)
 
-    def take_news(self) -> tuple[list[bytes], list[bytes]]:
-        """Keys whose files came, and keys whose files went, since the last call."""
+    def take_news(self, most: int | None = None) -> tuple[list[bytes], list[bytes]]:
+        """Keys whose files came, and keys whose files went, since the last call; ``most`` in all, the others later."""
         with self._lock:
-            return self._index.take_news()
+            return self._index.take_news(most)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is more to take."""
+        return bool(self._index.news)
 
     def stats(self) -> FileStats:
         """The counters as of now."""

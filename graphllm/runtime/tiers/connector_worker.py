@@ -43,7 +43,7 @@ class KVConnectorWorker:
 
     memory: the rank's host memory. Entries of a load or a save are nobody else's until it has finished.
     rank, num_ranks: all ranks of an engine load and save the same entries, each its own part.
-    config: kv_connector_extra_config.
+    config: what the core's side says in `worker_config`, by default kv_connector_extra_config.
     """
 
     def __init__(self, memory: HostMemory, rank: int, num_ranks: int, config: Mapping[str, Any]) -> None:
@@ -60,6 +60,10 @@ class KVConnectorWorker:
     def get_finished(self) -> Sequence[Finished]:
         """The loads and saves that have ended since this was last asked."""
         return ()
+
+    def get_handshake_metadata(self) -> Any:
+        """What the same rank of another engine must know to reach this one, as plain data."""
+        return None
 
     def shutdown(self) -> None:
         """Stop threads; nothing follows."""

@@ -79,9 +79,11 @@ class FileIndex:
             self.remove(key)
         return keys
 
-    def take_news(self) -> tuple[list[bytes], list[bytes]]:
-        """Keys that were added, and keys that were removed, since the last call."""
-        news, self.news = self.news, {}
+    def take_news(self, most: int | None = None) -> tuple[list[bytes], list[bytes]]:
+        """Keys that were added, and keys that were removed, since the last call; ``most`` in all, the others later."""
+        news = {key: self.news[key] for key in islice(self.news, most)}
+        for key in news:
+            del self.news[key]
         return [key for key, there in news.items() if there], [key for key, there in news.items() if not there]
 
     def take_used(self) -> dict[bytes, int]:

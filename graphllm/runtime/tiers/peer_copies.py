@@ -1,28 +1,27 @@
-"""PeerCopies: copies from the host memory of another engine's rank, which is mapped for as long as a copy takes."""
+"""PeerCopies: the ranks' side of a connector between engines, which copies entries from the memory of another engine's
+rank into this one's."""
 
 from __future__ import annotations
 
 import logging
-import math
-import os
 import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from graphllm.host.shared_memory import mapped, opened
 from graphllm.runtime.tiers.connector_worker import Entry, Finished, KVConnectorWorker
 from graphllm.runtime.tiers.host_memory import HostMemory
 
 _log = logging.getLogger(__name__)
+Pairs = Sequence[tuple[int, int]]  # an entry of this rank's memory, and one of the peer's
 
 
 class PeerCopies(KVConnectorWorker):
-    """The ranks' side of `HostConnector`: one thread that copies, load by load.
+    """One thread that copies, load by load.
 
-    The metadata of a load has the process that has the descriptors of the peer's memory ("pid"), for each rank and kind
-    the descriptor and the shape [entries, pieces, bytes] ("places"), and the peer's number of each entry ("entries").
+    The metadata of a load has what the other engine's ranks say of themselves ("ranks"), and the peer's number of each
+    entry ("entries").
     """
 
     def __init__(self, memory: HostMemory, rank: int, num_ranks: int, config: Mapping[str, Any]) -> None:
@@ -31,6 +30,23 @@ class PeerCopies(KVConnectorWorker):
         self._ended: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="peer-copies", daemon=True)
         self._thread.start()
+
+    # What a way to copy has to say
+
+    def get_handshake_metadata(self) -> dict[str, Any]:
+        """shapes: of the memory of each kind, [entries, pieces, bytes]. Ways to copy add what they need."""
+        return {"shapes": {kind: list(self.memory.pieces(kind).shape) for kind in self.memory.kinds}}
+
+    def read(self, peer: Mapping[str, Any], pairs: Mapping[str, Pairs]) -> None:
+        """Copy entries of each kind. When this returns or raises, nothing is written into them any more.
+
+        peer: the metadata of the same rank of the other engine.
+
+        Raises OSError, ValueError or LookupError.
+        """
+        raise NotImplementedError
+
+    # The thread
 
     def start_load_kv(self, ticket: int, entries: Sequence[Entry], metadata: Any) -> None:
         self._work.put((ticket, entries, metadata))
@@ -54,20 +70,13 @@ class PeerCopies(KVConnectorWorker):
             self._ended.put(Finished(ticket, [done] * len(entries), time.perf_counter() - begun))
 
     def _copy(self, entries: Sequence[Entry], metadata: Any) -> None:
-        numbers = metadata["entries"]
-        for kind, (fd, shape) in metadata["places"][self.rank].items():
-            pairs = [
-                (entry.number, number) for entry, number in zip(entries, numbers, strict=True) if entry.kind == kind
-            ]
-            if not pairs:
-                continue
-            mine = self.memory.pieces(kind)
-            if tuple(shape[1:]) != mine.shape[1:]:
-                raise ValueError(f"entries there are of {shape[1:]} bytes, here of {list(mine.shape[1:])}")
-            own = opened(metadata["pid"], fd)
-            try:
-                theirs = mapped(own, math.prod(shape)).reshape(shape)
-            finally:
-                os.close(own)
-            for to, at in pairs:
-                mine[to] = theirs[at]
+        peer, pairs = metadata["ranks"][self.rank], dict[str, list[tuple[int, int]]]()
+        for entry, number in zip(entries, metadata["entries"], strict=True):
+            pairs.setdefault(entry.kind, []).append((entry.number, number))
+        for kind, of in pairs.items():
+            (count, *there), (_, *here) = peer["shapes"][kind], self.memory.pieces(kind).shape
+            if there != here:
+                raise ValueError(f"entries there are of {there} bytes, here of {here}")
+            if not all(0 <= number < count for _, number in of):
+                raise ValueError(f"there are {count} entries, others were named")
+        self.read(peer, pairs)

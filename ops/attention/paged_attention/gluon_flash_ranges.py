@@ -30,12 +30,11 @@ def store_queries_alike(
 ):  # fmt: skip
     """A group's query rows into shared memory, as `triton_common.load_rotated` makes them: a row's numbers lie among
     threads as there, so that the sum of their squares has the same order. left: query tokens of the sequence."""
-    PART: gl.constexpr = 16 if WINDOW > 0 else 32  # rows at a time, as registers allow
-    HALF: gl.constexpr = E // 2
+    PART: gl.constexpr = 16 if WINDOW > 0 or E > 128 else 32  # rows at a time, as registers allow
     BLOCK_Q: gl.constexpr = 128 // G
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // E, E // 8], [4, 1], [1, 0])
     e = gl.arange(0, E, layout=gl.SliceLayout(0, layout))
-    other = gl.where(e < HALF, e + HALF, e - HALF)
+    other = gl.where(e < F, e + F, gl.where(e < 2 * F, e - F, e))
     for i in gl.static_range(0, 64, PART):
         m = GROUP * 64 + i + gl.arange(0, PART, layout=gl.SliceLayout(1, layout))
         token = skip + m // G
@@ -54,10 +53,11 @@ def store_queries_alike(
                 if NORM:
                     other_weight = gl.load(q_norm_ptr + other).to(gl.float32)[None, :]
                     y = ((y * scale).to(found.dtype).to(gl.float32) * other_weight).to(found.dtype).to(gl.float32)
-                angle = (row * F)[:, None] + gl.where(e < HALF, e, other)[None, :]
-                cos = gl.load(cos_ptr + angle, mask=inside, other=1.0).to(found.dtype).to(gl.float32)
-                sin = gl.load(sin_ptr + angle, mask=inside, other=0.0).to(found.dtype).to(gl.float32)
-                x = gl.fma(x, cos, y * gl.where((e < HALF)[None, :], -sin, sin))
+                angle = (row * F)[:, None] + gl.where(e < F, e, other)[None, :]
+                turned = inside & (e < 2 * F)[None, :]
+                cos = gl.load(cos_ptr + angle, mask=turned, other=1.0).to(found.dtype).to(gl.float32)
+                sin = gl.load(sin_ptr + angle, mask=turned, other=0.0).to(found.dtype).to(gl.float32)
+                x = gl.fma(x, cos, y * gl.where((e < F)[None, :], -sin, sin))
             found = x.to(found.dtype)
         queries.slice(i, PART, dim=0).store(found)
     hopper.fence_async_shared()

@@ -78,7 +78,7 @@ def _attend(
         if (item < items) & (queries > 1) & (skip < queries):
             begin, first, inner, full, last = item_tiles(queries, length, skip, WINDOW, BLOCK_Q, BLOCK_N)
             head = item % K
-            if RANGE > 0:
+            if RANGE > 0 or (F > 0 and 2 * F < E):
                 store_queries_alike(
                     queries_of_group, q_ptr, q_norm_ptr, cos_ptr, sin_ptr, row0, queries, skip, head, GROUP, Q_ROW,
                     Q_HEAD, G, E, F, NORM, EPS, WINDOW,
@@ -262,30 +262,34 @@ _BLOCK_M = 128  # query rows of a work item
 
 
 def flash_configs(site: CallSite) -> list[Config]:
-    """Launch constants of the kernel: as many programs as the GPU has processors; one fits on each."""
+    """Launch constants of the kernel: as many programs as the GPU has processors; one fits on each. Of heads of 256
+    numbers two tiles of 64 tokens fit next to the queries, and the sums leave no registers for the scores of more."""
+    block_n = 64 if site.args["q_THE"].shape[2] == 256 else 128
     return [
-        {"programs": site.target.multiprocessors, "block_n": 128, "stages": 2, "turns": turns}
+        {"programs": site.target.multiprocessors, "block_n": block_n, "stages": 2, "turns": turns}
         for turns in (True, False)
     ]
 
 
 def is_flash(site: CallSite) -> bool:
-    """Whether the kernel serves the site: a cache of 16 bits, scores as they are, causal, heads of 64 or 128; either
-    all of their entries rotate or none."""
+    """Whether the kernel serves the site: a cache of 16 bits, scores as they are, causal, heads of 64, 128 or 256."""
     q, cache = site.args["q_THE"], site.args["kv_cache"]
     H, E = q.shape[1:]
     plain = site.args["softcap"] == 0 and site.args["kv_scales"] is None and site.args["ancestors_T"] is None
-    cos, norm, position = site.args["cos_TF"], site.args["q_norm_E"], cache.stride(3)
-    plain = plain and (cos is None or 2 * cos.shape[1] == E) and (norm is None or norm.is_contiguous())
-    tiled = E in (64, 128) and H // cache.shape[2] <= 32 and all(cache.stride(i) % position == 0 for i in (0, 1, 2))
+    norm, position = site.args["q_norm_E"], cache.stride(3)
+    plain = plain and (norm is None or norm.is_contiguous())
+    tiled = E in (64, 128, 256) and H // cache.shape[2] <= 32
+    tiled = tiled and all(cache.stride(i) % position == 0 for i in (0, 1, 2))
     aligned = all(n % 8 == 0 for n in (q.stride(0), q.stride(1), q.storage_offset(), position))
     halves = cache.dtype == q.dtype and q.dtype in (torch.bfloat16, torch.float16)
     return runs_gluon(site.target) and halves and plain and tiled and aligned and is_mixed(site)
 
 
 def in_flash_ranges(site: CallSite) -> bool:
-    """Whether the kernel serves the prompts of a site with rows that do not depend on others."""
-    return in_ranges(site) and is_flash(site)
+    """Whether the kernel serves the prompts of a site with rows that do not depend on others. Sums of two ranges have
+    room in registers up to 128 numbers a head; either all of them rotate or none."""
+    E, cos = site.args["q_THE"].shape[2], site.args["cos_TF"]
+    return in_ranges(site) and is_flash(site) and E <= 128 and (cos is None or 2 * cos.shape[1] == E)
 
 
 def flash_range_configs(site: CallSite) -> list[Config]:

@@ -129,6 +129,16 @@ def programs_at_once(site: CallSite, rows: int, tokens: int, inner: int, stages:
     return SHARED // ((weight + tokens * 8 * size) // 8 * inner * stages)
 
 
+def problem(site: CallSite) -> str:
+    """What of the experts' sizes and numbers no kernel for a GPU takes, with what a user can do; empty for none."""
+    dtype, sizes = site.args["x_TD"].dtype, site.struct(Experts).sizes[1:]
+    if any(n % 8 for n in sizes):
+        return f"experts of {sizes[0]} x {sizes[1]}: kernels for a GPU take multiples of 8; use the backend eager"
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"dtype {dtype}: no kernel of experts for a GPU takes it; use bfloat16, float16 or float32"
+    return ""
+
+
 def supports(site: CallSite, norm: bool = False) -> bool:
     """Whether the kernels can read the tensors of a site. norm: and normalize their rows."""
     x_TD, experts, residual_TD = site.args["x_TD"], site.struct(Experts), site.args["residual_TD"]

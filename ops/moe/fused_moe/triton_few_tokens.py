@@ -30,6 +30,7 @@ from graphllm.ops.moe.fused_moe.triton_common import (
     has_gate,
     pairs_in_slots,
     pairs_of,
+    problem,
     programs_at_once,
     squared,
     supports,
@@ -295,7 +296,7 @@ def configs_of_few(site: CallSite) -> list[Config]:
     return found
 
 
-@fused_moe.impl("triton_few", device="cuda", supports=supports_few, configs=configs_of_few)
+@fused_moe.impl("triton_few", device="cuda", supports=supports_few, configs=configs_of_few, remedy=problem)
 def triton_few(
     x_TD: Tensor, experts: Experts, route: Route, lora: ExpertLora | None, residual: Residual | None, **config: int
 ) -> Tensor:

@@ -25,6 +25,7 @@ from graphllm.ops.moe.fused_moe.triton_common import (
     activated,
     added,
     has_gate,
+    problem,
     programs_at_once,
     squared,
     supports,
@@ -190,7 +191,7 @@ def supports_many(site: CallSite) -> bool:
     return site.rows("x_TD") > _FEWEST and supports(site)
 
 
-@fused_moe.impl("triton_sorted", device="cuda", supports=supports_many, configs=configs)
+@fused_moe.impl("triton_sorted", device="cuda", supports=supports_many, configs=configs, remedy=problem)
 def triton_sorted(
     x_TD: Tensor, experts: Experts, route: Route, lora: ExpertLora | None, residual: Residual | None, **config: int
 ) -> Tensor:

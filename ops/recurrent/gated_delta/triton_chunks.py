@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ops.recurrent.gated_delta import gluon_solve
 from graphllm.ops.recurrent.gated_delta.op import gated_delta
 from graphllm.ops.recurrent.gated_delta.triton_gated_delta import has_prompts, launch_tokens
 from graphllm.ops.recurrent.gated_delta.triton_lengths import CHUNK, CHUNKED, find_sequence
@@ -410,9 +411,10 @@ def _by_copies(site: CallSite) -> bool:
 
 def _configs(site: CallSite) -> list[dict[str, int]]:
     """Rows of a state that a program has, and whether products are turned, which takes rows of whole chunks by the copy
-    engine: what ran on an H200 beside float64 (bench/notes/recurrent.md)."""
-    turned = [{"block_v": 64, "turned": 1}] if _by_copies(site) else []
-    return [{"block_v": 32, "turned": 0}, *turned]
+    engine: what ran on an H200 beside float64 (bench/notes/recurrent.md). gluon: whether `gluon_solve` comes first."""
+    gluon = int(gluon_solve.solves(site))
+    turned = [{"block_v": 64, "turned": 1, "gluon": gluon}] if _by_copies(site) else []
+    return [{"block_v": 32, "turned": 0, "gluon": gluon}, *turned]
 
 
 def _supports(site: CallSite) -> bool:
@@ -423,12 +425,13 @@ def _supports(site: CallSite) -> bool:
 @exporting
 def triton_chunks(
     q_TGK: Tensor, k_TGK: Tensor, v_THV: Tensor, g: Tensor, beta_TH: Tensor, state: Tensor, at: Slots, scale: float,
-    norm_eps: float, exports: Tensor | None, *, block_v: int, turned: int,
+    norm_eps: float, exports: Tensor | None, *, block_v: int, turned: int, gluon: int = 0,
 ) -> Tensor:  # fmt: skip
     """Sequences of many tokens by chunks, in two launches, and the others token by token in a third."""
     out_THV = v_THV.new_empty(v_THV.shape)
     chunked = max(CHUNKED, state.shape[1] + 1)  # at most as many tokens as versions: each one's state is kept
-    solved = launch_solve(q_TGK, k_TGK, g, beta_TH, at.query_start_loc, scale, norm_eps, chunked)
+    solve = gluon_solve.launch_solve if gluon else launch_solve
+    solved = solve(q_TGK, k_TGK, g, beta_TH, at.query_start_loc, scale, norm_eps, chunked)
     launch_carry(q_TGK, k_TGK, v_THV, state, at, out_THV, solved, chunked, block_v, turned > 0, exports)
     launch_tokens(q_TGK, k_TGK, v_THV, g, beta_TH, state, at, out_THV, scale, norm_eps, below=chunked)
     return out_THV

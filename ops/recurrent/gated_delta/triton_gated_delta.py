@@ -20,7 +20,7 @@ from graphllm.ops.recurrent.gated_delta.triton_lengths import CHUNKED, find_sequ
 from graphllm.ops.recurrent.slots import Slots
 
 _NUMBERS = 2048  # of a state that a program has, if nothing else is chosen
-_LANES = 64  # programs that share a block's short sequences in a step with prompts
+_LANES = 16  # programs that share a block's short sequences in a step with prompts
 _CHUNKED_SIZES = (128, 128)  # numbers of a value and of a key: chunks ran on a GPU with these
 
 

@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 EXPERTS = {
-    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24,
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", EXPERTS),

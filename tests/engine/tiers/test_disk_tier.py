@@ -132,6 +132,7 @@ def test_damaged_files_are_computed_again(
     core = core_on()
     finish(core, [request("first", [1, 2, 3])])
     assert run(core, _TALKS)[0] == expected
+    assert _disk(core).damaged_files > 0
     core.close()
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len([line for line in warnings if "is damaged" in line]) <= 1

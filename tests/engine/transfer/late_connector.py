@@ -8,13 +8,13 @@ from typing import Any
 
 from graphllm.engine.transfer.host_connector import HostConnector
 from graphllm.runtime.tiers.connector_worker import Entry
-from graphllm.runtime.tiers.peer_copies import PeerCopies
+from graphllm.runtime.tiers.mapped_copies import MappedCopies
 from tests.waiting import PATIENCE
 
 BEGUN, GO = threading.Event(), threading.Event()
 
 
-class LateCopies(PeerCopies):
+class LateCopies(MappedCopies):
     """The ranks' side."""
 
     def _copy(self, entries: Sequence[Entry], metadata: Any) -> None:

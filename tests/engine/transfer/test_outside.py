@@ -67,8 +67,8 @@ def test_the_guide_has_the_whole_connector() -> None:
     ("config", "says"),
     [
         (
-            {"kv_connector": "NixlConnector"},
-            "kv_connector is 'NixlConnector': there are HostConnector, folder; install",
+            {"kv_connector": "LMCacheConnectorV1"},
+            "kv_connector is 'LMCacheConnectorV1': there are HostConnector, (.*, )?folder; install",
         ),
         ({"kv_connector": "Nothing", "kv_connector_module_path": MODULE}, "cannot be imported"),
         ({"kv_connector": "FolderWorker", "kv_connector_module_path": MODULE}, "it is no class derived from"),

@@ -2,67 +2,48 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from graphllm import LLM
+from graphllm.engine.transfer import network_connectors
 from tests.artifacts import LIMITS
 from tests.engine.transfer.engines import asking, transfer_config
+from tests.engine.transfer.processes import PROMPTS, Producer, run
 
 pytestmark = pytest.mark.thorough
-PROMPTS = [[(k * i) % 89 + 1 for i in range(60)] for k in (3, 5, 7, 11, 13, 17)]
+Configured = Callable[..., dict[str, Any]]
 
 
-class Producer:
-    """An engine for prompts."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        words = [sys.executable, "-m", "tests.engine.transfer.producer", json.dumps(settings)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=Path(__file__).parents[3],
-        )
-        assert self._read() == "ready"
-
-    def _read(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def prefilled(self, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
-        """The kv_transfer_params of each."""
-        assert self.process.stdin is not None
-        found = []
-        for prompt in prompts:
-            self.process.stdin.write(json.dumps(prompt) + "\n")
-            self.process.stdin.flush()
-            found.append(json.loads(self._read()))
-        return found
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        self.process.kill()
-        self.process.wait()
+@pytest.fixture(params=["HostConnector", "NixlConnector", "MooncakeConnector"])
+def configured(request: pytest.FixtureRequest, tmp_path: Path) -> Configured:
+    """configured(role, **more): the setting kv_transfer_config with each connector whose library is installed."""
+    if request.param == "HostConnector":
+        return lambda role, **more: transfer_config(tmp_path, role, **more)
+    module = network_connectors.__name__
+    library = getattr(network_connectors, request.param).library
+    pytest.importorskip(library, exc_type=ImportError)
+    extra = {"mooncake_protocol": "tcp"} if request.param == "MooncakeConnector" else {}
+    return lambda role, **more: {
+        "kv_connector": request.param,
+        "kv_connector_module_path": module,
+        "kv_role": role,
+        "kv_port": 0,
+        "kv_connector_extra_config": extra,
+        **more,
+    }
 
 
 @pytest.fixture
 def settings(checkpoint: Path) -> dict[str, Any]:
     """Of every engine here."""
     return {"model": str(checkpoint), "target": "cpu", "backend": "eager", "dtype": "float32",
-            "kv_offloading_size": "4MiB", **LIMITS}  # fmt: skip
+            "kv_offloading_size": "4MiB", "cache_secret": "of both", **LIMITS}  # fmt: skip
 
 
 @pytest.fixture
@@ -73,17 +54,11 @@ def expected(settings: dict[str, Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def run(llm: LLM, given: Sequence[dict[str, Any]]) -> tuple[list[list[int]], list[int]]:
-    """The texts of all prompts, and how many tokens of each were not computed."""
-    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], [asking(12, **params) for params in given])
-    return [list(o.outputs[0].token_ids) for o in outputs], [o.num_cached_tokens or 0 for o in outputs]
-
-
-def test_kills(settings: dict[str, Any], expected: list[list[int]], tmp_path: Path) -> None:
+def test_kills(settings: dict[str, Any], expected: list[list[int]], configured: Configured) -> None:
     """The texts are right whenever the producer is killed, and no socket or file is left in the way."""
     draw = random.Random(5)
-    consumer = {**settings, "kv_transfer_config": transfer_config(tmp_path, "kv_consumer")}
-    producer = {**settings, "kv_transfer_config": transfer_config(tmp_path, "kv_producer", engine_id="same")}
+    consumer = {**settings, "kv_transfer_config": configured("kv_consumer")}
+    producer = {**settings, "kv_transfer_config": configured("kv_producer", engine_id="same")}
     with LLM(**consumer) as llm:
         for _ in range(8):
             llm.reset_prefix_cache()
@@ -103,15 +78,15 @@ def test_kills(settings: dict[str, Any], expected: list[list[int]], tmp_path: Pa
         assert cached == [56] * len(PROMPTS)
 
 
-def test_two_ranks(settings: dict[str, Any], expected: list[list[int]], tmp_path: Path) -> None:
+def test_two_ranks(settings: dict[str, Any], expected: list[list[int]], configured: Configured) -> None:
     """Each rank copies its part. An engine of one rank gets nothing of it."""
     both = {**settings, "tensor_parallel_size": 2}
-    first = Producer({**both, "kv_transfer_config": transfer_config(tmp_path, "kv_producer")})
-    with LLM(**both, kv_transfer_config=transfer_config(tmp_path, "kv_consumer")) as llm:
+    first = Producer({**both, "kv_transfer_config": configured("kv_producer")})
+    with LLM(**both, kv_transfer_config=configured("kv_consumer")) as llm:
         found, cached = run(llm, first.prefilled(PROMPTS))
         assert found == expected
         assert cached == [56] * len(PROMPTS)
-    with LLM(**settings, kv_transfer_config=transfer_config(tmp_path, "kv_consumer")) as llm:
+    with LLM(**settings, kv_transfer_config=configured("kv_consumer")) as llm:
         found, cached = run(llm, first.prefilled(PROMPTS))
         assert found == expected
         assert max(cached) < 56

@@ -101,8 +101,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.store, self.known = opened(self.folder, self.limit, self.size), set()
 
     def _check_news(self) -> None:
-        added, removed = self.store.take_news()
-        self.known = self.known.difference(removed).union(added)
+        while self.store.has_news:
+            added, removed = self.store.take_news(2)
+            assert len(added) + len(removed) <= 2
+            self.known = self.known.difference(removed).union(added)
         assert self.known == {key(number) for number in self.model}
 
     @invariant()

@@ -127,7 +127,7 @@ def busy() -> tuple[Metrics, CoreStats]:
     stats.buckets["mixed-2-32"].seconds.observe(0.002)
     stats.buckets["mixed-2-32"].tokens, stats.buckets["mixed-2-32"].padding = 30, 2
     stats.step_tokens.observe(30)
-    stats.tiers = {"host": TierStats(100, 60, 7, 80, 20), "disk": TierStats(1000, 300, 5, 400, 50)}
+    stats.tiers = {"host": TierStats(100, 60, 7, 80, 20), "disk": TierStats(1000, 300, 5, 400, 50, 3, 2, 1)}
     stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens = 29, 8, 1
     stats.prefix_queries, stats.prefix_hits, stats.preemptions = 31, 9, 2
     stats.drafts, stats.draft_tokens, stats.accepted_tokens = 4, 12, [3, 1, 0]
@@ -181,6 +181,8 @@ def test_values() -> None:
     assert value("cache_tier_hits_total", tier="disk") == 5
     assert value("cache_tier_bytes", tier="host", kind="used") == 60
     assert value("cache_tier_copied_bytes_total", tier="disk", direction="to") == 400
+    assert value("cache_tier_lost_files_total", tier="disk", kind="damaged") == 3
+    assert value("cache_tier_lost_files_total", tier="disk", kind="dropped") == 2
     assert value("step_seconds_bucket", bucket="mixed-2-32", le="0.0015") == 0
     assert value("step_seconds_bucket", bucket="mixed-2-32", le="0.002") == 1
     assert value("step_seconds_count", bucket="decode-2-4") == 0
