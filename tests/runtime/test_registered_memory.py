@@ -11,12 +11,12 @@ from tests.stub_driver import run_with_driver
 SCRIPT = """
 import logging, sys
 logging.disable()
-import graphllm.runtime.tiers.registered_memory as registered
+import graphllm.runtime.cuda.registered_memory as registered
 from graphllm.host.cuda_driver import CudaDriver
 from graphllm.runtime.tiers.host_memory import HostMemory
 registered.PART = 3 * 4096
 memory = HostMemory({"blocks": 5, "snapshots": 4}, {"blocks": (2, 2048), "snapshots": (1, int(sys.argv[1]))})
-found = registered.RegisteredMemory(memory, CudaDriver())
+found = registered.RegisteredMemory({kind: memory.pieces(kind) for kind in memory.kinds}, CudaDriver())
 print(found.ready())
 for blocks, snapshots in eval(sys.argv[2]):
     found.prepare({"blocks": blocks, "snapshots": snapshots}).result()

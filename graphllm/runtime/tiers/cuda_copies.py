@@ -16,9 +16,9 @@ import numpy as np
 
 from graphllm.host.cuda_driver import CudaDriver
 from graphllm.runtime.cuda.batch_copy import ANY, STREAM, BatchCopy
+from graphllm.runtime.cuda.registered_memory import RegisteredMemory
 from graphllm.runtime.tiers.copies import Ordered, Pairs
 from graphllm.runtime.tiers.host_memory import HostMemory, columns
-from graphllm.runtime.tiers.registered_memory import RegisteredMemory
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ class CudaCopies:
 
         driver = CudaDriver()
         self._torch, self._device, self._memory = torch, device, memory
-        self._registered = RegisteredMemory(memory, driver)
+        self._registered = RegisteredMemory({kind: memory.pieces(kind) for kind in memory.kinds}, driver)
         self._stores, self._loads = _Direction("stores", driver, STREAM), _Direction("loads", driver, ANY)
 
     def store(self, pairs: Pairs, ticket: int, blocking: bool, reported: bool) -> None:

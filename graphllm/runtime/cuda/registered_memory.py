@@ -9,9 +9,10 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
+
 from graphllm.host.cuda_driver import CudaDriver, CudaError
 from graphllm.runtime.cuda.registration import Registration
-from graphllm.runtime.tiers.host_memory import HostMemory
 
 PART = 1 << 27  # bytes that are registered at once, about: meanwhile the driver launches no step
 _PAGE = 4096
@@ -19,11 +20,12 @@ _log = logging.getLogger(__name__)
 
 
 class RegisteredMemory:
-    """memory: whose entries are registered, the first ones first. The calling thread has the GPU's context."""
+    """memory: by kind, entries [n, ...], which are registered the first ones first. The calling thread has the GPU's
+    context."""
 
-    def __init__(self, memory: HostMemory, driver: CudaDriver) -> None:
+    def __init__(self, memory: Mapping[str, np.ndarray], driver: CudaDriver) -> None:
         self._memory, self._driver, self._registration = memory, driver, Registration(driver)
-        self._ready = dict.fromkeys(memory.kinds, 0)
+        self._ready = dict.fromkeys(memory, 0)
         self._places: list[int] = []
         self._closing = threading.Event()  # nothing more is registered
         begin = functools.partial(driver.use, driver.current())
@@ -46,7 +48,7 @@ class RegisteredMemory:
             _log.warning("the cache has less host memory than kv_offloading_size: %s", failure)
 
     def _register(self, kind: str, count: int) -> None:
-        pieces = self._memory.pieces(kind)
+        pieces = self._memory[kind]
         each = pieces[0].nbytes
         # Parts begin at pages of their own.
         step = max(1, PART // each) if each % _PAGE == 0 else len(pieces)
