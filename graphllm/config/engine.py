@@ -206,12 +206,14 @@ def _tier_bytes(text: str) -> int:
 class TierConfig:
     """Where blocks of the cache are kept when they leave the device."""
 
-    kv_offloading_size: int = setting(
-        0,
-        written=int | float,
+    kv_offloading_size: int | None = setting(
+        None,
+        written=int | float | None,
         parse=_tier_bytes,
         help="Host memory for copies of the cache's blocks, of all ranks of an engine core together, such as 4GiB; a "
-        "number below a million without a unit is GiB, as in vLLM; 0: none.",
+        "number below a million without a unit is GiB, as in vLLM; 0: none. It is taken as it is needed. Default: on "
+        "GPUs a quarter of what the host has left, of all engine cores together, and at most four times the device's "
+        "cache; on CPUs none.",
         key=_RUNNING,
         ge=0,
     )

@@ -185,10 +185,10 @@ def _renamed(setting: str) -> ForeignName:
 
 
 def _gibibytes(value: Any) -> Any:
-    """Bytes of a number without a unit: of gibibytes, as in vLLM, where it is too small for bytes. None is 0; another
-    value stays as it is. What is read twice must not change: fewer bytes than that are a ConfigError."""
+    """Bytes of a number without a unit: of gibibytes, as in vLLM, where it is too small for bytes. Another value stays
+    as it is. What is read twice must not change: fewer bytes than that are a ConfigError."""
     try:
-        number = float(0 if value is None else value)
+        number = float(value)
     except (TypeError, ValueError):
         return value
     if isinstance(value, bool) or not 0 <= number < 2**63:
@@ -204,7 +204,7 @@ def _gibibytes(value: Any) -> Any:
 
 def _swap_space(value: Any) -> Mapping[str, Any]:
     """vLLM's older word for kv_offloading_size."""
-    found = _gibibytes(value)
+    found = _gibibytes(0 if value is None else value)
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
         raise ConfigError(f"swap_space is {value!r:.80}: give a number of GiB, or kv_offloading_size in place of it")
     return {"kv_offloading_size": found} if found else {}
