@@ -60,6 +60,9 @@ SHAPES |= {
                         "group_size": 128, "zero_point": True, "version": "gemm"}},
     "llama3-70b": {**SHAPES["llama3.1-8b"], "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
                    "intermediate_size": 28672},
+    "llama3-70b-awq": {**SHAPES["llama3.1-8b"], "hidden_size": 8192, "num_hidden_layers": 80,
+                       "num_attention_heads": 64, "intermediate_size": 28672, "quantization_config": {
+                       "quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}},
     "gpt-oss-20b-mxfp4": {**SHAPES["gpt-oss-20b"], "quantization_config": {"quant_method": "mxfp4"}},
     # Qwen3-Next-80B-A3B, of whose 48 layers these are 12: three of four are gated delta nets.
     "qwen3-next-12": {

@@ -61,7 +61,7 @@ ROOMS = {
     "runtime": (
         ("cuda", "interpreter", "memory", "stream"),
         ("kernels", "sleeping", "staged_stream"),
-        ("binding",),
+        ("binding", "offloading"),
         ("graphs", "tiers"),
         ("commands", "drafting"),
         ("expert_slots", "profiling", "step_handle"),

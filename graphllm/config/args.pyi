@@ -30,6 +30,7 @@ class EngineSettings(TypedDict, total=False):
     optimize: Literal["behind", "next_start", "first"] | None
     load_format: Literal["auto", "safetensors", "pt", "dummy"]
     threads: int | None
+    cpu_offload_gb: float
     target: Literal["auto", "cpu", "cuda"]
     backend: Literal["inductor", "prebuilt", "eager"]
     dtype: Literal["auto", "bfloat16", "float16", "float32"]
@@ -74,7 +75,7 @@ class EngineSettings(TypedDict, total=False):
     kv_cache_memory_bytes: int | str | None
     gpu_memory_utilization: float
     snapshot_memory_bytes: int | str | None
-    kv_offloading_size: int | float | str
+    kv_offloading_size: int | float | str | None
     kv_offloading_policy: Literal["lru", "arc"]
     kv_offloading_disk: str | Path | None
     kv_offloading_disk_size: int | str | None
@@ -138,6 +139,7 @@ class EngineArgs:
     optimize: Literal["behind", "next_start", "first"] | None
     load_format: Literal["auto", "safetensors", "pt", "dummy"]
     threads: int | None
+    cpu_offload_gb: float
     target: Literal["auto", "cpu", "cuda"]
     backend: Literal["inductor", "prebuilt", "eager"]
     dtype: Literal["auto", "bfloat16", "float16", "float32"]
@@ -182,7 +184,7 @@ class EngineArgs:
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     snapshot_memory_bytes: int | None
-    kv_offloading_size: int | float
+    kv_offloading_size: int | float | None
     kv_offloading_policy: Literal["lru", "arc"]
     kv_offloading_disk: str | Path | None
     kv_offloading_disk_size: int | None

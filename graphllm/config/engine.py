@@ -163,6 +163,13 @@ class LoadConfig:
         key=_LOADING,
         ge=1,
     )
+    cpu_offload_gb: float = setting(
+        0.0,
+        help="GiB of weights, for each GPU, that stay in the host's memory; every step copies them to the GPU while it "
+        "computes. 0: all are on the GPU.",
+        key=_LOADING,
+        ge=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -199,12 +206,14 @@ def _tier_bytes(text: str) -> int:
 class TierConfig:
     """Where blocks of the cache are kept when they leave the device."""
 
-    kv_offloading_size: int = setting(
-        0,
-        written=int | float,
+    kv_offloading_size: int | None = setting(
+        None,
+        written=int | float | None,
         parse=_tier_bytes,
         help="Host memory for copies of the cache's blocks, of all ranks of an engine core together, such as 4GiB; a "
-        "number below a million without a unit is GiB, as in vLLM; 0: none.",
+        "number below a million without a unit is GiB, as in vLLM; 0: none. It is taken as it is needed. Default: on "
+        "GPUs a quarter of what the host has left, of all engine cores together, and at most four times the device's "
+        "cache; on CPUs none.",
         key=_RUNNING,
         ge=0,
     )
@@ -359,6 +368,7 @@ class EngineConfig:
         ranks = (values["tensor_parallel_size"] or 1) * values["pipeline_parallel_size"]
         check_parallel(assemble(ParallelConfig, values), ranks)
         _check_tiers(assemble(TierConfig, values))
+        _check_offloading(values)
         KVEventsConfig.read(values["kv_events_config"]).check_ranks(values["data_parallel_size"])
 
 
@@ -381,6 +391,19 @@ def _check_tiers(tiers: TierConfig) -> None:
             f"kv_transfer_config has kv_connector {tiers.transfer.kv_connector!r:.80}: blocks come and go by way of "
             "host memory; give kv_offloading_size, too, such as 4GiB"
         )
+
+
+def _check_offloading(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what weights in the host's memory cannot be together with."""
+    wrong = {
+        "enable_sleep_mode": "an engine with such weights does not sleep",
+        "enable_eplb": "experts in the host's memory do not move",
+    }
+    for name, reason in wrong.items():
+        if values["cpu_offload_gb"] and values[name]:
+            raise ConfigError(
+                f"cpu_offload_gb is {values['cpu_offload_gb']:g} and {name} is True: {reason}; leave one of them out"
+            )
 
 
 @dataclass(frozen=True)

@@ -139,8 +139,22 @@ def usable_cores() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that a process can still take without others being swapped out."""
-    return _memory("MemAvailable")
+    """Bytes that a process can still take without others being swapped out, or its control group's limit."""
+    free = _memory("MemAvailable")
+    for names in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):  # version 2, 1
+        files = [_CGROUP / name for name in names]
+        if all(f.is_file() for f in files):
+            most, used, stat = (f.read_text().strip() for f in files)
+            # Files that were read lately count as used; the system gives them up first.
+            given_up = next(
+                (int(line.split()[1]) for line in stat.splitlines() if line.startswith("inactive_file ")), 0
+            )
+            if most != "max":
+                free = min(free, max(0, int(most) - int(used) + given_up))
+    return free
 
 
 def total_memory() -> int:

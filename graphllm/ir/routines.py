@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -49,3 +51,23 @@ def sum_rows_into(x: Tensor, work: Tensor, out: Tensor, group: str, ranks: int) 
 def all_gather_into(x: Tensor, work: Tensor, out: Tensor, group: str, ranks: int) -> None:
     """What all ranks of a group have, side by side; see the op all_gather."""
     group_of(group, ranks).all_gather(x, work, out)
+
+
+class Offloaded(Protocol):
+    """Weights in the host's memory, by groups; see `graphllm.program.offloading`."""
+
+    def begin(self, group: int) -> None:
+        """Copy a group to the device, once what was launched so far has ended."""
+
+    def wait(self, group: int) -> None:
+        """Have what is launched from here on wait for that copy."""
+
+
+def begin_weights_copy(weights: Offloaded, group: int) -> None:
+    """Begin to copy a group of weights to the device."""
+    weights.begin(group)
+
+
+def await_weights_copy(weights: Offloaded, group: int) -> None:
+    """Have what follows wait for a group of weights."""
+    weights.wait(group)

@@ -85,7 +85,8 @@ def cache_counts(
             raise ConfigError(
                 f"memory: weights, arena{_states(config, memory)} take {size_text(-size)} more than the share of the "
                 f"GPU that --gpu-memory-utilization {cache.gpu_memory_utilization:g} leaves; raise it, lower "
-                f"--max-num-batched-tokens{_fewer(memory)}, or take a smaller model"
+                f"--max-num-batched-tokens{_fewer(memory)}, keep weights on the host with --cpu-offload-gb, or take a "
+                "smaller model"
             )
     elif size is None:
         size = max(0, available_memory() - processes * memory.weights) // (4 * processes)

@@ -26,6 +26,7 @@ from graphllm.runtime.memory.cpu_cache_memory import CacheMemory
 from graphllm.runtime.memory.memory import Array, Memory
 from graphllm.runtime.memory.staging import Sampling, StepInput, ragged
 from graphllm.runtime.memory.states import States
+from graphllm.runtime.offloading.weights import stored_parameters
 from graphllm.runtime.opening import exchange, expert_slots, give_back, open_kernels, reserve_links, torch_memory
 from graphllm.runtime.profiling import PROFILE, drop_profile, named
 from graphllm.runtime.programs import Programs
@@ -85,7 +86,7 @@ class Executor:
         if stage is not None:
             reserve_links(stage.total, message_bytes(artifact, stage))
         device = "cpu" if self.device.type == "cpu" else str(self.device)
-        self.worker = Worker(0, 1, device, weights, lambda work: self.stream.submit(work).result())
+        self.worker = Worker(0, 1, device, stored_parameters(weights), lambda work: self.stream.submit(work).result())
         self._outside = {**weights, **self.states.tensors}
         if (table := exchange(self.device.type, config.tensor_parallel_size)) is not None:
             self._outside[EXCHANGE] = table

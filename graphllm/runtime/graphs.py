@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphllm.config import Bucket, ConfigError
 from graphllm.program.linking import LinkedProgram, MemoryPlan, PieceCall
+from graphllm.program.offloading import with_copies
 from graphllm.program.program import ProgramGraph
 from graphllm.program.schema import NEUTRAL
 from graphllm.program.stages import Stage, stage_calls, stage_parts
@@ -144,6 +145,7 @@ class GraphPrograms:
             if self._stage is not None:
                 parts = stage_parts(calls, parts, self._stage)
                 calls = stage_calls(calls, order.results, self._stage)
+            calls = with_copies(calls, self._outside)
             program, plan = LinkedProgram(calls, order.results, parts), order.memory[bucket.name]
             if plan.arena_bytes > self._arena.numel():
                 raise ConfigError("the artifact's memory table is that of another version of graphllm; compile again")

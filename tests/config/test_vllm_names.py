@@ -218,7 +218,10 @@ def test_names_that_mean_a_setting() -> None:
         ({"enable_lora_bias": 0}, "enable_lora_bias is 0: adapters change linear"),  # 0 is not False
         ({"tokenzier": "x"}, "tokenzier is 'x': not supported; leave it out, or did you mean tokenizer"),
         ({"max_model_len": "4.5"}, "max_model_len is '4.5': give a whole number, such as 4096"),
-        ({"cpu_offload_gb": 4, "enable_lora_bias": True}, "cpu_offload_gb is 4: .*; enable_lora_bias is True: "),
+        (
+            {"cpu_offload_params": ["w"], "enable_lora_bias": True},
+            "cpu_offload_params is .*; enable_lora_bias is True: ",
+        ),
     ],
 )
 def test_mistakes(given: dict[str, Any], message: str) -> None:
@@ -276,7 +279,7 @@ def test_a_flag(name: str) -> None:
     [
         (("--enforce-eagr",), r"No such option: --enforce-eagr; did you mean --enforce-eager\?"),
         (("--skip-tokenizer-init",), "--skip-tokenizer-init: `graphllm serve` does not have it"),
-        (("--cpu-offload-gb",), "--cpu-offload-gb: a value is missing after it"),
+        (("--offload-group-size",), "--offload-group-size: a value is missing after it"),
     ],
 )
 def test_mistakes_in_flags(words: tuple[str, ...], message: str) -> None:
@@ -315,8 +318,8 @@ def test_a_scripts_own_options() -> None:
     )  # fmt: skip
     text = " ".join(parser.format_help().split())
     assert ("--gpu-memory-utilization" in text, "--swap-space" in text) == (True, False)
-    with pytest.raises(ConfigError, match="cpu_offload_gb is 3: weights stay on the device"):
-        EngineArgs.from_cli_args(parser.parse_args(["--cpu-offload-gb=3"]))
+    with pytest.raises(ConfigError, match="offload_group_size is 3: cpu_offload_gb says how many"):
+        EngineArgs.from_cli_args(parser.parse_args(["--offload-group-size=3"]))
 
 
 def test_methods_and_fields() -> None:

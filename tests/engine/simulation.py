@@ -239,6 +239,8 @@ class Simulation:
         assert output is None or not output.admitted or self.scheduler.preemptions == preemptions
         self._check_streams(streams, output)
         started = None if output is None else self._start(output)
+        if self.tiers is not None and output is not None:
+            list(self.tiers.started(None))  # type: ignore[arg-type]
         entries = [] if output is None else _entries(output)
         self.check(output)
         if self._in_flight is not None:

@@ -27,9 +27,7 @@ CUDA = {**LIMITS, **ON["cuda"]}
 
 def ready(core: EngineCore) -> None:
     """Wait until all of host memory is registered."""
-    part = core.part(Tiers)
-    while not all(pool.host.is_ready for pool in part.pools.values()):
-        assert not list(part.gather(idle=True))
+    while not core.part(Tiers).preparing.all():
         time.sleep(0.01)
 
 
@@ -48,7 +46,7 @@ def test_blocks_come_back_as_they_were(checkpoint: Path) -> None:
     executor.do(StoreEntries({"blocks": [(block, 400 - block) for block in blocks]}, 1 << 40, False, True))
     wait(core, 1)
     executor.do(WriteBlocks(blocks, [bytes(size)] * len(blocks), executor.block_bytes))
-    executor.do(LoadEntries({"blocks": [(400 - block, block) for block in blocks]}, 1 << 41))
+    executor.do(LoadEntries({"blocks": [(400 - block, block) for block in blocks]}, 1 << 41, 0))
     wait(core, 1)
     assert executor.ask(ReadBlocks(blocks))[0].value == contents
     core.close()
@@ -69,7 +67,7 @@ def test_a_blocking_copy_comes_before_what_overwrites_it(checkpoint: Path) -> No
         executor.do(WriteBlocks(blocks, [bytes([round + 1]) * size] * len(blocks), executor.block_bytes))
         executor.do(StoreEntries({"blocks": [(block, block) for block in blocks]}, round, True, False))
         executor.in_order(overwrite)  # type: ignore[attr-defined]
-        executor.do(LoadEntries({"blocks": [(block, block) for block in blocks]}, 1 << 40))
+        executor.do(LoadEntries({"blocks": [(block, block) for block in blocks]}, 1 << 40, round))
         wait(core, 1)
         assert executor.ask(ReadBlocks(blocks[:40]))[0].value == [bytes([round + 1]) * size] * 40
     core.close()

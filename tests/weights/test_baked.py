@@ -309,3 +309,13 @@ def test_format_of_the_future(copy: Path) -> None:
     with pytest.raises(BakedError, match="format 99"):
         baked.check(copy)
     assert issubclass(BakedError, ConfigError)
+
+
+def test_some_of_them(baked_artifact: Path) -> None:
+    """Into memory that is there, with no other parameter read."""
+    whole = baked.open_weights(baked_artifact)
+    into = {name: torch.zeros_like(whole[name]) for name in [*whole][1:6:2]}
+    with baked.begin_weights(baked_artifact, torch.device("cpu"), into) as loading:
+        found = loading.finish()
+    assert found.keys() == into.keys()
+    assert all(found[name] is into[name] and torch.equal(into[name], whole[name]) for name in into)

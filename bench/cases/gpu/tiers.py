@@ -47,10 +47,10 @@ def _copies(core: Any) -> dict[str, Any]:
     pairs = [(1 + i, i) for i in range(count)]
     commands = {
         "to the host": [StoreEntries({"blocks": pairs}, _TICKET, False, True)],
-        "from the host": [LoadEntries({"blocks": [(i, block) for block, i in pairs]}, _TICKET)],
+        "from the host": [LoadEntries({"blocks": [(i, block) for block, i in pairs]}, _TICKET, 0)],
         "both ways": [
             StoreEntries({"blocks": pairs}, _TICKET, False, True),
-            LoadEntries({"blocks": [(count + i, count + block) for block, i in pairs]}, _TICKET + 1),
+            LoadEntries({"blocks": [(count + i, count + block) for block, i in pairs]}, _TICKET + 1, 0),
         ],
     }
     found: dict[str, Any] = {"bytes of a block": nbytes}
@@ -87,12 +87,11 @@ def _prompt(core: Any, vocab: int) -> dict[str, Any]:
 
 
 def _until_ready(core: Any) -> float:
-    """Wait until all of host memory can be used; seconds."""
+    """Have all of host memory ready, and wait for it; seconds."""
     from graphllm.engine.parts.tiers import Tiers
 
-    begun, part = time.perf_counter(), core.part(Tiers)
-    while not all(pool.host.is_ready for pool in part.pools.values()):
-        list(part.gather(idle=True))
+    begun = time.perf_counter()
+    while not core.part(Tiers).preparing.all():
         time.sleep(0.01)
     return round(time.perf_counter() - begun, 2)
 

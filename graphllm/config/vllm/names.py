@@ -185,10 +185,10 @@ def _renamed(setting: str) -> ForeignName:
 
 
 def _gibibytes(value: Any) -> Any:
-    """Bytes of a number without a unit: of gibibytes, as in vLLM, where it is too small for bytes. None is 0; another
-    value stays as it is. What is read twice must not change: fewer bytes than that are a ConfigError."""
+    """Bytes of a number without a unit: of gibibytes, as in vLLM, where it is too small for bytes. Another value stays
+    as it is. What is read twice must not change: fewer bytes than that are a ConfigError."""
     try:
-        number = float(0 if value is None else value)
+        number = float(value)
     except (TypeError, ValueError):
         return value
     if isinstance(value, bool) or not 0 <= number < 2**63:
@@ -204,7 +204,7 @@ def _gibibytes(value: Any) -> Any:
 
 def _swap_space(value: Any) -> Mapping[str, Any]:
     """vLLM's older word for kv_offloading_size."""
-    found = _gibibytes(value)
+    found = _gibibytes(0 if value is None else value)
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
         raise ConfigError(f"swap_space is {value!r:.80}: give a number of GiB, or kv_offloading_size in place of it")
     return {"kv_offloading_size": found} if found else {}
@@ -244,7 +244,6 @@ _LORA = (
     "adapters change linear layers of the text model, in its dtype; leave it out, or merge the adapter (graphllm merge)"
 )
 _CACHE = "the cache lies on the device, all of it in kv_cache_dtype, in kv_cache_memory_bytes; leave it out"
-_WEIGHTS = "weights stay on the device; leave it out, or use a smaller quantization"
 _WATERMARK = "answers carry no watermark; leave it out"
 _TRANSFER = "only blocks of the cache move between engines, see kv_transfer_config; leave it out"
 _SLEEP = "a sleep of level 2 drops all weights, and waking up reads them again; leave it out, or sleep at level 1"
@@ -348,10 +347,10 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
              disable_hybrid_kv_cache_manager=False, use_v2_block_manager=True),
     **hints("SHA-256 identifies blocks", prefix_caching_hash_algo="sha256", prefix_match_unit=()),
     **fixed(
-        _WEIGHTS, cpu_offload_gb=(0, 0.0), cpu_offload_params=((), []), offload_backend="auto", offload_group_size=0,
-        offload_params=((), []),
+        "cpu_offload_gb says how many weights stay on the host, and which ones follows from it; leave it out",
+        cpu_offload_params=((), []), offload_backend="auto", offload_group_size=0, offload_params=((), []),
     ),
-    **hints("no weights are offloaded", offload_num_in_group=1, offload_prefetch_step=1),
+    **hints("cpu_offload_gb copies one group of weights ahead", offload_num_in_group=1, offload_prefetch_step=1),
     **fixed(_TRANSFER, ec_transfer_config=({},), ec_manager_config=({},), weight_transfer_config=({},)),
     **fixed(_SLEEP, sleep_preserve_parameter_names=((), [])),
     **hints("memory is given back under addresses that stay, so captured graphs stay valid", sleep_mode_backend=(),

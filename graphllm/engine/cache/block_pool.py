@@ -87,15 +87,6 @@ class BlockPool:
         """The block with that content, 0 when there is none."""
         return self._cached.get((group, digest), 0)
 
-    def key_of(self, block: int) -> Key | None:
-        """What a block can be found by; None where it cannot."""
-        return self._key_of[block]
-
-    def outdate(self, group: int, digest: bytes) -> None:
-        """Contents that were evicted are hardly wanted any more."""
-        for observer in self.observers:
-            observer.outdated((group, digest))
-
     def store(self, block: int, group: int, digest: bytes) -> None:
         """Remember what a full block holds. Of two blocks with one content, the first stays the one that is found."""
         key = (group, digest)

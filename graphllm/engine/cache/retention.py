@@ -182,7 +182,7 @@ class Snapshots:
         self.unit, self.rescued = unit, False
         self.pool = BlockPool(num_snapshots + 1, caching)  # its block 0 is none of them
         self._writes = [0] * num_snapshots
-        self._loads = [0] * num_snapshots  # of what each holds now
+        self._loads, self._digests = [0] * num_snapshots, [b""] * num_snapshots  # of what each holds now
         self._marked = dict[int, Mark]()  # by snapshot: of the sequence that writes it
         self._superseded, self._spare = OrderedDict[int, Mark](), OrderedDict[int, Mark]()  # by snapshot
 
@@ -253,8 +253,7 @@ class Snapshots:
         """A sequence goes on from a snapshot."""
         self._loads[snapshot] += 1
         self._wanted(snapshot)
-        key = self.pool.key_of(snapshot + 1)
-        return Mark(snapshot, self._writes[snapshot], 1, b"" if key is None else key[1])
+        return Mark(snapshot, self._writes[snapshot], 1, self._digests[snapshot])
 
     def unload(self, mark: Mark) -> None:
         """The sequence that left a snapshot has come to nothing."""
@@ -274,7 +273,8 @@ class Snapshots:
         if self.unchanged(mark):
             self._superseded[mark.snapshot] = mark
         elif self._writes[mark.snapshot] != mark.writes:
-            self.pool.outdate(0, mark.digest)
+            for observer in self.pool.observers:
+                observer.outdated((0, mark.digest))
 
     def is_superseded(self, snapshot: int) -> bool:
         """Whether the next sequence that needs room has it first, and nobody else is likely to want it."""
@@ -302,7 +302,7 @@ class Snapshots:
         self.pool.store(snapshot + 1, 0, digest)
         if (mark := self._marked.pop(snapshot, None)) is not None and mark.writes == self._writes[snapshot]:
             mark.digest = digest
-        self._loads[snapshot] = 2 if shared else 0
+        self._loads[snapshot], self._digests[snapshot] = 2 if shared else 0, digest
 
     def release(self, snapshot: int) -> None:
         """Let go of a snapshot; one that cannot be found is reused first."""

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from graphllm.config import ConfigError
@@ -24,27 +24,32 @@ from graphllm.engine.step.started_step import StartedStep
 from graphllm.engine.tiers.further_tier import FurtherTier
 from graphllm.engine.tiers.host_cache import HostCache
 from graphllm.engine.tiers.naps import Naps
+from graphllm.engine.tiers.preparing import Preparing
 from graphllm.engine.tiers.promotions import HOST, Promotions
 from graphllm.engine.tiers.rates import Rates
 from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool, kind_of
 from graphllm.engine.tiers.wanted import keys_of
 from graphllm.host.machine import available_memory
+from graphllm.runtime.commands.command import Command
 from graphllm.runtime.commands.tiers import (
     AwaitStores,
     CloseTiers,
     EndedCopies,
     LoadEntries,
     OpenTiers,
-    ReadyEntries,
     StoreEntries,
 )
 
 if TYPE_CHECKING:
+    from graphllm.engine.transfer.awaiting import Awaiting
+    from graphllm.engine.transfer.kv_connector import KVConnector
     from graphllm.runtime.step_handle import StepResult
 
 _log = logging.getLogger(__name__)
-_AHEAD = 2  # steps of the largest size, whose blocks are copied before they are evicted
-_LATER = 0.05  # seconds between two looks at host memory that is being prepared
+# Blocks are copied before they are evicted, for so many steps of the largest size, and for the longest sequence: while
+# it comes from host memory, nothing has to be copied there first.
+_AHEAD = 2
+_PART = 128  # copies that end at the same time
 _LEAVING = 1.0  # seconds that copies take before a sleep, at most
 _AT_ONCE = 1 << 26  # bytes that are copied at once then
 _OFFERS = 0.005  # seconds between two looks at copies that no request waits for: each is a round trip to all ranks
@@ -56,11 +61,6 @@ class Tiers(Part):
     name = "tiers"
 
     def __init__(self, context: PartContext) -> None:
-        # Most engines have no tiers, and start sooner without what these import.
-        from graphllm.engine.transfer.awaiting import Awaiting
-        from graphllm.engine.transfer.connectors import find_connector
-        from graphllm.engine.transfer.kv_connector import KVConnector
-
         super().__init__(context)
         executor, cache, config = context.executor, context.scheduler.cache, context.setup.tiers
         self._bytes = {BLOCKS: sum(executor.block_bytes), SNAPSHOTS: sum(executor.snapshot_bytes)}
@@ -70,12 +70,13 @@ class Tiers(Part):
             pools[SNAPSHOTS], superseded[SNAPSHOTS] = snapshots.pool, snapshots.is_superseded
             snapshots.rescued = True
         places = {kind: len(pool.references) for kind, pool in pools.items()}
-        entries = _entries(config.kv_offloading_size, places, self._bytes)
+        entries = _entries(config.kv_offloading_size or 0, places, self._bytes)
         host = {kind: HostCache(count, config.kv_offloading_policy) for kind, count in entries.items()}
         limits = context.limits
-        ahead = min(_AHEAD * -(-limits.max_num_batched_tokens // limits.block_size), len(cache.pool.references) // 4)
-        transfer = config.transfer
-        self._kind_of_connector = None if transfer is None else find_connector(transfer)
+        ahead = max(_AHEAD * limits.max_num_batched_tokens, limits.max_len)
+        ahead = min(-(-ahead // limits.block_size), len(cache.pool.references) // 2)
+        self._most = -(-limits.max_num_batched_tokens // limits.block_size)  # copied ahead before each step
+        self._kind_of_connector = self._find_connector()
         self._entries = entries
         shared = self._kind_of_connector is not None and self._kind_of_connector.shares_memory
         executor.do(OpenTiers(entries, shared))
@@ -83,15 +84,21 @@ class Tiers(Part):
             kind: TierPool(kind, pool, host[kind], self._wait, ahead if kind == BLOCKS else 0, superseded.get(kind))
             for kind, pool in pools.items()
         }
+        self.preparing = Preparing(executor, self.pools, self._bytes)
         self.further = self.further_tiers()
         for pool in self.pools.values():
             pool.writes = any(tier.writes for tier in self.further)
-        self.connector = next((tier for tier in self.further if isinstance(tier, KVConnector)), None)
         self.rates = Rates()
         self.promotions = Promotions(cache, self.pools, self._bytes, self.rates, self.further)
-        self.awaiting = None if self.connector is None else Awaiting(cache, self.connector, self.promotions)
+        self.connector: KVConnector | None = None
+        self.awaiting: Awaiting | None = None
+        if (kind_of_connector := self._kind_of_connector) is not None:
+            from graphllm.engine.transfer.awaiting import Awaiting
+
+            self.connector = next(tier for tier in self.further if isinstance(tier, kind_of_connector))
+            self.awaiting = Awaiting(cache, self.connector, self.promotions)
         self.resource = self.awaiting or self.promotions
-        self._look_at = self._ended_at = 0.0
+        self._ended_at = 0.0
         self._naps = Naps()
         self._tickets = itertools.count(1)
         self._seconds = dict[int, list[float]]()  # by copy: of each rank on which it has ended
@@ -101,30 +108,39 @@ class Tiers(Part):
         """The tiers beyond host memory, the nearest first."""
         return [tier for tier in (self._disk(), self._connector()) if tier is not None]
 
-    def _disk(self) -> FurtherTier | None:
-        from graphllm.engine.tiers.disk_tier import DiskTier
+    # Most engines have no further tiers, and start sooner without what these import.
 
+    def _disk(self) -> FurtherTier | None:
         executor, config = self.context.executor, self.context.setup.tiers
         if config.kv_offloading_disk is None:
             return None
+        from graphllm.engine.tiers.disk_tier import DiskTier
+
         of_ranks = {BLOCKS: executor.block_bytes, SNAPSHOTS: executor.snapshot_bytes}
         sizes = {kind: of_ranks[kind] for kind in self._entries}
         return DiskTier(executor, config.kv_offloading_disk, config.kv_offloading_disk_size, sizes, self._entries)
 
+    def _find_connector(self) -> type[KVConnector] | None:
+        if (transfer := self.context.setup.tiers.transfer) is None:
+            return None
+        from graphllm.engine.transfer.connectors import find_connector
+
+        return find_connector(transfer)
+
     def _connector(self) -> FurtherTier | None:
+        context, setup = self.context, self.context.setup
+        if setup.tiers.transfer is None or self._kind_of_connector is None:
+            return None
         from graphllm.engine.transfer.kv_connector import ConnectorSetup
 
-        context, transfer = self.context, self.context.setup.tiers.transfer
-        if transfer is None or self._kind_of_connector is None:
-            return None
-        setup = context.setup
+        cache, pools = context.scheduler.cache, self.pools
         return self._kind_of_connector(
-            ConnectorSetup(transfer, setup.identity, context.executor, context.scheduler.cache, self.pools, self._bytes)
+            ConnectorSetup(setup.tiers.transfer, setup.identity, context.executor, cache, pools, self._bytes)
         )
 
     @classmethod
     def applies(cls, context: PartContext) -> bool:
-        wanted = context.setup.tiers.kv_offloading_size > 0
+        wanted = bool(context.setup.tiers.kv_offloading_size)
         if wanted and not context.scheduler.cache.caching and context.setup.tiers.transfer is not None:
             raise ConfigError(
                 "kv_transfer_config: this engine shares no beginnings of prompts, so it has nothing to transfer; leave "
@@ -141,18 +157,9 @@ class Tiers(Part):
         offers = bool(self._offers) or any(pool.has_new for pool in self.pools.values())
         return self.promotions.running > 0 or offers or any(tier.busy for tier in self.further)
 
-    def _take_ready(self) -> None:
-        """More of host memory may be ready than before."""
-        if all(pool.host.is_ready for pool in self.pools.values()) or time.monotonic() < self._look_at:
-            return
-        self._look_at = time.monotonic() + _LATER
-        answers = [answer.value for answer in self.context.executor.ask(ReadyEntries())]
-        for kind, pool in self.pools.items():
-            pool.host.ready(min(entries[kind] for entries in answers))
-
     def gather(self, idle: bool) -> Iterable[EngineRequest | EngineCoreOutput]:
         """Take what has come."""
-        self._take_ready()
+        self.preparing.look(early=bool(self.further))
         if idle and (self.busy or (self.awaiting is not None and self.awaiting.unanswered)):
             self._naps.nap()
         else:
@@ -213,28 +220,47 @@ class Tiers(Part):
         return self.pools[kind_of(key)]
 
     def planned(self, plan: SchedulerOutput | None) -> None:
-        """Copy what would be lost, start what waiting requests want, then copy ahead."""
+        """Copy what would be lost, and start what waiting requests want."""
         for state in plan.admitted if plan is not None else ():
             for tier in self.further:
                 tier.use(keys_of(self.context.scheduler.cache, state, state.cached_tokens))
         pools = self.pools.values()
         if rescues := {pool.kind: pairs for pool in pools if (pairs := pool.rescues())}:
             self._store(rescues, next(self._tickets), blocking=True)
+        after = 0
+        if displaced := {pool.kind: pairs for pool in pools if (pairs := pool.displaced())}:
+            self._store(displaced, after := next(self._tickets), blocking=False)
         while loads := self.promotions.start(ticket := next(self._tickets)):
-            self.context.executor.do(LoadEntries(loads, ticket))
-        ticket = next(self._tickets)
-        if copies := {pool.kind: pairs for pool in pools if (pairs := pool.copies(ticket))}:
-            self._store(copies, ticket, blocking=False)
+            after = max(after, *(self.pools[kind].load_after(pairs) for kind, pairs in loads.items()))
+            self.context.executor.do(LoadEntries(loads, ticket, after))
+        if plan is None:
+            self._copy_ahead()
+
+    def started(self, step: StartedStep) -> Iterable[Command]:
+        """Copy ahead while it runs."""
+        self._copy_ahead()
+        return ()
+
+    def _copy_ahead(self) -> None:
+        loading = self.promotions.running > 0
+        for copies in _parts({kind: pool.copies(self._most, loading) for kind, pool in self.pools.items()}):
+            self._store(copies, next(self._tickets), blocking=False, ahead=True)
 
     def leave(self) -> None:
         """What only the device has is copied, the most recently used first, for a second at most: a conversation goes
         on after a sleep without being computed again."""
         until = time.monotonic() + _LEAVING
+        self._naps.end()
         for kind, pool in reversed(self.pools.items()):  # snapshots are few, and blocks are of no use without them
             left, count = pool.unsaved(), max(1, _AT_ONCE // self._bytes[kind])
             saved = list(left)
+            self.preparing.has_room(kind, len(left))
             while left and time.monotonic() < until:
-                part, left = left[:count], left[count:]
+                part = left[:count]
+                if not self.preparing.has_room(kind, len(part)):
+                    self._naps.nap()
+                    continue
+                del left[:count]
                 if pairs := pool.save(part):
                     self._store({kind: pairs}, ticket := next(self._tickets), blocking=True, awaited=True)
                     while ticket in self._offers and time.monotonic() < until:
@@ -242,10 +268,15 @@ class Tiers(Part):
             for key, _ in reversed(saved):
                 pool.host.use(key)
 
-    def _store(self, pairs: dict[str, Pairs], ticket: int, blocking: bool, awaited: bool = False) -> None:
+    def _store(
+        self, pairs: dict[str, Pairs], ticket: int, blocking: bool, ahead: bool = False, awaited: bool = False
+    ) -> None:
+        """ahead: of eviction. awaited: its end is asked for."""
         reported = awaited or bool(self.further)
+        for kind, of in pairs.items():
+            self.pools[kind].stores(of, ticket, ahead)
+        placed = [entry for kind, of in pairs.items() for entry in self.pools[kind].placed(len(of))]
         self.context.executor.do(StoreEntries(pairs, ticket, blocking, reported))
-        placed = [entry for pool in self.pools.values() for entry in pool.placed()]
         if reported:
             self._offers[ticket] = placed
             self._pin(key for key, _ in placed)
@@ -291,6 +322,13 @@ class Tiers(Part):
             for tier in self.further:
                 tier.close()
             self.context.executor.do(CloseTiers())
+
+
+def _parts(pairs: Mapping[str, Pairs]) -> Iterator[dict[str, Pairs]]:
+    """The same in small parts: who needs the place of one copy waits for no more than its part."""
+    for kind, of in pairs.items():
+        for at in range(0, len(of), _PART):
+            yield {kind: of[at : at + _PART]}
 
 
 def _entries(size: int, places: Mapping[str, int], entry_bytes: Mapping[str, int]) -> dict[str, int]:

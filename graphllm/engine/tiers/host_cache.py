@@ -39,6 +39,11 @@ class HostCache:
         """Whether all entries can be used."""
         return self._ready == self.num_entries
 
+    @property
+    def num_used(self) -> int:
+        """Entries that hold something, or are to."""
+        return max(0, self._ready - len(self._free))
+
     def __len__(self) -> int:
         """Entries that hold something."""
         return len(self._entry_of)
@@ -46,6 +51,11 @@ class HostCache:
     def find(self, key: Key) -> int:
         """The entry with that content, -1 where there is none."""
         return self._entry_of.get(key, -1)
+
+    @property
+    def any_coming(self) -> bool:
+        """Whether an entry is being filled."""
+        return bool(self._coming)
 
     def is_coming(self, key: Key) -> bool:
         """Whether an entry is being filled with it."""
@@ -59,7 +69,7 @@ class HostCache:
             if key in self._entry_of or key in self._coming or (entry := self._room()) < 0:
                 continue
             self._add(key, entry)
-            self.pin([key])  # one copy writes them all
+            self._pins[key] += 1  # one copy writes them all
             found.append((key, entry))
         self.unpin(key for key, _ in found)
         return found
@@ -114,14 +124,14 @@ class HostCache:
 
     def pin(self, keys: Iterable[Key]) -> None:
         """Keep the entries of these keys until `unpin`."""
-        self._pins.update(keys)
+        self._pins.update(iter(keys))  # of a mapping it would add the values
 
     def unpin(self, keys: Iterable[Key]) -> None:
         for key in keys:
             self._pins[key] -= 1
             if not self._pins[key]:
-                del self._pins[key]
-                self._free += self._held_back.pop(key, [])
+                self._pins.pop(key)
+                self._free += self._held_back.pop(key, ())
 
     @property
     def pinned(self) -> int:

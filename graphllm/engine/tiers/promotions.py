@@ -7,8 +7,9 @@ memory comes there first.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphllm.engine.cache.block_pool import Key
@@ -19,7 +20,7 @@ from graphllm.engine.tiers.further_tier import FurtherTier
 from graphllm.engine.tiers.host_cache import HostCache
 from graphllm.engine.tiers.rates import Rates
 from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool, kind_of
-from graphllm.engine.tiers.wanted import Wanted, wanted
+from graphllm.engine.tiers.wanted import SNAPSHOT, Wanted, wanted
 
 HOST = "host"
 _PATIENCE = 30.0  # seconds that a request waits for what is further away; a disk may hang
@@ -36,7 +37,6 @@ class Promotion:
     held: blocks that the device has of its beginning, kept until the end.
     snapshot: that it has there, kept as well; -1 for none.
     blocks, snapshots: by the key of what they get, in the order of the sequence.
-    nbytes: that are copied, of all ranks together.
     """
 
     state: RequestState
@@ -45,7 +45,11 @@ class Promotion:
     snapshot: int
     blocks: dict[Key, int]
     snapshots: dict[Key, int]
-    nbytes: int
+
+    @property
+    def keys(self) -> dict[str, dict[Key, int]]:
+        """The places by key, of each kind that there is."""
+        return {kind: of for kind, of in ((BLOCKS, self.blocks), (SNAPSHOTS, self.snapshots)) if of}
 
 
 @dataclass
@@ -150,6 +154,8 @@ class Promotions(Resource):
 
     def _is_brought(self, known: _Waiting, found: Wanted) -> bool:
         """Whether another request has some of it brought; then this one waits for that."""
+        if not self._on_way and not any(pool.host.any_coming for pool in self._pools.values()):
+            return False
         key = next((key for key in (*found.blocks, *found.snapshots) if self._comes(key)), None)
         if key is not None:
             known.awaited = key
@@ -186,18 +192,18 @@ class Promotions(Resource):
         host = self._host(key)
         return host.find(key) >= 0 or host.is_coming(key) or any(tier.has(key) for tier in self._further)
 
-    def _size(self, keys: Iterable[Key]) -> int:
-        return sum(self._bytes[kind_of(key)] for key in keys)
+    def _size(self, keys: Sequence[Key]) -> int:
+        snapshots = sum(key[0] == SNAPSHOT for key in keys)
+        return snapshots * self._bytes.get(SNAPSHOTS, 0) + (len(keys) - snapshots) * self._bytes.get(BLOCKS, 0)
 
     def _begin(self, state: RequestState, known: _Waiting, found: Wanted) -> bool:
         """Bring what a beginning needs one tier nearer; False where computing it is faster, or there is no room."""
         id, keys = state.request.id, [*found.blocks, *found.snapshots]
         tokens = found.num_tokens - found.hit.num_tokens
-        near, far = list[Key](), dict[str, list[Key]]()
-        for key in keys:
-            if self._host(key).find(key) >= 0:
-                near.append(key)
-            else:
+        near = [key for key in keys if self._host(key).find(key) >= 0]
+        far = dict[str, list[Key]]()
+        for key in keys if len(near) < len(keys) else ():
+            if self._host(key).find(key) < 0:
                 far.setdefault(next(t.name for t in self._further if t.has(key)), []).append(key)
         nbytes = {HOST: self._size(keys), **{name: self._size(of) for name, of in far.items()}}
         if state.request.id not in self.wanted_anyway and not self._rates.worth(tokens, nbytes):
@@ -219,25 +225,37 @@ class Promotions(Resource):
         free = sum(1 for block in found.held if not cache.pool.references[block])
         if len(found.blocks) + free > cache.pool.free_blocks:  # of a window, the hit's blocks are other ones
             return False
-        snapshots = {key: cache.states.pools[0].reserve(evict=True) for key in found.snapshots}
-        if -1 in snapshots.values():
-            return False
-        for block in found.held:
-            cache.pool.hold(block)
-        if found.snapshot >= 0:
-            cache.states.pools[0].hold(found.snapshot)
-        blocks = dict(zip(found.blocks, cache.pool.allocate_all(len(found.blocks)), strict=True))
-        promotion = Promotion(
-            state, tokens, found.held, found.snapshot, blocks, snapshots, self._size([*blocks, *snapshots])
-        )
-        for key in (*blocks, *snapshots):
-            self._host(key).use(key)
-            self._host(key).pin([key])
-            self._on_way.add(key)
+        with self._for_loads():
+            snapshots = {key: cache.states.pools[0].reserve(evict=True) for key in found.snapshots}
+            if -1 in snapshots.values():
+                return False
+            for block in found.held:
+                cache.pool.hold(block)
+            if found.snapshot >= 0:
+                cache.states.pools[0].hold(found.snapshot)
+            blocks = dict(zip(found.blocks, cache.pool.allocate_all(len(found.blocks)), strict=True))
+        promotion = Promotion(state, tokens, found.held, found.snapshot, blocks, snapshots)
+        for kind, keys in promotion.keys.items():
+            host = self._pools[kind].host
+            for key in keys:
+                host.use(key)
+            host.pin(keys)
+            self._on_way.update(keys)
         self._begun.append(promotion)
         self._promoted.add(state.request.id)
         self._let_go(state.request.id)
         return True
+
+    @contextlib.contextmanager
+    def _for_loads(self) -> Iterator[None]:
+        """Places that are given out meanwhile are written by copies from host memory."""
+        for pool in self._pools.values():
+            pool.for_loads = True
+        try:
+            yield
+        finally:
+            for pool in self._pools.values():
+                pool.for_loads = False
 
     def start(self, ticket: int) -> dict[str, Pairs]:
         """(entry, place) of each kind that the next copy, which gets this ticket, brings to the device; nothing where
@@ -246,12 +264,11 @@ class Promotions(Resource):
             return {}
         promotion = self._begun.pop(0)
         self._copied[ticket] = promotion
-        places = {BLOCKS: promotion.blocks, SNAPSHOTS: promotion.snapshots}
-        return {
-            kind: [(self._pools[kind].host.find(key), place) for key, place in of.items()]
-            for kind, of in places.items()
-            if of
-        }
+        found = {}
+        for kind, places in promotion.keys.items():
+            find = self._pools[kind].host.find
+            found[kind] = [(find(key), place) for key, place in places.items()]
+        return found
 
     def ended(self, ticket: int, seconds: float) -> None:
         """A copy has ended on every rank."""
@@ -263,12 +280,14 @@ class Promotions(Resource):
             cache.states.release(snapshot)
         cache.pool.release(reversed([*promotion.held, *promotion.blocks.values()]))
         cache.states.release(promotion.snapshot)
-        for key in (*promotion.blocks, *promotion.snapshots):
-            self._host(key).unpin([key])
-            self._on_way.discard(key)
+        nbytes = 0
+        for kind, keys in promotion.keys.items():
+            self._pools[kind].host.unpin(keys)
+            self._on_way.difference_update(keys)
+            nbytes += len(keys) * self._bytes[kind]
         self._promoted.discard(promotion.state.request.id)
-        self._rates.copied(HOST, promotion.nbytes, seconds)
-        self.copied[HOST] += promotion.nbytes
+        self._rates.copied(HOST, nbytes, seconds)
+        self.copied[HOST] += nbytes
         self.hits[HOST] += promotion.tokens
 
     # To host memory
@@ -313,6 +332,6 @@ class Promotions(Resource):
             awaited.difference_update(keys)
             if not awaited:
                 del self._fetched[id]
-        nbytes = self._size(key for key, filled in keys.items() if filled)
+        nbytes = self._size([key for key, filled in keys.items() if filled])
         self._rates.copied(tier, nbytes, seconds)
         self.copied[tier] += nbytes

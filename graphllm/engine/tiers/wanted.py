@@ -12,6 +12,7 @@ from graphllm.engine.requests.request_table import RequestState
 
 SNAPSHOT = -1  # the group in keys of snapshots
 _IN_A_TIER = -1  # in the place of a block: it is there, but not on the device
+_AT_ONCE = 64  # digests of one look-up, where the one before may have been the last
 
 
 class Wanted(NamedTuple):
@@ -44,8 +45,8 @@ class _Everywhere:
         while at < len(found):
             if not found[at] and self._has((self._number, digests[at])):
                 found[at] = _IN_A_TIER
-                if at == len(found) - 1:  # a list may end at its first missing entry
-                    found += self._retained.find(digests[at + 1 :])
+            if found[at] and at == len(found) - 1:  # a list may end at its first missing entry
+                found += self._retained.find(digests[at + 1 : at + 1 + _AT_ONCE])
             at += 1
         return found
 

@@ -25,6 +25,7 @@ from graphllm.loading.artifact.resolve import (
     TooManySequencesError,
     check_devices,
     check_fitting,
+    check_offloading,
     compile_config,
     kernel_threads,
     room_of_rank,
@@ -196,6 +197,7 @@ def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> Taken
     threads = kernel_threads(args.threads, device, cores)
     check_devices(device, cores, config.tensor_parallel_size * args.pipeline_parallel_size)
     check_cache_memory(args, device)
+    check_offloading(args.cpu_offload_gb, device)
     env = Env.read()
     optimize = args.optimize or env.optimize
     if optimize not in OPTIMIZE:

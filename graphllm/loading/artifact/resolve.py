@@ -149,3 +149,11 @@ def check_devices(device: str, cores: int, each: int) -> None:
             f"data_parallel_size is {cores}{of}: that takes {cores * each} GPUs, and this process sees {there}; give "
             f"{there // each or 1} or less, or more GPUs in CUDA_VISIBLE_DEVICES"
         )
+
+
+def check_offloading(gigabytes: float, device: str) -> None:
+    """Raise ConfigError for weights in the host's memory on a CPU."""
+    if gigabytes and device == "cpu":
+        raise ConfigError(
+            f"cpu_offload_gb is {gigabytes:g}: on a CPU all weights lie in the host's memory; leave it out"
+        )

@@ -28,6 +28,7 @@ def begin_early(stored: StoredWeights) -> EarlyStart:
 
     functions = CudaFunctions(artifact.pieces)
     functions.begin()
-    # Engine cores that share experts each read others of them; and weights that sleep lie in memory of their own.
-    later = config.peers is not None or config.sleep.enable_sleep_mode
+    # Engine cores that share experts each read others of them. Weights that sleep, or are offloaded, lie in memory of
+    # their own.
+    later = config.peers is not None or config.sleep.enable_sleep_mode or config.load.cpu_offload_gb > 0
     return EarlyStart(functions, None if later else EarlyWeights(find))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Collection, Mapping
 
 import torch
 
 from graphllm.config import ConfigError, CoreConfig
+from graphllm.loading.core.loaders.offloading import begin_offloaded
 from graphllm.loading.core.place import RankPlace
 from graphllm.loading.core.stored_weights import StoredWeights
 from graphllm.program.stages import stage_reads
@@ -61,6 +63,20 @@ def begin_weights(
     None: it is allocated. Raises ConfigError."""
     if early is not None and into is None and (begun := early.begun()) is not None:
         return begun_early(early, *begun)
+    reads = None if place.stage is None else stage_reads(stored.artifact.program, place.stage)
+    if stored.config.load.cpu_offload_gb:
+        return begin_offloaded(stored, device, reads, functools.partial(_begin, stored, device, place))
+    return _begin(stored, device, place, reads, into)
+
+
+def _begin(
+    stored: StoredWeights,
+    device: torch.device,
+    place: RankPlace,
+    names: Collection[str] | None,
+    into: Mapping[str, torch.Tensor] | None,
+) -> Loading:
+    """As `begin_weights`. names: of the parameters; None for all."""
     artifact, peers = stored.artifact, stored.config.peers
     if stored.is_baked:
         if artifact.config.tensor_parallel_size != 1 or peers is not None:
@@ -72,11 +88,10 @@ def begin_weights(
     if absent is not None:
         raise absent
     rank = place.tensor if peers is None else peers.rank
-    reads = None if place.stage is None else stage_reads(artifact.program, place.stage)
     if checkpoint is not None:
-        return loader.begin_weights(stored.plan, checkpoint, device, stored.artifact.libraries, rank, reads, into=into)
+        return loader.begin_weights(stored.plan, checkpoint, device, stored.artifact.libraries, rank, names, into=into)
     libraries = stored.artifact.libraries
-    weights = random_weights(stored.plan.chosen(reads), device, libraries=libraries, rank=rank, into=into)
+    weights = random_weights(stored.plan.chosen(names), device, libraries=libraries, rank=rank, into=into)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return Loading(weights)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from graphllm.runtime.commands.command import Answered, Command, Device, Query
 from graphllm.runtime.commands.states import Pairs
-from graphllm.runtime.tiers.copies import Copies, CpuCopies, CudaCopies, Ordered
+from graphllm.runtime.tiers.copies import Copies, CpuCopies, Ordered
+from graphllm.runtime.tiers.cuda_copies import CudaCopies
 from graphllm.runtime.tiers.host_memory import HostMemory, shapes_of
 
 _KEPT = "tiers"  # in `Worker.kept`
@@ -65,13 +66,15 @@ class StoreEntries(Command):
 
 
 class LoadEntries(Command):
-    """Copy to the device; see `Copies.load`. pairs: (entry, place), by kind."""
+    """Copy to the device; see `Copies.load`. pairs: (entry, place), by kind. after: the last store that must have ended
+    before."""
 
     pairs: dict[str, Pairs]
     ticket: int
+    after: int
 
     def run(self, device: Device) -> None:
-        tiers_of(device).copies.load(self.pairs, self.ticket)
+        tiers_of(device).copies.load(self.pairs, self.ticket, self.after)
 
 
 class AwaitStores(Command):
@@ -81,6 +84,16 @@ class AwaitStores(Command):
 
     def run(self, device: Device) -> None:
         tiers_of(device).copies.wait(self.ticket)
+
+
+class PrepareEntries(Command):
+    """Have entries of host memory ready, as soon as can be; `ReadyEntries` tells when. entries: numbers of each kind,
+    the first ones."""
+
+    entries: dict[str, int]
+
+    def run(self, device: Device) -> None:
+        tiers_of(device).copies.prepare(self.entries)
 
 
 class EndedCopies(Query):

@@ -97,7 +97,7 @@ class CudaSleepMemory(TorchMemory):
         if nbytes and self._copy is None:
             try:
                 self._copy = HostCopy(self._driver, nbytes)
-            except (MemoryError, OSError, CudaError) as failure:
+            except (MemoryError, CudaError) as failure:
                 raise ConfigError(
                     f"memory: the host has no {nbytes / 1e9:.1f} GB for the weights ({failure}); free some, or use "
                     "level 2"

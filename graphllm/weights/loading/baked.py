@@ -100,13 +100,13 @@ def _write(file: Path, places: Mapping[str, Mapping[str, Any]], tensors: Mapping
 
 def begin_weights(artifact: Path, device: torch.device, into: Mapping[str, torch.Tensor] | None = None) -> Loading:
     """Copies of the parameters on a GPU, as `loader.begin_weights` gives them. Parameters that share memory do so here.
-    into: memory to fill; None: it is allocated. Raises BakedError as `check` does."""
+    into: memory to fill, of some of them; None: it is allocated. Raises BakedError as `check` does."""
     places = check(artifact)["tensors"]
     if into is None:
         made = {p["offset"]: torch.zeros(p["shape"], dtype=getattr(torch, p["dtype"]), device=device)
                 for p in places.values()}  # fmt: skip
         into = {name: made[p["offset"]] for name, p in places.items()}
-    tensors = {name: into[name] for name in places}
+    tensors = {name: into[name] for name in places if name in into}
     return begin_tensors(artifact / DATA, tensors, {name: p["offset"] for name, p in places.items()})
 
 

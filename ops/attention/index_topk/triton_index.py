@@ -43,14 +43,13 @@ def _configs(site: CallSite) -> list[Mapping[str, Any]]:
     block_q = 1 if few else 32
     chunk = max(block_q, _MOST_SCORES // width // block_q * block_q)
     block_n = 32 if wide else 128 if few else 256
-    shares = min(max(1, 2 * site.target.multiprocessors // rows) if few else 32, -(-width // block_n))
     held = min(power_of_2(width, 128), 32768 if few else 16384)
     return [
         {
             "chunk": min(chunk, -(-rows // block_q) * block_q), "chunks": -(-rows // chunk),
             "scores": {
-                "block_q": block_q, "block_n": block_n, "shares": shares,
-                "warps": 4 if few or wide else 8, "stages": 3,
+                "block_q": block_q, "block_n": block_n, "shares": 1 if few else min(32, -(-width // block_n)),
+                "programs": 2 * site.target.multiprocessors, "warps": 4 if few or wide else 8, "stages": 3,
             },
             "select": {
                 "held": held, "block": min(4096 if few else 2048, held),

@@ -87,7 +87,6 @@ def _score_kernel(
     P: tl.constexpr,
     FIRST: tl.constexpr,  # row of the step with which the chunk begins
     WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
-    SHARES: tl.constexpr,  # programs among which the tiles of a row are divided
     EMULATED: tl.constexpr,
 ):  # fmt: skip
     gdc_wait_early(EMULATED)
@@ -102,25 +101,25 @@ def _score_kernel(
             low = tl.load(seq_len_ptr + s) - stop + row  # position of the first row
             end = low + last - row  # one past that of the last one
             table_row = table_ptr + s.to(tl.int64) * TABLE_ROW
-            share = tl.program_id(1)
+            share, shares = tl.program_id(1), tl.num_programs(1)  # programs divide the tiles of a row
             cache_block = tile_blocks(table_row, share, end, P, BLOCK_N)
             if BLOCK_Q == 1:
                 q, weights = _load_row(q_ptr, weights_ptr, row, Q_ROW, Q_HEAD, W_ROW, H, H_PAD, E, E_PAD)
                 to_ptr = order_ptr + (row - FIRST).to(tl.int64) * WIDTH
-                for tile in range(share, (end + BLOCK_N - 1) // BLOCK_N, SHARES):
+                for tile in range(share, (end + BLOCK_N - 1) // BLOCK_N, shares):
                     seen = tile * BLOCK_N + n < end
                     slots = tile_slots(cache_block, tile, CACHE_BLOCK, CACHE_POS, P, BLOCK_N)
                     inside = seen[:, None] & (e < E)[None, :]
                     keys = tl.load(cache_ptr + slots[:, None] + e[None, :], mask=inside, other=0.0)
-                    cache_block = tile_blocks(table_row, tile + SHARES, end, P, BLOCK_N)
+                    cache_block = tile_blocks(table_row, tile + shares, end, P, BLOCK_N)
                     _store_scores(keys, q, weights, to_ptr + tile * BLOCK_N + n, seen, EMULATED)
             else:
-                for tile in range(share, (end + BLOCK_N - 1) // BLOCK_N, SHARES):
+                for tile in range(share, (end + BLOCK_N - 1) // BLOCK_N, shares):
                     at = tile * BLOCK_N + n
                     slots = tile_slots(cache_block, tile, CACHE_BLOCK, CACHE_POS, P, BLOCK_N)
                     inside = (at < end)[:, None] & (e < E)[None, :]
                     keys = tl.load(cache_ptr + slots[:, None] + e[None, :], mask=inside, other=0.0)
-                    cache_block = tile_blocks(table_row, tile + SHARES, end, P, BLOCK_N)
+                    cache_block = tile_blocks(table_row, tile + shares, end, P, BLOCK_N)
                     for skip in range(tl.maximum(tile * BLOCK_N - low, 0), last - row):
                         r = row + skip
                         q, weights = _load_row(q_ptr, weights_ptr, r, Q_ROW, Q_HEAD, W_ROW, H, H_PAD, E, E_PAD)
@@ -144,21 +143,23 @@ def write_keys(rows: IndexRows, paged: PagedKeys) -> None:
 
 def write_scores(
     rows: IndexRows, paged: PagedKeys, order: Tensor, first: int, blocks: Any, *, block_q: int, block_n: int,
-    shares: int, warps: int, stages: int,
+    shares: int, programs: int, warps: int, stages: int,
 ) -> None:  # fmt: skip
     """Scores of the rows from ``first`` on go to ``order``, [rows, width] int32.
 
     blocks: of block_q rows, of as many rows as ``order`` has at most.
-    shares: programs among which the tiles of block_n keys of a row are divided.
+    shares: programs among which the tiles of block_n keys of a row are divided, at least.
+    programs: as many as all rows have where they are few.
     """
     q, _, weights = rows
-    (_, H, E), (cache, table, *_) = q.shape, paged
+    (_, H, E), (cache, table, *_), width = q.shape, paged, order.shape[1]
+    shares = torch.sym_max(shares, torch.sym_min(-(-width // block_n), programs // torch.sym_max(1, blocks)))
     launch_triton(
         _score_kernel, (blocks, shares), q, weights, cache, order, *paged[1:], paged.seq_lens.shape[0],
         Q_ROW=q.stride(0), Q_HEAD=q.stride(1), W_ROW=weights.stride(0), CACHE_BLOCK=cache.stride(0),
         CACHE_POS=cache.stride(1), TABLE_ROW=table.stride(0), H=H, H_PAD=power_of_2(H), E=E, E_PAD=power_of_2(E),
-        P=cache.shape[1], FIRST=first, WIDTH=order.shape[1], BLOCK_Q=block_q, BLOCK_N=block_n, BLOCK_S=128,
-        SHARES=shares, EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages,
+        P=cache.shape[1], FIRST=first, WIDTH=width, BLOCK_Q=block_q, BLOCK_N=block_n, BLOCK_S=128,
+        EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 

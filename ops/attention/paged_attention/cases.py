@@ -46,6 +46,7 @@ def _case(
     sinks: bool = False,
     fused: bool = False,
     pad: int = 0,
+    least: int = 0,
     most: int = 0,
     queries: int = 1,
     size: str = "small",
@@ -56,9 +57,9 @@ def _case(
     """One case. sequences: (query tokens, length including them) of each; heads: H, K, E; fused: q, k, v are slices.
 
     sinks: whether there are some, each about as strong as a few tokens. pad: rows after the last sequence's, with
-    output that is not specified. most: of the bucket, if it holds larger batches. queries: of a sequence in the bucket,
-    if it has several and there are no prompts. cache: its dtype, if not that of the rest. tree: of each node of one the
-    node before it; sequences of as many tokens verify it. Of a block, zeros.
+    output that is not specified. least, most: of the bucket, if it holds other batches. queries: of a sequence in the
+    bucket, if it has several and there are no prompts. cache: its dtype, if not that of the rest. tree: of each node of
+    one the node before it; sequences of as many tokens verify it. Of a block, zeros.
     """
     H, K, E = heads
     T, S = sum(n for n, _ in sequences) + pad, len(sequences)
@@ -81,7 +82,8 @@ def _case(
             "ancestors_T": tree_bits(make, sequences, tree, pad),
         }  # fmt: skip
 
-    return Case(name, inputs, _TOLERANCE, _REASON, Bucket(kind, rows, max(rows, most), queries), size, owned_rows)  # type: ignore[arg-type]
+    bucket = Bucket(kind, least or rows, max(rows, most), queries)  # type: ignore[arg-type]
+    return Case(name, inputs, _TOLERANCE, _REASON, bucket, size, owned_rows)  # type: ignore[arg-type]
 
 
 _FP8: dict[str, Any] = {"cache": "float8_e4m3fn"}
@@ -112,6 +114,8 @@ _PLAIN = (
     _case("decode_four_heads", [(1, 16), (1, 2100), (1, 64)], (16, 8, 32), most=256, fused=True),
     _case("decode_four_heads_group4", [(1, 130), (1, 1), (1, 65)], (32, 8, 16), most=256, block_size=64),
     _case("decode_four_heads_window", [(1, 90), (1, 17)], (4, 4, 32), most=512, window=20),
+    _case("decode_few_of_many", [(1, 2400), (1, 1100)], (4, 2, 32), least=2, most=64, fused=True),
+    _case("decode_few_of_many_window", [(1, 2600), (0, 0)], (2, 2, 32), least=2, most=64, window=2500, sinks=True),
     _case("decode_sinks", [(1, 1), (1, 40), (0, 0), (1, 333)], (8, 2, 32), sinks=True),
     _case("decode_sinks_window", [(1, 3), (1, 200)], (3, 3, 64), sinks=True, window=20),
     _case("decode_sinks_ranges", [(1, 1500), (1, 40), (1, 700)], (14, 2, 64), sinks=True, fused=True),
@@ -126,6 +130,7 @@ _PLAIN = (
     _case("verify_softcap_sinks", [(2, 120), (3, 7)], (6, 2, 32), queries=3, softcap=2.0, sinks=True),
     _case("verify_sinks_ranges", [(4, 1500), (4, 40)], (14, 2, 64), queries=4, sinks=True, fused=True),
     _case("verify_many", [(2, 2100), (2, 64), (1, 17)], (16, 8, 32), queries=2, most=256, block_size=32),
+    _case("verify_few_of_many", [(3, 2400), (2, 900)], (4, 2, 32), least=2, queries=3, most=64),
     _case("verify_fp8", [(4, 4), (3, 40), (0, 0), (4, 333)], (8, 2, 32), queries=4, **_SCALED),
     _case("verify_too_many_rows", [(9, 70), (3, 20)], (8, 1, 32), queries=9),
     _case("verify_tree", [(6, 6), (6, 37), (0, 0), (6, 333)], queries=6, tree=_TREE, fused=True, pad=3),
@@ -140,9 +145,9 @@ _PLAIN = (
     _case("block_ranges_fp8", [(6, 1500), (6, 40)], (2, 1, 32), queries=6, tree=_BLOCK, **_SCALED),
     _case("block_too_many_rows", [(33, 150), (33, 33), (33, 100)], (8, 1, 32), queries=33, tree=_LONG_BLOCK),
     _case("prompt_one_token", [(1, 1), (2, 2)]),
-    _case("prompt", [(70, 70)], fused=True),
+    _case("prompt", [(133, 133)], fused=True),
     _case("prompts_ragged", [(5, 5), (33, 33), (1, 1), (64, 64)]),
-    _case("chunked", [(20, 60), (7, 130)]),
+    _case("chunked", [(70, 110), (7, 130)]),
     _case("mixed", [(1, 77), (30, 30), (0, 0), (1, 16), (9, 100), (1, 1)], fused=True),
     _case("mixed_empty_ends", [(0, 0), (17, 40), (0, 0)], pad=47),
     _case("mixed_group7", [(41, 41), (1, 65), (3, 66)], (14, 2, 64)),
@@ -150,10 +155,13 @@ _PLAIN = (
     _case("mixed_group8_head128", [(35, 50), (1, 20)], (8, 1, 128)),
     _case("mixed_head16", [(35, 50), (1, 20)], (2, 1, 16), block_size=32),
     _case("mixed_window", [(90, 200), (1, 70), (50, 50)], window=33),
-    _case("mixed_window_wide", [(40, 300), (1, 170)], (2, 1, 32), window=150),
+    _case("mixed_window_wide", [(70, 300), (1, 170)], (2, 1, 32), window=150),
     _case("mixed_softcap_window", [(40, 70), (1, 70)], softcap=3.0, window=18),
     _case("mixed_sinks", [(1, 77), (30, 30), (0, 0), (9, 100), (1, 1)], (8, 1, 64), sinks=True, fused=True),
     _case("mixed_sinks_window_softcap", [(40, 70), (1, 70), (3, 60)], sinks=True, softcap=3.0, window=18),
+    _case("mixed_few_behind_contexts", [(16, 1100), (0, 0), (1, 700), (5, 5), (30, 300)], (8, 2, 32), fused=True),
+    _case("mixed_few_window", [(7, 900), (40, 560), (3, 8)], (4, 2, 32), window=500, sinks=True),
+    _case("mixed_few_tree", [(6, 900), (20, 560)], (14, 2, 32), tree=_TREE),
     _case("mixed_block128", [(150, 150), (1, 129)], (2, 1, 32), block_size=128),
     _case("mixed_head256", [(1, 60), (40, 90), (9, 9)], (4, 1, 256), fused=True),
     _case("mixed_head256_window_sinks", [(70, 70), (1, 30)], (2, 1, 256), window=40, sinks=True),

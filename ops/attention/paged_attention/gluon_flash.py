@@ -102,7 +102,7 @@ def _load_blocks(entries, rows, offset, tile, arrived, E: gl.constexpr, BLOCK_N:
 @gluon.jit
 def bring_tiles(
     entries, keys, values, k_full, k_free, v_full, v_free, table_ptr, query_start_ptr, seq_len_ptr, S, items,
-    CACHE_BLOCK: gl.constexpr, CACHE_KV: gl.constexpr, CACHE_HEAD: gl.constexpr, CACHE_POS: gl.constexpr,
+    few, CACHE_BLOCK: gl.constexpr, CACHE_KV: gl.constexpr, CACHE_HEAD: gl.constexpr, CACHE_POS: gl.constexpr,
     TABLE_ROW: gl.constexpr, WINDOW: gl.constexpr, K: gl.constexpr, G: gl.constexpr, E: gl.constexpr, P: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, ASCENDING: gl.constexpr,
 ):  # fmt: skip
@@ -116,7 +116,7 @@ def bring_tiles(
         item = nth_item(n)
         if item < items:
             s, row0, queries, length, skip = find_item(item, items, query_start_ptr, seq_len_ptr, S, K, BLOCK_Q)
-            if (queries > 1) & (skip < queries):
+            if (queries > few) & (skip < queries):
                 begin, first, inner, full, last = item_tiles(queries, length, skip, WINDOW, BLOCK_Q, BLOCK_N)
                 table_row = table_ptr + s.to(gl.int64) * TABLE_ROW
                 head = item % K

@@ -1,4 +1,4 @@
-"""Ragged batches on Hopper: prompts by the warp-specialized kernel of this file, single tokens as in decode.
+"""Ragged batches on Hopper: prompts by the warp-specialized kernel of this file, few tokens as in decode.
 
 `gluon_flash` and `gluon_flash_ranges` have what its groups of warps do for a tile: the fastest way, or each row as if
 it were the only one. `triton_prefill` and `triton_ranges` have the same for all other GPUs and cases.
@@ -35,7 +35,7 @@ from graphllm.ops.attention.paged_attention.gluon_flash_ranges import attend_ran
 from graphllm.ops.attention.paged_attention.op import paged_attention
 from graphllm.ops.attention.paged_attention.operands import Paged, Rotary, Rows, Scores
 from graphllm.ops.attention.paged_attention.triton_common import problem, rotary_arguments, score_constants
-from graphllm.ops.attention.paged_attention.triton_decode import Config, launch_decode, plan_splits
+from graphllm.ops.attention.paged_attention.triton_decode import Config
 from graphllm.ops.attention.paged_attention.triton_range_kernel import (
     RANGE,
     SINGLE,
@@ -43,14 +43,14 @@ from graphllm.ops.attention.paged_attention.triton_range_kernel import (
     launch_ranges,
     range_order,
 )
-from graphllm.ops.attention.paged_attention.triton_verify import is_mixed
+from graphllm.ops.attention.paged_attention.triton_verify import is_mixed, launch_few, plan_few
 from graphllm.ops.attention.paged_attention.triton_write import write_rows as store_rows
 
 
 @gluon.jit
 def _attend(
     all_queries, keys, values, k_full, k_free, v_full, v_free, turn, q_ptr, out_ptr, query_start_ptr, seq_len_ptr,
-    q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items,
+    q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items, few,
     Q_ROW: gl.constexpr, Q_HEAD: gl.constexpr, SCALE: gl.constexpr, WINDOW: gl.constexpr, H: gl.constexpr,
     K: gl.constexpr, G: gl.constexpr, E: gl.constexpr, BLOCK_N: gl.constexpr, RANGE: gl.constexpr,
     STAGES: gl.constexpr, F: gl.constexpr, NORM: gl.constexpr, EPS: gl.constexpr, SINKS: gl.constexpr,
@@ -75,7 +75,7 @@ def _attend(
         next_queries = queries
         next_length = length
         next_skip = skip
-        if (item < items) & (queries > 1) & (skip < queries):
+        if (item < items) & (queries > few) & (skip < queries):
             begin, first, inner, full, last = item_tiles(queries, length, skip, WINDOW, BLOCK_Q, BLOCK_N)
             head = item % K
             if RANGE > 0 or (F > 0 and 2 * F < E):
@@ -190,10 +190,11 @@ def _attend(
         skip = next_skip
 
 
-@gluon.jit(do_not_specialize=["S", "items"])
+@gluon.jit(do_not_specialize=["S", "items", "few"])
 def hopper_flash_kernel(
     q_ptr, cache_ptr, out_ptr, table_ptr, query_start_ptr, seq_len_ptr, q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr,
     S, items,
+    few,  # query tokens of sequences that are left out
     Q_ROW: gl.constexpr, Q_HEAD: gl.constexpr, CACHE_BLOCK: gl.constexpr, CACHE_KV: gl.constexpr,
     CACHE_HEAD: gl.constexpr, CACHE_POS: gl.constexpr, TABLE_ROW: gl.constexpr,
     SCALE: gl.constexpr,  # of q.k, times log2(e)
@@ -231,18 +232,18 @@ def hopper_flash_kernel(
         [
             (_attend, (
                 queries, keys, values, k_full, k_free, v_full, v_free, turn, q_ptr, out_ptr, query_start_ptr,
-                seq_len_ptr, q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items, Q_ROW, Q_HEAD, SCALE, WINDOW, H, K, G,
-                E, BLOCK_N, RANGE, STAGES, F, NORM, EPS, SINKS, TURNS, 0,
+                seq_len_ptr, q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items, few, Q_ROW, Q_HEAD, SCALE, WINDOW, H, K,
+                G, E, BLOCK_N, RANGE, STAGES, F, NORM, EPS, SINKS, TURNS, 0,
             )),
             (_attend, (
                 queries, keys, values, k_full, k_free, v_full, v_free, turn, q_ptr, out_ptr, query_start_ptr,
-                seq_len_ptr, q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items, Q_ROW, Q_HEAD, SCALE, WINDOW, H, K, G,
-                E, BLOCK_N, RANGE, STAGES, F, NORM, EPS, SINKS, TURNS, 1,
+                seq_len_ptr, q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, S, items, few, Q_ROW, Q_HEAD, SCALE, WINDOW, H, K,
+                G, E, BLOCK_N, RANGE, STAGES, F, NORM, EPS, SINKS, TURNS, 1,
             )),
             (bring_tiles, (
                 entries, keys, values, k_full, k_free, v_full, v_free, table_ptr, query_start_ptr, seq_len_ptr, S,
-                items, CACHE_BLOCK, CACHE_KV, CACHE_HEAD, CACHE_POS, TABLE_ROW, WINDOW, K, G, E, P, BLOCK_N, STAGES,
-                ASCENDING,
+                items, few, CACHE_BLOCK, CACHE_KV, CACHE_HEAD, CACHE_POS, TABLE_ROW, WINDOW, K, G, E, P, BLOCK_N,
+                STAGES, ASCENDING,
             )),
         ],
         [4, 1],  # warps of the second group and of what fills shared memory
@@ -253,7 +254,7 @@ def hopper_flash_kernel(
 hopper_flash = GluonKernel(
     hopper_flash_kernel,
     "(Tensor q, Tensor cache, Tensor(a!) out, Tensor table, Tensor query_start, Tensor seq_lens, Tensor q_norm,"
-    " Tensor cos, Tensor sin, Tensor sinks, SymInt S, SymInt items) -> ()",
+    " Tensor cos, Tensor sin, Tensor sinks, SymInt S, SymInt items, SymInt few) -> ()",
     warps=4,
 )
 
@@ -303,9 +304,10 @@ def flash_range_configs(site: CallSite) -> list[Config]:
 
 def _launch_prompts(
     rows: Rows, paged: Paged, scores: Scores, rotary: Rotary | None, *,
-    programs: int, block_n: int, stages: int, turns: bool, length: int = 0,
+    programs: int, block_n: int, stages: int, turns: bool, few: int = 1, length: int = 0,
 ) -> Tensor:  # fmt: skip
-    """The output, in which rows of prompts are written. length: of a range."""
+    """The output, in which rows of prompts are written. few: query tokens of sequences that are left out. length: of a
+    range."""
     q_THE, k_TKE, v_TKE = rows
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     (T, H, E), (kv_cache, *where) = q_THE.shape, paged
@@ -315,7 +317,7 @@ def _launch_prompts(
     store_rows(k_TKE, v_TKE, paged, None, rotary)
     hopper_flash(
         programs, q_THE, kv_cache, out_THE, *where, q_norm, cos, sin,
-        q_THE if scores.sinks_H is None else scores.sinks_H, S, (T // (_BLOCK_M // G) + S) * K,
+        q_THE if scores.sinks_H is None else scores.sinks_H, S, (T // (_BLOCK_M // G) + S) * K, few,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), CACHE_BLOCK=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
         CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=paged.block_table.stride(0),
         SCALE=score_constants(scores.scale, 0.0)[0], WINDOW=scores.window, H=H, K=K, G=G, E=E, P=P, BLOCK_N=block_n,
@@ -327,10 +329,9 @@ def _launch_prompts(
 @paged_attention.impl("gluon_prefill", device="cuda", supports=is_flash, configs=flash_configs, remedy=problem)
 def gluon_prefill(rows: Rows, paged: Paged, scores: Scores, rotary: Rotary | None, **config: Any) -> Tensor:
     """Any ragged batch."""
-    out_THE = _launch_prompts(rows, paged, scores, rotary, **config)
-    (H, E), (K, P) = rows.q_THE.shape[1:], paged.kv_cache.shape[2:4]
-    plan = plan_splits(0, H, K, paged.block_table.shape[1] * P, rows.q_THE.dtype, E)
-    launch_decode(rows, paged, out_THE, scores, None, rotary, write=False, **plan)
+    few = plan_few(rows, paged, None)
+    out_THE = _launch_prompts(rows, paged, scores, rotary, few=few.left_out, **config)
+    launch_few(few, rows, paged, out_THE, scores, None, None, rotary)
     return out_THE
 
 

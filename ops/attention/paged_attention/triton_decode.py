@@ -2,10 +2,10 @@
 
 One program attends for one sequence, one range of the context and one or more KV heads: all of their query heads are
 packed into the rows of a tile, the heads' keys into its columns, and scores between different heads are masked. The
-number of ranges is a launch constant; the ranges follow from seq_lens on the device, so a captured launch serves every
-length. The step's own token is taken from k and v directly, by the program of range 0, which also stores it into the
-cache: no program reads a position that another one writes. The last program of a sequence and its heads to finish joins
-the ranges, always in the same order.
+number of ranges follows from the number of sequences of a launch, as a size of the grid; the ranges follow from
+seq_lens on the device, so a captured launch serves every length. The step's own token is taken from k and v directly,
+by the program of range 0, which also stores it into the cache: no program reads a position that another one writes. The
+last program of a sequence and its heads to finish joins the ranges, always in the same order.
 
 Queries and keys may come as projected: they are then normalized and rotated on the way in (`Rotary`). Programs start
 while the kernel before theirs still runs; only what no kernel of the step writes is touched before `gdc_wait`.
@@ -54,11 +54,18 @@ from graphllm.ops.attention.paged_attention.triton_write import head_strides
 Config = Mapping[str, int]
 _JOINED = 8192  # float32 values of the ranges that a program holds at once
 FEW_RANGES = 8
+_PROGRAMS = 512  # that a batch of few sequences is divided among
+_MOST_RANGES, _LONG = 32, 256  # in such a batch, and least tokens of a range
 
 
 @triton.jit
-def split_bounds(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
-    """What decode reads of the cache (not the new token): first position, first tile, tiles, tiles per range."""
+def split_bounds(
+    length, splits, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
+    LONG_TILES: tl.constexpr,
+):  # fmt: skip
+    """What decode reads of the cache (not the new token): first position, first tile, tiles, tiles per range.
+
+    There are at most ``splits`` ranges; more than SPLITS only if these have LONG_TILES."""
     last = length - 1
     start = last * 0
     if WINDOW > 0:
@@ -66,14 +73,16 @@ def split_bounds(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl
     first = start // BLOCK_N
     tiles = tl.where(last > start, (last + BLOCK_N - 1) // BLOCK_N - first, 0)
     per_split = tl.maximum((tiles + SPLITS - 1) // SPLITS, MIN_TILES)
+    if LONG_TILES > 0:
+        per_split = tl.maximum(tl.minimum(per_split, LONG_TILES), (tiles + splits - 1) // splits)
     return start, first, tiles, per_split
 
 
 @triton.jit
 def join_as_last(
-    arrived_ptr, partial_ptr, lse_ptr, out_ptr, base, tiles, per_split, row, group, rows,
-    H: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, E: tl.constexpr,
-    E_PAD: tl.constexpr, RANGES: tl.constexpr, FEW: tl.constexpr, JOINED: tl.constexpr, FEW_JOINED: tl.constexpr,
+    arrived_ptr, partial_ptr, lse_ptr, out_ptr, base, splits, tiles, per_split, row, group, rows,
+    H: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+    RANGES: tl.constexpr, FEW: tl.constexpr, JOINED: tl.constexpr, FEW_JOINED: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Join the ranges of a program's rows if all the others have arrived; see `_join_ranges`."""
     tl.debug_barrier()
@@ -81,46 +90,66 @@ def join_as_last(
     before = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
     if before == ranges - 1:
         tl.store(arrived_ptr, 0)
-        if RANGES <= FEW:
-            _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row, group, rows,
-                         H, ROWS, HEADS, SPLITS, E, E_PAD, RANGES, JOINED)  # fmt: skip
+        if TURNS:
+            _join_ranges(partial_ptr, lse_ptr, out_ptr, base, splits, ranges, row, group, rows,
+                         H, ROWS, HEADS, E, E_PAD, FEW, JOINED, True)  # fmt: skip
+        elif RANGES <= FEW:
+            _join_ranges(partial_ptr, lse_ptr, out_ptr, base, splits, ranges, row, group, rows,
+                         H, ROWS, HEADS, E, E_PAD, RANGES, JOINED, False)  # fmt: skip
         elif ranges <= FEW:  # loads that are masked off take time too
-            _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row, group, rows,
-                         H, ROWS, HEADS, SPLITS, E, E_PAD, FEW, FEW_JOINED)  # fmt: skip
+            _join_ranges(partial_ptr, lse_ptr, out_ptr, base, splits, ranges, row, group, rows,
+                         H, ROWS, HEADS, E, E_PAD, FEW, FEW_JOINED, False)  # fmt: skip
         else:
-            _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row, group, rows,
-                         H, ROWS, HEADS, SPLITS, E, E_PAD, RANGES, JOINED)  # fmt: skip
+            _join_ranges(partial_ptr, lse_ptr, out_ptr, base, splits, ranges, row, group, rows,
+                         H, ROWS, HEADS, E, E_PAD, RANGES, JOINED, False)  # fmt: skip
 
 
 @triton.jit
 def _join_ranges(
-    partial_ptr, lse_ptr, out_ptr, base, ranges, row, group, rows,
-    H: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, E: tl.constexpr,
-    E_PAD: tl.constexpr, RANGES: tl.constexpr, JOINED: tl.constexpr,
+    partial_ptr, lse_ptr, out_ptr, base, splits, ranges, row, group, rows,
+    H: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+    RANGES: tl.constexpr, JOINED: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """The output of a program's rows, which are HEADS query heads of each of its tokens, from their ranges, at most
-    RANGES: all ranges of JOINED rows at once, because a loop over ranges or rows would wait for memory in each turn.
-    rows: those that there are, of ROWS."""
+    """The output of a program's rows, which are HEADS query heads of each of its tokens, from their ranges.
+
+    RANGES of JOINED rows are read at once, because a loop over ranges or rows waits for memory in each turn. TURNS:
+    there may be more ranges. rows: those that there are, of ROWS."""
     e = tl.arange(0, E_PAD)
     in_e = e < E
-    part = tl.arange(0, RANGES)[:, None]
-    used = part < ranges
     for i in tl.static_range(0, ROWS, JOINED):
         some = i + tl.arange(0, JOINED)
         head, query = some, 0
         if ROWS > HEADS:
             head, query = some % HEADS, some // HEADS
-        at = (base + (query * SPLITS + part)) * H + group * HEADS + head[None, :]
-        known = used & (some < rows)[None, :]
-        mask = known[:, :, None] & in_e[None, None, :]
-        cell = partial_ptr + at[:, :, None] * E + e[None, None, :]
-        parts = tl.load(cell, mask=mask, other=0.0, cache_modifier=".cg")
-        lse = tl.load(lse_ptr + at, mask=known, other=float("-inf"), cache_modifier=".cg")
-        most = tl.max(lse, axis=0)[None, :]
-        weight = tl.where(known, tl.exp2(lse - most), 0.0)
-        joined = tl.sum(parts * weight[:, :, None], axis=0) / tl.sum(weight, axis=0)[:, None]
+        part = tl.arange(0, RANGES)[:, None]
+        known = (part < ranges) & (some < rows)[None, :]
+        at = (base + (query * splits + part)) * H + group * HEADS + head[None, :]
+        parts, lse = _load_ranges(partial_ptr, lse_ptr, at, known, e, E, E_PAD)
+        most = tl.max(lse, axis=0)
+        weight = tl.where(known, tl.exp2(lse - most[None, :]), 0.0)
+        joined = tl.sum(parts * weight[:, :, None], axis=0)
+        total = tl.sum(weight, axis=0)
+        if TURNS:
+            for turn in range(RANGES, ranges, RANGES):
+                known = (turn + part < ranges) & (some < rows)[None, :]
+                parts, lse = _load_ranges(partial_ptr, lse_ptr, at + turn * H, known, e, E, E_PAD)
+                new = tl.maximum(most, tl.max(lse, axis=0))
+                weight = tl.where(known, tl.exp2(lse - new[None, :]), 0.0)
+                rescale = tl.where(some < rows, tl.exp2(most - new), 0.0)
+                joined = joined * rescale[:, None] + tl.sum(parts * weight[:, :, None], axis=0)
+                total = total * rescale + tl.sum(weight, axis=0)
+                most = new
         out = out_ptr + ((row + query) * H + group * HEADS + head)[:, None] * E + e[None, :]
-        tl.store(out, joined.to(out_ptr.dtype.element_ty), mask=(some < rows)[:, None] & in_e[None, :])
+        joined = (joined / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out, joined, mask=(some < rows)[:, None] & in_e[None, :])
+
+
+@triton.jit
+def _load_ranges(partial_ptr, lse_ptr, at, known, e, E: tl.constexpr, E_PAD: tl.constexpr):
+    cell = partial_ptr + at[:, :, None] * E + e[None, None, :]
+    mask = known[:, :, None] & (e < E)[None, None, :]
+    parts = tl.load(cell, mask=mask, other=0.0, cache_modifier=".cg")
+    return parts, tl.load(lse_ptr + at, mask=known, other=float("-inf"), cache_modifier=".cg")
 
 
 @triton.jit
@@ -180,13 +209,15 @@ def _split_kernel(
     HEADS: tl.constexpr,  # KV heads of a program
     GROUPS: tl.constexpr,  # programs for all KV heads
     G_PAD: tl.constexpr,  # rows of a tile: at least HEADS * G
-    E: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
-    RANGES: tl.constexpr,  # at least SPLITS, a power of two
-    FEW: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
+    E: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr,
+    SPLITS: tl.constexpr,  # see `split_bounds`
+    RANGES: tl.constexpr,  # of a sequence at most, a power of two
+    FEW: tl.constexpr, MIN_TILES: tl.constexpr, LONG_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
     LINE: tl.constexpr,  # entries in 128 bytes, a line of the cache
     LINES: tl.constexpr,  # such lines that a head's entries surely fill
     JOINED: tl.constexpr,  # heads that have their ranges joined at once
     FEW_JOINED: tl.constexpr,
+    TURNS: tl.constexpr,  # ranges are joined in turns
     EARLY: tl.constexpr,  # 1: the first tile is loaded before the kernel waits, else 0
     F: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
     EMULATED: tl.constexpr,
@@ -199,10 +230,13 @@ def _split_kernel(
     group = tl.program_id(0)
     s = tl.program_id(1)
     split = tl.program_id(2)  # the programs without work are the last ones
+    splits = SPLITS
+    if LONG_TILES > 0:
+        splits = tl.num_programs(2)
     row = tl.load(query_start_ptr + s)
     queries = tl.load(query_start_ptr + s + 1) - row
     length = tl.load(seq_len_ptr + s)
-    start, first, tiles, per_split = split_bounds(length, WINDOW, TOKENS, SPLITS, MIN_TILES)
+    start, first, tiles, per_split = split_bounds(length, splits, WINDOW, TOKENS, SPLITS, MIN_TILES, LONG_TILES)
     lo = first + split * per_split
     hi = tl.minimum(lo + per_split, first + tiles)
     last = length - 1
@@ -297,12 +331,14 @@ def _split_kernel(
             out = out_ptr + (row64 * H + heads)[:, None] * E + e[None, :]
             tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_q)
         else:
-            base = s.to(tl.int64) * SPLITS
+            base = s.to(tl.int64) * splits
             at_split = (base + split) * H + heads
             tl.store(partial_ptr + at_split[:, None] * E + e[None, :], acc, mask=in_q)
             tl.store(lse_ptr + at_split, top + tl.log2(total), mask=g < ROWS)
-            join_as_last(arrived_ptr + s * GROUPS + group, partial_ptr, lse_ptr, out_ptr, base, tiles, per_split, row64,
-                         group, ROWS, H, ROWS, ROWS, SPLITS, E, E_PAD, RANGES, FEW, JOINED, FEW_JOINED)  # fmt: skip
+            join_as_last(
+                arrived_ptr + s * GROUPS + group, partial_ptr, lse_ptr, out_ptr, base, splits, tiles, per_split, row64,
+                group, ROWS, H, ROWS, ROWS, E, E_PAD, RANGES, FEW, JOINED, FEW_JOINED, TURNS,
+            )  # fmt: skip
 
 
 def _joined(rows: int, E: int, ranges: int) -> int:
@@ -316,6 +352,25 @@ def joined_rows(rows: int, E: int, ranges: int) -> int:
     return min(power_of_2(rows, 1), max(1, _JOINED // (ranges * power_of_2(E))))
 
 
+def ranges_of(S: int, groups: int, splits: int, most: int) -> int:
+    """Ranges of a sequence in a launch for S sequences: as many as make `_PROGRAMS` programs, within bounds. groups:
+    programs of a range."""
+    if most <= splits:
+        return splits
+    return torch.sym_max(splits, torch.sym_min(most, _PROGRAMS // (S * groups)))
+
+
+def range_cells(S: int, groups: int, splits: int, most: int) -> int:
+    """Room for the partial results of all ranges by `ranges_of`. It grows with S, as memory is planned for the largest
+    batch."""
+    return S * splits + (_PROGRAMS // groups if most > splits else 0) if most > 1 else 1
+
+
+def in_turns(splits: int, most: int) -> bool:
+    """Whether ranges are joined in turns, which takes few registers."""
+    return most > max(splits, FEW_RANGES)
+
+
 def launch_split(
     kernel: Any,
     rows: Rows,
@@ -325,39 +380,48 @@ def launch_split(
     kv_scales: Tensor | None,
     rotary: Rotary | None,
     *pointers: Tensor,
-    heads: int,
-    tokens: int,
+    grid: tuple[int, int, int],
+    cells: int,
+    counters: int,
     splits: int,
+    most: int,
     joined: int,
     few_joined: int,
     min_tiles: int,
+    long_tiles: int,
     block_n: int,
     warps: int,
     stages: int,
     **own: int,
 ) -> None:
-    """Start a kernel that divides contexts into ranges. heads: KV heads of a program. tokens: most query tokens of a
-    sequence. joined, few_joined: rows that have their ranges joined at once, and if there are few. pointers, own:
-    tensors and constants that only this kernel has."""
+    """Start a kernel that divides contexts into ranges.
+
+    pointers, own: tensors and constants that only this kernel has.
+    grid: numbers of programs; the last one is the ranges of a sequence.
+    cells: partial results of a head that have room.
+    counters: of programs that have finished.
+    splits, most: ranges of a sequence where sequences are many, and where they are few.
+    joined, few_joined: rows that have their ranges joined at once, and if there are few ranges.
+    min_tiles, long_tiles: least tiles of a range, and if there are more than ``splits``.
+    """
     q_THE, (H, E) = rows.q_THE, rows.q_THE.shape[1:]
     kv_cache, *where = paged
     K, P = kv_cache.shape[2], kv_cache.shape[3]
-    S = paged.seq_lens.shape[0]
-    shape = (S, tokens, splits, H) if splits > 1 else (1, 1, 1, 1)
-    partial = torch.empty((*shape, E), dtype=torch.float32, device=q_THE.device)
-    lse = torch.empty(shape, dtype=torch.float32, device=q_THE.device)
+    partial = torch.empty((cells, H, E), dtype=torch.float32, device=q_THE.device)
+    lse = torch.empty((cells, H), dtype=torch.float32, device=q_THE.device)
     score_scale, log2e_cap = score_constants(scores.scale, scores.softcap)
     rotated, rotation = rotary_arguments(rotary, q_THE)
     line = 128 // kv_cache.element_size()
     launch_triton(
-        kernel, (K // heads, S, splits),
-        *rows, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
+        kernel, grid,
+        *rows, kv_cache, out_THE, partial, lse, zeroed(q_THE, counters),
         *where, *rotated, q_THE if scores.sinks_H is None else scores.sinks_H,
         q_THE if kv_scales is None else kv_scales, *pointers,
         **head_strides(rows), CACHE_BLOCK=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
         CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=paged.block_table.stride(0),
         SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=scores.window, H=H, G=H // K, E=E, E_PAD=power_of_2(E), P=P,
-        SPLITS=splits, RANGES=power_of_2(splits, 2), FEW=FEW_RANGES, MIN_TILES=min_tiles, BLOCK_N=block_n,
+        SPLITS=splits, RANGES=power_of_2(most, 2), FEW=FEW_RANGES, MIN_TILES=min_tiles,
+        LONG_TILES=long_tiles if most > splits else 0, TURNS=in_turns(splits, most), BLOCK_N=block_n,
         JOINED=joined, FEW_JOINED=few_joined, LINE=line, LINES=1 << (max(1, E // line).bit_length() - 1),
         SINKS=scores.sinks_H is not None, SCALED=kv_scales is not None, EMULATED=triton.knobs.runtime.interpret,
         num_warps=warps, num_stages=stages, **rotation, **own,
@@ -365,15 +429,23 @@ def launch_split(
 
 
 def launch_decode(
-    rows: Rows, paged: Paged, *others: Any, write: bool, heads: int, joined: int, early: int = 0, **plan: Any
-) -> None:
-    """Attend for the sequences of the batch that have exactly one query token; the others are not touched. heads: KV
-    heads of a program, which share a tile of ``block_n`` columns. others: as of `launch_split`."""
-    H, E, K = *rows.q_THE.shape[1:], paged.kv_cache.shape[2]
-    packed = H // K * heads
+    rows: Rows, paged: Paged, *others: Any, write: bool, heads: int, splits: int, most: int, joined: int,
+    early: int = 0, on: int = 1, **plan: Any,
+) -> None:  # fmt: skip
+    """Attend for the sequences of the batch that have exactly one query token; the others are not touched.
+
+    others: as of `launch_split`.
+    heads: KV heads of a program, which share a tile of ``block_n`` columns.
+    splits, most: ranges of a sequence where sequences are many and where they are few.
+    on: 0 for a launch without programs.
+    """
+    (H, E), K, S = rows.q_THE.shape[1:], paged.kv_cache.shape[2], paged.seq_lens.shape[0]
+    packed, groups = H // K * heads, K // heads
     launch_split(
-        _split_kernel, rows, paged, *others, heads=heads, tokens=1, joined=joined,
-        few_joined=_joined(packed, E, FEW_RANGES) if joined > 1 else 1, WRITE=write, HEADS=heads, GROUPS=K // heads,
+        _split_kernel, rows, paged, *others, grid=(groups, S, on * ranges_of(S, groups, splits, most)),
+        cells=range_cells(S, groups, splits, most), counters=S * K if most > 1 else 1, splits=splits, most=most,
+        joined=joined,
+        few_joined=_joined(packed, E, FEW_RANGES) if joined > 1 else 1, WRITE=write, HEADS=heads, GROUPS=groups,
         EARLY=early, G_PAD=power_of_2(packed), **plan,
     )  # fmt: skip
 
@@ -382,12 +454,12 @@ def launch_decode(
 # loaded early, leave room for programs of the kernel before (bench/notes/gpu_decode.md, step 19).
 _FEW_SEQUENCES = 16
 _ALONE = {"early": 1, "min_tiles": 1, "stages": 1}
-_BESIDE_FEW = {"early": 1, "min_tiles": 2, "block_n": 32}
+_BESIDE_FEW = {"early": 1, "min_tiles": 2, "long_tiles": 8, "block_n": 32}
 
 
-def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int) -> Config:
-    """Launch constants of decode from static facts: most sequences (0 in steps with prompts), query and KV heads,
-    longest context.
+def plan_splits(S: int, fewest: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int) -> Config:
+    """Launch constants of decode from static facts: most sequences (0 in steps with prompts) and fewest, query and KV
+    heads, longest context.
 
     Few sequences: ranges of at least two or four tiles until the chip holds about four programs a processor. Many: a
     program serves several heads, so that about four programs a processor are left, because what a program waits for
@@ -395,7 +467,8 @@ def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int
     were equal; there are more, of at least 512 to 2,048 tokens, so that a long sequence does not run as the only one at
     the end. Two stages: with three, the programs take so much shared memory that they do not run at the same time as
     programs of the kernels around them. Entries of one byte go to half as many threads, in tiles as large as otherwise
-    where sequences are many. Measured on an H200, see bench/notes/gpu_decode.md.
+    where sequences are many. A launch for few of a bucket's sequences has up to ``most`` ranges instead of ``splits``,
+    each of at least ``long_tiles``. Measured on an H200, see bench/notes/gpu_decode.md.
     """
     rows, heads, narrow = S * K, 1, dtype.itemsize == 1
     if not rows:  # mixed steps are long, so the ranges suit many sequences
@@ -415,12 +488,16 @@ def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int
         heads //= 2
     if narrow and rows >= 2048:
         block_n *= 2
-    splits = max(1, min(splits, -(-longest // least)))
+    enough = max(1, -(-longest // least))
+    most = max(splits, min(_MOST_RANGES, _PROGRAMS * heads // (max(1, fewest) * K)))
+    splits, most = min(splits, enough), min(most, enough)
     joined = _joined(heads * (H // K), E, power_of_2(splits, 2)) if 0 < rows < 256 else 1
+    if in_turns(splits, most):
+        joined = joined_rows(heads * (H // K), E, 4 * FEW_RANGES)
     return {
-        "heads": heads, "splits": splits, "joined": joined,
-        "min_tiles": max(1, least * heads // block_n), "block_n": block_n,
-        "warps": 2 if narrow else 4, "stages": 2,
+        "heads": heads, "splits": splits, "most": most, "joined": joined,
+        "min_tiles": max(1, least * heads // block_n), "long_tiles": max(1, _LONG * heads // block_n),
+        "block_n": block_n, "warps": 2 if narrow else 4, "stages": 2,
     }  # fmt: skip
 
 
@@ -434,7 +511,7 @@ def decode_configs(site: CallSite) -> list[Config]:
     looked faster on some steps and was 10 % slower over real ones, so there is nothing to choose among."""
     cache, table = site.args["kv_cache"], site.args["block_table"]
     H, (_, K, P, E) = site.args["q_THE"].shape[1], cache.shape[1:]
-    plan = plan_splits(site.bucket.hi, H, K, table.shape[1] * P, cache.dtype, E)
+    plan = plan_splits(site.bucket.hi, site.bucket.lo, H, K, table.shape[1] * P, cache.dtype, E)
     few = site.bucket.hi <= _FEW_SEQUENCES and plan["heads"] == 1 and cache.dtype.itemsize == 2
     return [{**plan, **(_ALONE if site.bucket.hi == 1 else _BESIDE_FEW)} if few else plan]
 

@@ -3,8 +3,8 @@ over the blocks.
 
 A program of the flash kernel serves one block of query tokens of one sequence for one KV head, the query heads of that
 KV head packed into the tile's rows. The grid has room for one partly filled block per sequence; a program finds its
-sequence by comparing with query_start_loc, on the device. Sequences with a single query token go to the split-KV
-kernels of triton_decode, which spread a long context over many programs.
+sequence by comparing with query_start_loc, on the device. Sequences with a single query token or few go to the split-KV
+kernels of triton_verify and triton_decode, which spread a long context over many programs.
 """
 
 # mypy: allow-untyped-defs
@@ -41,8 +41,8 @@ from graphllm.ops.attention.paged_attention.triton_common import (
     window_tiles,
     write_heads,
 )
-from graphllm.ops.attention.paged_attention.triton_decode import Config, launch_decode, plan_splits
-from graphllm.ops.attention.paged_attention.triton_verify import is_mixed
+from graphllm.ops.attention.paged_attention.triton_decode import Config
+from graphllm.ops.attention.paged_attention.triton_verify import is_mixed, launch_few, plan_few
 from graphllm.ops.attention.paged_attention.triton_write import cache_constants, write_rows
 
 
@@ -98,10 +98,10 @@ def _attend_tiles(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize_on_alignment=["S"])
+@triton.jit(do_not_specialize=["few"], do_not_specialize_on_alignment=["S"])
 def _flash_kernel(
     q_ptr, cache_ptr, out_ptr, table_ptr, query_start_ptr, seq_len_ptr, q_norm_ptr, cos_ptr, sin_ptr, sinks_ptr,
-    kv_scales_ptr, ancestors_ptr, S, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, CACHE_BLOCK: tl.constexpr,
+    kv_scales_ptr, ancestors_ptr, S, few, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, CACHE_BLOCK: tl.constexpr,
     CACHE_KV: tl.constexpr, CACHE_HEAD: tl.constexpr, CACHE_POS: tl.constexpr, TABLE_ROW: tl.constexpr,
     SCALE: tl.constexpr,  # of q.k, times log2(e) without a soft cap, divided by the cap with one
     LOG2E_CAP: tl.constexpr,  # soft cap times log2(e); 0 is off
@@ -120,7 +120,7 @@ def _flash_kernel(
     queries = tl.load(query_start_ptr + s + 1) - row0
     length = tl.load(seq_len_ptr + s)
     skip = (block - row0 // BLOCK_Q - s) * BLOCK_Q  # query tokens of the sequence before this block
-    if (queries > 1) & (skip < queries):
+    if (queries > few) & (skip < queries):
         m = tl.arange(0, BLOCK_M)
         e = tl.arange(0, E_PAD)
         token = skip + m // G
@@ -209,23 +209,21 @@ def triton_prefill(
     T, H, E = q_THE.shape
     kv_cache, *where = paged
     scale, window, softcap, sinks_H = scores
-    K, P, S = kv_cache.shape[2], kv_cache.shape[3], paged.seq_lens.shape[0]
+    K, S = kv_cache.shape[2], paged.seq_lens.shape[0]
     G = H // K
     cache = cache_constants(paged, E, kv_scales)
     (q_norm, _, cos, sin), rotation = rotary_arguments(rotary, q_THE)
     scales = q_THE if kv_scales is None else kv_scales
     write_rows(k_TKE, v_TKE, paged, kv_scales, rotary)
     score_scale, log2e_cap = score_constants(scale, softcap)
+    few = plan_few(rows, paged, ancestors_T)
     launch_triton(
         _flash_kernel, ((T // (block_m // G) + S) * K,),
         q_THE, kv_cache, out_THE, *where, q_norm, cos, sin,
-        q_THE if sinks_H is None else sinks_H, scales, q_THE if ancestors_T is None else ancestors_T, S,
+        q_THE if sinks_H is None else sinks_H, scales, q_THE if ancestors_T is None else ancestors_T, S, few.left_out,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
         SINKS=sinks_H is not None, H=H, K=K, G=G, BLOCK_M=block_m, BLOCK_N=block_n, TREE=ancestors_T is not None,
         num_warps=warps, num_stages=stages, **cache, **rotation,
     )  # fmt: skip
-    launch_decode(
-        rows, paged, out_THE, scores, kv_scales, rotary, write=False,
-        **plan_splits(0, H, K, paged.block_table.shape[1] * P, q_THE.dtype, E),
-    )  # fmt: skip
+    launch_few(few, rows, paged, out_THE, scores, kv_scales, ancestors_T, rotary)
     return out_THE

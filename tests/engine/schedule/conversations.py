@@ -20,7 +20,14 @@ from graphllm.engine.schedule.scheduler import Scheduler
 from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.program.schema import BORDER, CacheGroup, CacheLayout
 from graphllm.runtime.commands.command import Answered, Command, Query
-from graphllm.runtime.commands.tiers import AwaitStores, LoadEntries, OpenTiers, ReadyEntries, StoreEntries
+from graphllm.runtime.commands.tiers import (
+    AwaitStores,
+    LoadEntries,
+    OpenTiers,
+    PrepareEntries,
+    ReadyEntries,
+    StoreEntries,
+)
 from tests.engine.simulation import request
 from tests.engine.tiers.simulated import simulated_tiers
 
@@ -93,7 +100,7 @@ class _HostMemory:
                     for entry, place in of:
                         self._device[kind][place] = int(self._host[kind][entry])
                 self._ended.append((ticket, 1e-3))
-            case AwaitStores():
+            case AwaitStores() | PrepareEntries():
                 pass
             case _:
                 raise AssertionError(command)
@@ -148,6 +155,8 @@ class Device:
         if self.tiers is not None:
             self.tiers.planned(plan)
         started = None if plan is None else (plan, self._run(plan))
+        if self.tiers is not None and plan is not None:
+            list(self.tiers.started(None))  # type: ignore[arg-type]
         ended = []
         if self._flight is not None:
             ended = [s for s in self.scheduler.commit(*self._flight).requests if s.finish_reason is not None]

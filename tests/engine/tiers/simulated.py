@@ -17,7 +17,14 @@ from graphllm.engine.schedule.scheduler_output import SchedulerLimits
 from graphllm.engine.tiers.further_tier import FurtherTier
 from graphllm.program.schema import CacheLayout
 from graphllm.runtime.commands.command import Answered, Command, Query
-from graphllm.runtime.commands.tiers import AwaitStores, LoadEntries, OpenTiers, ReadyEntries, StoreEntries
+from graphllm.runtime.commands.tiers import (
+    AwaitStores,
+    LoadEntries,
+    OpenTiers,
+    PrepareEntries,
+    ReadyEntries,
+    StoreEntries,
+)
 
 
 class _Copy(NamedTuple):
@@ -31,7 +38,7 @@ class SimulatedRank:
     def __init__(self, cache: dict[tuple[int, int], Any], snapshots: dict[int, Any], block_size: int) -> None:
         self._cache, self._snapshots, self._offsets = cache, snapshots, range(block_size)
         self.host: dict[str, dict[int, Any]] = {}
-        self._entries: dict[str, int] = {}
+        self._prepared: dict[str, int] = {}
         self._ready: dict[str, int] = {}
         self._copies = deque[_Copy]()  # in the order in which they were asked for
         self._ended: list[tuple[int, float]] = []
@@ -47,7 +54,10 @@ class SimulatedRank:
         match command:
             case OpenTiers(entries):
                 self.host = {kind: {} for kind in entries}
-                self._entries, self._ready = entries, dict.fromkeys(entries, 0)
+                self._prepared, self._ready = dict.fromkeys(entries, 0), dict.fromkeys(entries, 0)
+            case PrepareEntries(entries):
+                assert all(count > self._prepared[kind] for kind, count in entries.items())
+                self._prepared |= entries
             case StoreEntries():
                 self._copies.append(_Copy(command, stores=True))
                 if command.blocking:
@@ -61,7 +71,7 @@ class SimulatedRank:
 
     def ask(self, query: Query) -> list[Answered]:
         if isinstance(query, ReadyEntries):
-            self._ready = {kind: min(count, self._ready[kind] + 7) for kind, count in self._entries.items()}
+            self._ready = {kind: min(count, self._ready[kind] + 7) for kind, count in self._prepared.items()}
             return [Answered(dict(self._ready))]
         found, self._ended = self._ended, []
         return [Answered(found)]
@@ -78,7 +88,14 @@ class SimulatedRank:
         self._copies = loads + self._copies
 
     def _run_next(self) -> None:
-        self._run(self._copies.popleft())
+        """The first copy, or the first load, if it need not wait for the stores before it."""
+        load = next((n for n, copy in enumerate(self._copies) if not copy.stores), 0)
+        stores = [self._copies[n].command.ticket for n in range(load)]
+        if self._random.randrange(2) or any(t <= self._copies[load].command.after for t in stores):  # type: ignore[union-attr]
+            load = 0
+        copy = self._copies[load]
+        del self._copies[load]
+        self._run(copy)
 
     def _run(self, copy: _Copy) -> None:
         for kind, pairs in copy.command.pairs.items():

@@ -106,7 +106,7 @@ def test_a_preempted_request_finds_its_blocks_again(checkpoint: Path, eager_arti
     params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
     prompts = [[5 + i, *range(10, 40)] for i in range(3)]
     texts, tokens = [], []
-    for tiers in (TierConfig(), TierConfig(4 * MIB)):
+    for tiers in (TierConfig(0), TierConfig(4 * MIB)):
         core = open_core(checkpoint, eager_artifact, 18, tiers=tiers)
         found = finish(core, [request(f"{i}", p, params) for i, p in enumerate(prompts)])
         texts.append([result.tokens for result in found.values()])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphllm.config import ConfigError
-from graphllm.host.cuda_driver import CudaError
+from graphllm.host.cuda_driver import CudaDriver, CudaError
 from graphllm.runtime.cuda import virtual_memory
 from graphllm.runtime.cuda.virtual_memory import AccessDesc, AllocationProp, Region, VirtualMemory
 from graphllm.runtime.sleeping.cuda_memory import CudaSleepMemory
@@ -25,7 +25,7 @@ _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class FakeDriver:
+class FakeDriver(CudaDriver):
     """As a real one it refuses sizes that are no whole units, to map what is mapped, and to use what is not: that ends
     the process. Memory that is mapped holds rubbish.
 

@@ -21,6 +21,7 @@ from graphllm.loading.artifact.successor import ArtifactSuccessor
 from graphllm.loading.core.core_start import CoreStart
 from graphllm.loading.tiers.disk_folder import open_disk_folder
 from graphllm.loading.tiers.identity import cache_identity, identity_key
+from graphllm.loading.tiers.usual_size import usual_size
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.memory.memory import HostMemory
 from graphllm.weights.adapters.adapters import adapter_digest, read_adapter
@@ -56,6 +57,9 @@ def make_core(start: CoreStart, executor: Executor, waves: CoreWaves | None = No
             secret = find_connector(tiers.transfer).shared_secret(tiers.transfer)
             scheduler = dataclasses.replace(scheduler, cache_secret=secret)
         clock("identity of the cache")
+    if tiers.kv_offloading_size is None:
+        size = usual_size(executor, scheduler.enable_prefix_caching, config.parallel.data_parallel_size)
+        tiers = dataclasses.replace(tiers, kv_offloading_size=size)
     cold: list[Bucket] = []
     if executor.device.type == "cuda":
         for bucket in executor.buckets:

@@ -1,0 +1,97 @@
+"""Host memory is prepared as it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from graphllm.engine.cache.block_pool import BlockPool
+from graphllm.engine.tiers import preparing
+from graphllm.engine.tiers.host_cache import HostCache
+from graphllm.engine.tiers.preparing import Preparing
+from graphllm.engine.tiers.tier_pool import BLOCKS, TierPool
+from graphllm.runtime.commands.command import Answered, Command, Query
+from graphllm.runtime.commands.tiers import PrepareEntries, ReadyEntries
+
+ENTRIES, AHEAD, RESERVE = 60, 4, 10
+
+
+class Two:
+    """Two ranks, the second of which is later. asked: entries, each time."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def do(self, command: Command) -> None:
+        assert isinstance(command, PrepareEntries)
+        self.asked.append(command.entries[BLOCKS])
+
+    def ask(self, query: Query) -> list[Answered]:
+        assert isinstance(query, ReadyEntries)
+        count = self.asked[-1] if self.asked else 0
+        return [Answered({BLOCKS: count}), Answered({BLOCKS: max(0, count - 1)})]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Two:
+    monkeypatch.setattr(preparing, "_RESERVE", RESERVE * 100)
+    monkeypatch.setattr(preparing, "_AGAIN", 0.0)
+    return Two()
+
+
+def made(ranks: Two) -> tuple[BlockPool, TierPool, Preparing]:
+    pool = BlockPool(17, True)
+    tiered = TierPool(BLOCKS, pool, HostCache(ENTRIES), lambda ticket: None, AHEAD)
+    pools: Mapping[str, TierPool] = {BLOCKS: tiered}
+    return pool, tiered, Preparing(ranks, pools, {BLOCKS: 100})
+
+
+def fill(pool: BlockPool, tiered: TierPool, first: int, count: int) -> None:
+    """Blocks are computed, and released."""
+    for number in range(first, first + count):
+        block = pool.allocate()
+        pool.store(block, 0, number.to_bytes(4, "little"))
+        pool.release([block])
+        tiered.rescues()
+        tiered.copies(100)
+
+
+def test_nothing_is_taken_while_the_device_has_room(ranks: Two) -> None:
+    pool, tiered, found = made(ranks)
+    fill(pool, tiered, 0, 16 - AHEAD)
+    found.look(early=False)
+    assert ranks.asked == []
+    fill(pool, tiered, 100, 1)  # the next ones that are given out hold something
+    found.look(early=False)
+    assert ranks.asked == [2 * RESERVE]
+    assert (pool.free_blocks, tiered.host.num_used) == (16, 0)
+
+
+def test_further_tiers_need_some_at_once(ranks: Two) -> None:
+    _, _, found = made(ranks)
+    found.look(early=True)
+    assert ranks.asked == [2 * RESERVE]
+
+
+def test_a_reserve_stays_ready(ranks: Two) -> None:
+    """Little at a time, up to the limit; what is ready on all ranks can be used."""
+    pool, tiered, found = made(ranks)
+    found.look(early=True)
+    for number in range(200):
+        fill(pool, tiered, number, 1)
+        found.look(early=False)
+        used = tiered.host.num_used
+        assert used <= ranks.asked[-1] - 1
+        assert min(ENTRIES, used + RESERVE) <= ranks.asked[-1] <= min(ENTRIES, used + 2 * RESERVE)
+    assert len(ranks.asked) < 10
+    assert ranks.asked == sorted(set(ranks.asked))
+    assert ranks.asked[-1] == ENTRIES
+    assert len(tiered.host) == ENTRIES - 1  # one rank is late
+
+
+def test_all_of_it(ranks: Two) -> None:
+    _, tiered, found = made(ranks)
+    assert not found.all()
+    assert ranks.asked == [ENTRIES]
+    assert tiered.host.num_used == 0
