@@ -63,7 +63,7 @@ class Preparing:
         if wanted:
             self._asked.update(wanted)
             self._look_at = 0.0
-            self._executor.do(PrepareEntries(wanted))
+            self._executor.do(PrepareEntries(dict(reversed(wanted.items()))))  # snapshots first: they are few
 
     def _take(self) -> None:
         self._look_at = time.monotonic() + _AGAIN

@@ -60,6 +60,8 @@ class TierPool(PoolObserver):
     def stored(self, block: int, key: Key) -> None:
         self._changed += 1
         self._lost.pop(block, None)  # an import, which has written there at once
+        if not self.ahead and not self.pool.has_empty:
+            self.evicts = True
         if self.writes:
             self._fresh[block] = self._key(key)
 

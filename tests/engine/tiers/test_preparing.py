@@ -10,7 +10,7 @@ from graphllm.engine.cache.block_pool import BlockPool
 from graphllm.engine.tiers import preparing
 from graphllm.engine.tiers.host_cache import HostCache
 from graphllm.engine.tiers.preparing import Preparing
-from graphllm.engine.tiers.tier_pool import BLOCKS, TierPool
+from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, TierPool
 from graphllm.runtime.commands.command import Answered, Command, Query
 from graphllm.runtime.commands.tiers import PrepareEntries, ReadyEntries
 
@@ -95,3 +95,27 @@ def test_all_of_it(ranks: Two) -> None:
     assert not found.all()
     assert ranks.asked == [ENTRIES]
     assert tiered.host.num_used == 0
+
+
+def test_room_for_what_is_copied_at_once(ranks: Two) -> None:
+    """No more than that."""
+    _, tiered, found = made(ranks)
+    assert not found.has_room(BLOCKS, 5)  # one rank is late
+    assert found.has_room(BLOCKS, 4)
+    assert ranks.asked == [5]
+    assert [entry for _, entry in tiered.host.store((0, bytes([n])) for n in range(4))] == [0, 1, 2, 3]
+    assert not found.has_room(BLOCKS, 2 * ENTRIES)
+    assert ranks.asked == [5, ENTRIES]
+
+
+def test_a_pool_without_empty_places_soon_evicts() -> None:
+    """Where nothing is copied ahead, host memory is there before the first content goes."""
+    pool = BlockPool(4, True)
+    tiered = TierPool(SNAPSHOTS, pool, HostCache(ENTRIES), lambda ticket: None, 0)
+    found = []
+    for number in range(3):
+        block = pool.allocate()
+        pool.store(block, 0, bytes([number]))
+        found.append(tiered.evicts)
+        pool.release([block])
+    assert found == [False, False, True]

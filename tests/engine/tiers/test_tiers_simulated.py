@@ -164,6 +164,32 @@ def test_waiting_for_what_another_request_has_brought_costs_no_look_ups() -> Non
     assert len(sim.reason) == 3
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_only_the_device_has_is_copied_before_it_forgets(kind: str) -> None:
+    """Host memory is prepared for it then, little by little, and no more than that."""
+    windows, sizes, recurrent = KINDS[kind]
+    limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=16, max_num_rows=8, max_len=80, block_size=2)
+    sim = Simulation(
+        limits, pages=100 * max(1, len(windows)), windows=windows, block_sizes=sizes, recurrent=recurrent,
+        num_snapshots=40 if recurrent else 0,
+    )  # fmt: skip
+    sim.use_tiers(TierConfig(1000))
+    tiers = sim.tiers
+    assert tiers is not None
+    for turn in range(2):
+        for number in range(2):
+            sim.add(request(f"{turn} {number}", [number, *range(40)], 1))
+        sim.run()
+        assert tiers.promotions.hits["host"] == pytest.approx(turn * 2 * 40, abs=turn * 16)
+        if not turn:
+            assert not any(len(pool.host) for pool in tiers.pools.values())
+            tiers.leave()
+            assert not any(pool.unsaved() for pool in tiers.pools.values())
+            assert not any(pool.host.pinned for pool in tiers.pools.values())
+            assert not any(pool.host.is_ready for pool in tiers.pools.values())
+            assert sim.scheduler.cache.reset()
+
+
 @pytest.mark.parametrize("further", [None, Archive, simulated_disk], ids=["", "archive", "disk"])
 @pytest.mark.parametrize("policy", ["lru", thorough("arc")])
 @pytest.mark.parametrize("kind", KINDS)
