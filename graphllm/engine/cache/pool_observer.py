@@ -16,6 +16,9 @@ class PoolObserver:
         """A block has a new holder, and can be found no more. Its contents are there until the next command or step
         that writes it."""
 
+    def outdated(self, key: tuple[int, bytes]) -> None:
+        """Contents that were evicted are hardly wanted any more."""
+
     def cleared(self) -> None:
         """No block can be found any more."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -157,26 +157,33 @@ class WindowBlocks(FullBlocks):
         self.freed[slot] = 0
 
 
-class Mark(NamedTuple):
+@dataclass
+class Mark:
     """A snapshot as a sequence left it.
 
     writes: how often it had been given out to be written.
     loads: sequences that had gone on from it.
+    digest: what it can be found by; empty until it is written.
     """
 
     snapshot: int
     writes: int
     loads: int
+    digest: bytes = b""
 
 
 class Snapshots:
-    """Copies of recurrent states, numbered from 0, at positions that are multiples of ``unit`` tokens."""
+    """Copies of recurrent states, numbered from 0, at positions that are multiples of ``unit`` tokens.
+
+    rescued: a tier keeps what is evicted here, so each sequence may have room at the cost of others.
+    """
 
     def __init__(self, num_snapshots: int, unit: int, caching: bool) -> None:
-        self.unit = unit
+        self.unit, self.rescued = unit, False
         self.pool = BlockPool(num_snapshots + 1, caching)  # its block 0 is none of them
         self._writes = [0] * num_snapshots
-        self._loads = [0] * num_snapshots  # of what each holds now
+        self._loads, self._digests = [0] * num_snapshots, [b""] * num_snapshots  # of what each holds now
+        self._marked = dict[int, Mark]()  # by snapshot: of the sequence that writes it
         self._superseded, self._spare = OrderedDict[int, Mark](), OrderedDict[int, Mark]()  # by snapshot
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
@@ -200,7 +207,7 @@ class Snapshots:
             return self._given_out(self.pool.allocate() - 1)
         for marks in (self._superseded, self._spare) if evict else (self._superseded,):
             for mark in list(marks.values()):
-                if self.rewrite(mark):
+                if self._take(mark):
                     return mark.snapshot
                 if not self.unchanged(mark):
                     del marks[mark.snapshot]
@@ -213,6 +220,13 @@ class Snapshots:
         return snapshot
 
     def rewrite(self, mark: Mark) -> bool:
+        """Reserve this one for later contents of its sequence; False when it has changed or somebody holds it."""
+        if self.is_held(mark):
+            return False
+        self.supersede(mark)
+        return self._take(mark)
+
+    def _take(self, mark: Mark) -> bool:
         """Reserve this one; False, and nothing done, when it has changed or somebody holds it."""
         if not self.unchanged(mark) or self.is_held(mark):
             return False
@@ -232,13 +246,14 @@ class Snapshots:
 
     def mark(self, snapshot: int) -> Mark:
         """A snapshot that a sequence has reserved, and nobody has gone on from."""
-        return Mark(snapshot, self._writes[snapshot], 0)
+        self._marked[snapshot] = mark = Mark(snapshot, self._writes[snapshot], 0)
+        return mark
 
     def load(self, snapshot: int) -> Mark:
         """A sequence goes on from a snapshot."""
         self._loads[snapshot] += 1
         self._wanted(snapshot)
-        return Mark(snapshot, self._writes[snapshot], 1)
+        return Mark(snapshot, self._writes[snapshot], 1, self._digests[snapshot])
 
     def unload(self, mark: Mark) -> None:
         """The sequence that left a snapshot has come to nothing."""
@@ -257,6 +272,13 @@ class Snapshots:
         """The sequence that left a snapshot has a better one. Unless others went on from it, none is likely to."""
         if self.unchanged(mark):
             self._superseded[mark.snapshot] = mark
+        elif self._writes[mark.snapshot] != mark.writes:
+            for observer in self.pool.observers:
+                observer.outdated((0, mark.digest))
+
+    def is_superseded(self, snapshot: int) -> bool:
+        """Whether the next sequence that needs room has it first, and nobody else is likely to want it."""
+        return snapshot in self._superseded
 
     def spare(self, mark: Mark) -> None:
         """The sequence that left a snapshot still runs, and has another one if need be."""
@@ -278,7 +300,9 @@ class Snapshots:
     def store(self, snapshot: int, digest: bytes, shared: bool) -> None:
         """Make a written snapshot findable. shared: several prompts are known to begin like that."""
         self.pool.store(snapshot + 1, 0, digest)
-        self._loads[snapshot] = 2 if shared else 0
+        if (mark := self._marked.pop(snapshot, None)) is not None and mark.writes == self._writes[snapshot]:
+            mark.digest = digest
+        self._loads[snapshot], self._digests[snapshot] = 2 if shared else 0, digest
 
     def release(self, snapshot: int) -> None:
         """Let go of a snapshot; one that cannot be found is reused first."""

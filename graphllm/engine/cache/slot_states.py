@@ -124,7 +124,8 @@ class RecurrentStates(SlotStates):
     where the last border of the chunk, see `CacheLayout`, is a boundary too.
 
     Where there is no room, superseded snapshots go first: one that a single sequence went on from and left a later one;
-    the newest of a sequence that has one at its prompt's end, until it has its answer; from then on the latter.
+    the newest of a sequence that has one at its prompt's end, until it has its answer; from then on the latter. Where a
+    tier rescues what goes, any other one goes then, too, and superseded ones are not worth a copy.
     """
 
     forkable = False
@@ -299,7 +300,9 @@ class RecurrentStates(SlotStates):
         if newest is not None and snapshots.rewrite(newest):
             snapshot = newest.snapshot
         else:
-            snapshot = snapshots.reserve(evict=newest is None and left.earlier is None)
+            snapshot = snapshots.reserve(evict=snapshots.rescued or (newest is None and left.earlier is None))
+            if snapshot >= 0 and newest is not None:
+                snapshots.supersede(newest)
         if snapshot < 0:
             if left.earlier is not None:
                 snapshots.keep(left.earlier)

@@ -205,6 +205,9 @@ class Part:
     def stats(self, into: CoreStats) -> None:
         """Fill in gauges and counters as of now."""
 
+    def leave(self) -> None:
+        """The device is about to forget what it keeps for later requests, which may be kept elsewhere."""
+
     def reset(self, where: Kept) -> None:
         """Forget what is kept for later requests: on the device, in the memory of this process, too, or everywhere."""
 

@@ -23,10 +23,12 @@ from graphllm.engine.schedule.scheduler_output import SchedulerOutput
 from graphllm.engine.step.started_step import StartedStep
 from graphllm.engine.tiers.further_tier import FurtherTier
 from graphllm.engine.tiers.host_cache import HostCache
+from graphllm.engine.tiers.naps import Naps
 from graphllm.engine.tiers.preparing import Preparing
 from graphllm.engine.tiers.promotions import HOST, Promotions
 from graphllm.engine.tiers.rates import Rates
 from graphllm.engine.tiers.tier_pool import BLOCKS, SNAPSHOTS, Pairs, TierPool, kind_of
+from graphllm.engine.tiers.wanted import keys_of
 from graphllm.host.machine import available_memory
 from graphllm.runtime.commands.command import Command
 from graphllm.runtime.commands.tiers import (
@@ -48,8 +50,9 @@ _log = logging.getLogger(__name__)
 # it comes from host memory, nothing has to be copied there first.
 _AHEAD = 2
 _PART = 128  # copies that end at the same time
+_LEAVING = 1.0  # seconds that copies take before a sleep, at most
+_AT_ONCE = 1 << 26  # bytes that are copied at once then
 _OFFERS = 0.005  # seconds between two looks at copies that no request waits for: each is a round trip to all ranks
-_WAIT = 0.001  # seconds between two looks at copies, where nothing else is to be done
 
 
 class Tiers(Part):
@@ -62,8 +65,10 @@ class Tiers(Part):
         executor, cache, config = context.executor, context.scheduler.cache, context.setup.tiers
         self._bytes = {BLOCKS: sum(executor.block_bytes), SNAPSHOTS: sum(executor.snapshot_bytes)}
         pools = {BLOCKS: cache.pool} if cache.groups else {}
-        if cache.states.pools:
-            pools[SNAPSHOTS] = cache.states.pools[0].pool
+        superseded = {}
+        for snapshots in cache.states.pools:
+            pools[SNAPSHOTS], superseded[SNAPSHOTS] = snapshots.pool, snapshots.is_superseded
+            snapshots.rescued = True
         places = {kind: len(pool.references) for kind, pool in pools.items()}
         entries = _entries(config.kv_offloading_size or 0, places, self._bytes)
         host = {kind: HostCache(count, config.kv_offloading_policy) for kind, count in entries.items()}
@@ -71,64 +76,67 @@ class Tiers(Part):
         ahead = max(_AHEAD * limits.max_num_batched_tokens, limits.max_len)
         ahead = min(-(-ahead // limits.block_size), len(cache.pool.references) // 2)
         self._most = -(-limits.max_num_batched_tokens // limits.block_size)  # copied ahead before each step
-        kind_of_connector = self._kind_of_connector()
+        self._kind_of_connector = self._find_connector()
         self._entries = entries
-        executor.do(OpenTiers(entries, shared=kind_of_connector is not None and kind_of_connector.shares_memory))
-        self.further = self.further_tiers()
-        writes = any(tier.writes for tier in self.further)
+        shared = self._kind_of_connector is not None and self._kind_of_connector.shares_memory
+        executor.do(OpenTiers(entries, shared))
         self.pools = {
-            kind: TierPool(kind, pool, host[kind], self._wait, ahead if kind == BLOCKS else 0, writes)
+            kind: TierPool(kind, pool, host[kind], self._wait, ahead if kind == BLOCKS else 0, superseded.get(kind))
             for kind, pool in pools.items()
         }
         self.preparing = Preparing(executor, self.pools, self._bytes)
-        self.connector = None if kind_of_connector is None else self._connect(kind_of_connector)
+        self.further = self.further_tiers()
+        for pool in self.pools.values():
+            pool.writes = any(tier.writes for tier in self.further)
         self.rates = Rates()
         self.promotions = Promotions(cache, self.pools, self._bytes, self.rates, self.further)
+        self.connector: KVConnector | None = None
         self.awaiting: Awaiting | None = None
-        if self.connector is not None:
+        if (kind_of_connector := self._kind_of_connector) is not None:
             from graphllm.engine.transfer.awaiting import Awaiting
 
+            self.connector = next(tier for tier in self.further if isinstance(tier, kind_of_connector))
             self.awaiting = Awaiting(cache, self.connector, self.promotions)
         self.resource = self.awaiting or self.promotions
         self._ended_at = 0.0
+        self._naps = Naps()
         self._tickets = itertools.count(1)
         self._seconds = dict[int, list[float]]()  # by copy: of each rank on which it has ended
         self._offers = dict[int, list[tuple[Key, int]]]()  # by store: what further tiers are offered when it has ended
 
+    def further_tiers(self) -> list[FurtherTier]:
+        """The tiers beyond host memory, the nearest first."""
+        return [tier for tier in (self._disk(), self._connector()) if tier is not None]
+
     # Most engines have no further tiers, and start sooner without what these import.
 
-    def _kind_of_connector(self) -> type[KVConnector] | None:
+    def _disk(self) -> FurtherTier | None:
+        executor, config = self.context.executor, self.context.setup.tiers
+        if config.kv_offloading_disk is None:
+            return None
+        from graphllm.engine.tiers.disk_tier import DiskTier
+
+        of_ranks = {BLOCKS: executor.block_bytes, SNAPSHOTS: executor.snapshot_bytes}
+        sizes = {kind: of_ranks[kind] for kind in self._entries}
+        return DiskTier(executor, config.kv_offloading_disk, config.kv_offloading_disk_size, sizes, self._entries)
+
+    def _find_connector(self) -> type[KVConnector] | None:
         if (transfer := self.context.setup.tiers.transfer) is None:
             return None
         from graphllm.engine.transfer.connectors import find_connector
 
         return find_connector(transfer)
 
-    def _connect(self, kind: type[KVConnector]) -> KVConnector:
+    def _connector(self) -> FurtherTier | None:
+        context, setup = self.context, self.context.setup
+        if setup.tiers.transfer is None or self._kind_of_connector is None:
+            return None
         from graphllm.engine.transfer.kv_connector import ConnectorSetup
 
-        context, transfer = self.context, self.context.setup.tiers.transfer
-        assert transfer is not None
-        found = kind(
-            ConnectorSetup(
-                transfer, context.setup.identity, context.executor, context.scheduler.cache, self.pools, self._bytes
-            )
+        cache, pools = context.scheduler.cache, self.pools
+        return self._kind_of_connector(
+            ConnectorSetup(setup.tiers.transfer, setup.identity, context.executor, cache, pools, self._bytes)
         )
-        self.further.append(found)
-        for pool in self.pools.values():
-            pool.writes |= found.writes
-        return found
-
-    def further_tiers(self) -> list[FurtherTier]:
-        """The tiers beyond host memory, the nearest first."""
-        executor, config = self.context.executor, self.context.setup.tiers
-        if config.kv_offloading_disk is None:
-            return []
-        from graphllm.engine.tiers.disk_tier import DiskTier
-
-        of_ranks = {BLOCKS: executor.block_bytes, SNAPSHOTS: executor.snapshot_bytes}
-        sizes = {kind: of_ranks[kind] for kind in self._entries}
-        return [DiskTier(executor, config.kv_offloading_disk, config.kv_offloading_disk_size, sizes, self._entries)]
 
     @classmethod
     def applies(cls, context: PartContext) -> bool:
@@ -153,12 +161,15 @@ class Tiers(Part):
         """Take what has come."""
         self.preparing.look(early=bool(self.further))
         if idle and (self.busy or (self.awaiting is not None and self.awaiting.unanswered)):
-            time.sleep(_WAIT)
+            self._naps.nap()
+        else:
+            self._naps.end()
         if self.promotions.running or (self._offers and time.monotonic() >= self._ended_at + _OFFERS):
             self._take_ended()
             self._ended_at = time.monotonic()
         for tier in self.further:
             for keys, seconds in tier.fetched():
+                self._naps.end()
                 self.promotions.fetched(tier.name, keys, seconds)
                 if self.connector is not None:  # it may give to others what has come here
                     came = [(k, self._pool(k).host.find(k)) for k, filled in keys.items() if filled]
@@ -182,6 +193,7 @@ class Tiers(Part):
             if len(of_ranks) < len(ranks):
                 continue
             del self._seconds[ticket]
+            self._naps.end()
             if ticket in self._offers:
                 self._offer(self._offers.pop(ticket))
             else:
@@ -209,7 +221,11 @@ class Tiers(Part):
 
     def planned(self, plan: SchedulerOutput | None) -> None:
         """Copy what would be lost, and start what waiting requests want."""
+        for state in plan.admitted if plan is not None else ():
+            for tier in self.further:
+                tier.use(keys_of(self.context.scheduler.cache, state, state.cached_tokens))
         pools = self.pools.values()
+        self.preparing.make_room({pool.kind: pool.num_lost for pool in pools if pool.num_lost})
         if rescues := {pool.kind: pairs for pool in pools if (pairs := pool.rescues())}:
             self._store(rescues, next(self._tickets), blocking=True)
         after = 0
@@ -231,12 +247,38 @@ class Tiers(Part):
         for copies in _parts({kind: pool.copies(self._most, loading) for kind, pool in self.pools.items()}):
             self._store(copies, next(self._tickets), blocking=False, ahead=True)
 
-    def _store(self, pairs: dict[str, Pairs], ticket: int, blocking: bool, ahead: bool = False) -> None:
+    def leave(self) -> None:
+        """What only the device has is copied, the most recently used first, for a second at most: a conversation goes
+        on after a sleep without being computed again."""
+        until = time.monotonic() + _LEAVING
+        self._naps.end()
+        for kind, pool in reversed(self.pools.items()):  # snapshots are few, and blocks are of no use without them
+            left, count = pool.unsaved(), max(1, _AT_ONCE // self._bytes[kind])
+            saved = list(left)
+            self.preparing.has_room(kind, len(left))
+            while left and time.monotonic() < until:
+                part = left[:count]
+                if not self.preparing.has_room(kind, len(part)):
+                    self._naps.nap()
+                    continue
+                del left[:count]
+                if pairs := pool.save(part):
+                    self._store({kind: pairs}, ticket := next(self._tickets), blocking=True, awaited=True)
+                    while ticket in self._offers and time.monotonic() < until:
+                        self._take_ended()
+            for key, _ in reversed(saved):
+                pool.host.use(key)
+
+    def _store(
+        self, pairs: dict[str, Pairs], ticket: int, blocking: bool, ahead: bool = False, awaited: bool = False
+    ) -> None:
+        """ahead: of eviction. awaited: its end is asked for."""
+        reported = awaited or bool(self.further)
         for kind, of in pairs.items():
             self.pools[kind].stores(of, ticket, ahead)
         placed = [entry for kind, of in pairs.items() for entry in self.pools[kind].placed(len(of))]
-        self.context.executor.do(StoreEntries(pairs, ticket, blocking, reported=bool(self.further)))
-        if self.further:
+        self.context.executor.do(StoreEntries(pairs, ticket, blocking, reported))
+        if reported:
             self._offers[ticket] = placed
             self._pin(key for key, _ in placed)
 

@@ -106,6 +106,8 @@ def obey(core: Any, order: SleepOrder) -> SleepState | None:
 def _forget(core: Any, level: int) -> bool:
     """Empty what lies on the device; False while something holds blocks of it. At level 2, after which the weights may
     be others, also what this process keeps elsewhere. What outlives the process stays."""
+    for part in core.parts if level < 2 else ():
+        part.leave()
     done: bool = core.scheduler.cache.reset()
     for part in core.parts if done else ():
         part.reset("process" if level > 1 else "device")

@@ -28,12 +28,13 @@ from graphllm.runtime.commands.files import (
     ReadFiles,
     WriteFiles,
 )
-from graphllm.runtime.tiers.file_format import file_bytes
+from graphllm.runtime.tiers.files.file_format import file_bytes
 
 _log = logging.getLogger(__name__)
 _LATER = 0.5  # seconds between two looks at what other processes have done, where nothing runs
 _SOON = 0.02  # seconds between two looks while files are written, and while those of earlier processes are not known
 _PATIENCE = 30.0  # seconds after which a file that is still being read says that the disk hangs
+_AGAIN = 8  # part of the files that are new when another use of the others counts
 _TOGETHER = 32  # files of a job that is told as a whole
 
 
@@ -77,6 +78,7 @@ class DiskTier:
         self._answers = dict[int, list[list[bool]]]()  # by ticket: of each rank on which the job has ended
         self._writing = {kind: set[Key]() for kind in host_entries}
         self._used = {kind: list[bytes]() for kind in host_entries}
+        self._used_lately, self._num_new = set[Key](), 0
         self._fetched, self._written = list[Fetched](), list[Key]()
         self._asked, self._scanned, self._hangs = float("-inf"), False, False
         self._stats = TierStats()
@@ -126,11 +128,21 @@ class DiskTier:
         found, self._written = self._written, []
         return found
 
+    def use(self, keys: Iterable[Key]) -> None:
+        if self._num_new * _AGAIN >= sum(map(len, self._there)):
+            self._used_lately.clear()
+            self._num_new = 0
+        for key in keys:
+            if key not in self._used_lately and self.has(key):
+                self._used_lately.add(key)
+                self._used[kind_of(key)].append(_file_key(key))
+
     def reset(self) -> None:
         for there in self._there:
             there.clear()
         for used in self._used.values():
             used.clear()
+        self._used_lately.clear()
         self._ranks.do(ClearFiles())
 
     def stats(self) -> TierStats:
@@ -157,6 +169,7 @@ class DiskTier:
         for there, answer in zip(self._there, self._ranks.ask(AskFiles(used)), strict=True):
             news = msgspec.convert(answer.value, FileNews)
             there.update(map(_key, news.added))
+            self._num_new += len(news.added)
             there.difference_update(map(_key, news.removed))
             for ticket, succeeded in news.ended.items():
                 self._answers.setdefault(ticket, []).append(succeeded)

@@ -3,7 +3,7 @@ memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from graphllm.engine.cache.block_pool import Key
@@ -56,6 +56,10 @@ class FurtherTier(Protocol):
     def written(self) -> Sequence[Key]:
         """The keys that it has written, or could not write, since this was last asked."""
         ...
+
+    def use(self, keys: Iterable[Key]) -> None:
+        """A request uses these contents, wherever it has them from: what the tier has of them should stay. keys: in the
+        order of the sequence."""
 
     def reset(self) -> None:
         """Forget all contents: the model has changed."""

@@ -113,8 +113,14 @@ class HostCache:
         return entry
 
     def use(self, key: Key) -> None:
-        """A copy is wanted: it counts as recently used."""
-        self._policy.use(key)
+        """A copy, if there is one, is wanted: it counts as recently used."""
+        if key in self._entry_of:
+            self._policy.use(key)
+
+    def demote(self, key: Key) -> None:
+        """A copy, if there is one, is hardly wanted any more: it goes before others."""
+        if key in self._entry_of:
+            self._policy.demote(key)
 
     def pin(self, keys: Iterable[Key]) -> None:
         """Keep the entries of these keys until `unpin`."""

@@ -18,6 +18,9 @@ class Policy(Protocol):
     def use(self, key: Key) -> None:
         """A copy was used."""
 
+    def demote(self, key: Key) -> None:
+        """A copy is hardly wanted any more: it goes before others."""
+
     def remove(self, key: Key) -> None:
         """A copy is gone, for another reason than room."""
 
@@ -39,6 +42,9 @@ class LRU:
 
     def use(self, key: Key) -> None:
         self._keys.move_to_end(key)
+
+    def demote(self, key: Key) -> None:
+        self._keys.move_to_end(key, last=False)
 
     def remove(self, key: Key) -> None:
         del self._keys[key]
@@ -94,6 +100,11 @@ class ARC:
         self.recent.pop(key, None)
         self.frequent[key] = None
         self.frequent.move_to_end(key)
+
+    def demote(self, key: Key) -> None:
+        self.remove(key)
+        self.recent[key] = None
+        self.recent.move_to_end(key, last=False)
 
     def remove(self, key: Key) -> None:
         self.recent.pop(key, None)

@@ -46,15 +46,21 @@ class Preparing:
         if any(self._ready[kind] < asked for kind, asked in self._asked.items()) and time.monotonic() >= self._look_at:
             self._take()
 
+    def has_room(self, kind: str, count: int) -> bool:
+        """Have so many entries prepared that hold nothing, or all that are left; whether they are."""
+        host = self._pools[kind].host
+        wanted = min(host.num_entries, host.num_used + count)
+        if self._asked[kind] < wanted:
+            self._prepare({kind: wanted})
+        if self._ready[kind] < wanted:
+            self._take()
+        return self._ready[kind] >= wanted
+
     def make_room(self, counts: Mapping[str, int]) -> None:
         """Wait until so many more of each kind can be kept: what is evicted now has no other place. For a moment at
         most; where that was not enough, the ranks have no more memory, and no step waits again."""
-        hosts = {kind: self._pools[kind].host for kind in counts}
-        wanted = {kind: min(host.num_entries, host.num_used + counts[kind]) for kind, host in hosts.items()}
-        self._prepare({kind: count for kind, count in wanted.items() if self._asked[kind] < count})
         until = time.monotonic() + _MOMENT
-        while self._waits and any(self._ready[kind] < count for kind, count in wanted.items()):
-            self._take()
+        while self._waits and not all([self.has_room(kind, count) for kind, count in counts.items()]):
             self._waits = time.monotonic() < until
             time.sleep(_BETWEEN)
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from graphllm.engine.cache.block_pool import Key
 from graphllm.engine.cache.cache_manager import CacheManager
@@ -53,6 +52,28 @@ class Promotion:
         return {kind: of for kind, of in ((BLOCKS, self.blocks), (SNAPSHOTS, self.snapshots)) if of}
 
 
+@dataclass
+class _Waiting:
+    """What is known of a request that asked.
+
+    had: promotions and fetches since it came further.
+    reach: tokens that the device had of it at most.
+    has_fetched: it had a fetch whose contents have not been promoted.
+    kept: what was fetched for it, pinned until it is on its way.
+    awaited: what comes for another request.
+    since: when it began to wait; None: it does not.
+    looks: how often it may ask before it looks again, because it found nothing.
+    """
+
+    had: int = 0
+    reach: int = 0
+    has_fetched: bool = False
+    kept: list[Key] = field(default_factory=list)
+    awaited: Key | None = None
+    since: float | None = None
+    looks: int = 0
+
+
 class Promotions(Resource):
     """pools: of blocks, and of snapshots if there are any, by kind.
 
@@ -76,19 +97,13 @@ class Promotions(Resource):
         self.wanted_anyway = set[str]()
         self._begun = list[Promotion]()  # their copies are to be started
         self._copied = dict[int, Promotion]()  # by the copy's ticket
-        self._fetched = dict[str, set[Key]]()  # by request: keys that come from further away
+        self._fetched = dict[str, set[Key]]()  # by request, which may have ended: keys that come from further away
         self._fetcher = dict[Key, str]()  # of these keys: the request
-        self._kept = dict[str, list[Key]]()  # by request: what was fetched for it, pinned until it is on its way
         self._tokens = dict[Key, float]()  # of these keys: a share of what the request need not compute
-        self._promoted = set[str]()  # requests with a promotion that runs
+        self._promoted = set[str]()  # requests with a promotion that runs, which may have ended
         self._on_way = set[Key]()  # to the device
-        self._had = Counter[str]()  # promotions and fetches of each waiting request, since it came further
-        self._reach = dict[str, int]()  # of these requests: tokens that the device had of them at most
-        self._has_had = set[str]()  # requests with a fetch whose contents have not been promoted
-        self._awaited = dict[str, Key]()  # by request: what comes for another one
-        self._since = dict[str, float]()  # by request: when it began to wait
+        self._waiting = dict[str, _Waiting]()  # by request
         self.clock = time.monotonic
-        self._looked = dict[str, int]()  # requests that found nothing: how often they may ask before they look again
 
     @property
     def running(self) -> int:
@@ -107,36 +122,44 @@ class Promotions(Resource):
         id = state.request.id
         if id in self._promoted:
             return False
-        if id in self._since and self.clock() > self._since[id] + _PATIENCE:
+        known = self._waiting.setdefault(id, _Waiting())
+        if known.since is not None and self.clock() > known.since + _PATIENCE:
             return True
-        if id in self._fetched or self._comes(self._awaited.get(id)):
+        if id in self._fetched or self._comes(known.awaited):
             return False
-        self._awaited.pop(id, None)
-        if self._had[id] >= _MOST or self._looked.get(id, 0):
-            self._looked[id] = max(0, self._looked.get(id, 0) - 1)
+        known.awaited = None
+        if known.had >= _MOST or known.looks:
+            known.looks = max(0, known.looks - 1)
             return True
         found = wanted(self._cache, state, self._has)
         if found is None:
-            self._looked[id] = _LOOKS
+            known.looks = _LOOKS
             return True
-        if self._is_brought(id, found):
+        if self._is_brought(known, found):
             return False
         if not self._cache.fits(state.num_tokens, found.hit):
             return True  # it waits for blocks first
-        if found.hit.num_tokens > self._reach.get(id, 0):
-            self._reach[id], self._had[id] = found.hit.num_tokens, 0
-        begun = self._begin(state, found)
-        self._had[id] += begun
-        return not (begun or id in self._awaited)
+        if found.snapshots and not self._cache.states.pools[0].pool.free_blocks:
+            self._waits(known)
+            return False  # steps and copies in flight hold them all
+        if found.hit.num_tokens > known.reach:
+            known.reach, known.had = found.hit.num_tokens, 0
+        begun = self._begin(state, known, found)
+        known.had += begun
+        return not (begun or known.awaited is not None)
 
-    def _is_brought(self, id: str, found: Wanted) -> bool:
+    def _waits(self, known: _Waiting) -> None:
+        if known.since is None:
+            known.since = self.clock()
+
+    def _is_brought(self, known: _Waiting, found: Wanted) -> bool:
         """Whether another request has some of it brought; then this one waits for that."""
         if not self._on_way and not any(pool.host.any_coming for pool in self._pools.values()):
             return False
         key = next((key for key in (*found.blocks, *found.snapshots) if self._comes(key)), None)
         if key is not None:
-            self._awaited[id] = key
-            self._since.setdefault(id, self.clock())
+            known.awaited = key
+            self._waits(known)
         return key is not None
 
     def _comes(self, key: Key | None) -> bool:
@@ -148,18 +171,18 @@ class Promotions(Resource):
 
     def forget(self, id: str) -> None:
         """A request has ended. What it has had brought comes all the same."""
-        del self._had[id]
         self._let_go(id)
-        for by_request in (self._looked, self._reach, self._awaited, self._since):
-            by_request.pop(id, None)
+        self._waiting.pop(id, None)
 
     def place(self, state: RequestState, table: RequestTable) -> None:
         self._let_go(state.request.id)
 
     def _let_go(self, id: str) -> None:
         """What was fetched for a request is as any other copy."""
-        self._has_had.discard(id)
-        for key in self._kept.pop(id, ()):
+        if (known := self._waiting.get(id)) is None:
+            return
+        kept, known.kept, known.has_fetched = known.kept, [], False
+        for key in kept:
             self._host(key).unpin([key])
 
     def _host(self, key: Key) -> HostCache:
@@ -173,7 +196,7 @@ class Promotions(Resource):
         snapshots = sum(key[0] == SNAPSHOT for key in keys)
         return snapshots * self._bytes.get(SNAPSHOTS, 0) + (len(keys) - snapshots) * self._bytes.get(BLOCKS, 0)
 
-    def _begin(self, state: RequestState, found: Wanted) -> bool:
+    def _begin(self, state: RequestState, known: _Waiting, found: Wanted) -> bool:
         """Bring what a beginning needs one tier nearer; False where computing it is faster, or there is no room."""
         id, keys = state.request.id, [*found.blocks, *found.snapshots]
         tokens = found.num_tokens - found.hit.num_tokens
@@ -188,12 +211,12 @@ class Promotions(Resource):
         if not far:
             return self._promote(state, found)
         # Not all of it may fit in host memory: what a fetch has brought goes on before the next one takes its place.
-        if id not in self._has_had and self._fetch(state, near, far, tokens / len(keys)):
+        if not known.has_fetched and self._fetch(id, known, near, far, tokens / len(keys)):
             return True
         nearer = wanted(self._cache, state, lambda key: self._host(key).find(key) >= 0)
         if nearer is None:
-            return self._fetch(state, near, far, tokens / len(keys))
-        return not self._is_brought(id, nearer) and self._promote(state, nearer)
+            return self._fetch(id, known, near, far, tokens / len(keys))
+        return not self._is_brought(known, nearer) and self._promote(state, nearer)
 
     # To the device
 
@@ -269,7 +292,9 @@ class Promotions(Resource):
 
     # To host memory
 
-    def _fetch(self, state: RequestState, near: Sequence[Key], far: Mapping[str, list[Key]], tokens: float) -> bool:
+    def _fetch(
+        self, id: str, known: _Waiting, near: Sequence[Key], far: Mapping[str, list[Key]], tokens: float
+    ) -> bool:
         """Bring keys from far to host memory, which keeps the near ones."""
         entries: dict[str, list[tuple[Key, int]]] = {}
         for key in near:
@@ -280,14 +305,14 @@ class Promotions(Resource):
                 if entry < 0:  # what is there by then is enough for a shorter beginning
                     break
                 entries.setdefault(name, []).append((key, entry))
-                self._tokens[key], self._fetcher[key] = tokens, state.request.id
+                self._tokens[key], self._fetcher[key] = tokens, id
         for key in near:
             self._host(key).unpin([key])
         if not entries:
             return False
-        self._has_had.add(state.request.id)
-        self._since.setdefault(state.request.id, self.clock())
-        self._fetched[state.request.id] = {key for of in entries.values() for key, _ in of}
+        known.has_fetched = True
+        self._waits(known)
+        self._fetched[id] = {key for of in entries.values() for key, _ in of}
         for tier in self._further:
             if of := entries.get(tier.name):
                 tier.fetch(of)
@@ -299,9 +324,10 @@ class Promotions(Resource):
             host, tokens = self._host(key), self._tokens.pop(key)
             (host.arrived if filled else host.failed)(key)
             self.hits[tier] += tokens * filled
-            if (id := self._fetcher.pop(key)) in self._has_had and host.find(key) >= 0:
+            known = self._waiting.get(self._fetcher.pop(key))
+            if known is not None and known.has_fetched and host.find(key) >= 0:
                 host.pin([key])  # else what others have fetched or computed takes its place before there are blocks
-                self._kept.setdefault(id, []).append(key)
+                known.kept.append(key)
         for id, awaited in list(self._fetched.items()):
             awaited.difference_update(keys)
             if not awaited:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from graphllm.engine.cache.block_pool import BlockPool, Key
 from graphllm.engine.cache.pool_observer import PoolObserver
@@ -27,16 +27,19 @@ class TierPool(PoolObserver):
     ahead: places that are given out next, whose contents are copied before that.
     first: the number of the pool's first place for commands, 1 in a pool of snapshots, whose commands count from 0.
     writes: all contents are copied as soon as they can be found.
+    superseded: whether what a place holds is not worth a copy when it is evicted; None: all is.
     for_loads: places are given out now for copies from host memory, which come after all stores.
-    evicts: contents were evicted, or will soon be.
+    evicts: contents that are worth a copy were evicted, or will soon be.
     num_stored: copies that were made.
     """
 
     def __init__(
-        self, kind: str, pool: BlockPool, host: HostCache, wait: Callable[[int], None], ahead: int, writes: bool
-    ) -> None:
+        self, kind: str, pool: BlockPool, host: HostCache, wait: Callable[[int], None], ahead: int,
+        superseded: Callable[[int], bool] | None = None,
+    ) -> None:  # fmt: skip
         self.kind, self.pool, self.host, self.ahead = kind, pool, host, ahead
-        self._wait, self.writes, self.first = wait, writes, int(kind == SNAPSHOTS)
+        self._wait, self.writes, self.first = wait, False, int(kind == SNAPSHOTS)
+        self._superseded = superseded
         self.num_stored, self.for_loads, self.evicts = 0, False, False
         self._lost = dict[int, Key]()  # by place: what was evicted without a copy, and is still there
         self._displaced = dict[int, Key]()  # of these: in places that copies from host memory write next
@@ -61,7 +64,6 @@ class TierPool(PoolObserver):
             self._fresh[block] = self._key(key)
 
     def evicted(self, block: int, key: Key) -> None:
-        self.evicts = True
         self._changed += 1
         key = self._key(key)
         self._fresh.pop(block, None)
@@ -72,8 +74,15 @@ class TierPool(PoolObserver):
         elif ticket > self._awaited:
             self._awaited = ticket
             self._wait(ticket)
+        if self._superseded is not None and self._superseded(block - self.first):
+            self.host.demote(key)
+            return
+        self.evicts = True
         if self.host.find(key) < 0:
             (self._displaced if self.for_loads else self._lost)[block] = key
+
+    def outdated(self, key: Key) -> None:
+        self.host.demote(self._key(key))
 
     def cleared(self) -> None:
         """Copies in host memory stay: they are still right."""
@@ -95,6 +104,11 @@ class TierPool(PoolObserver):
     def has_new(self) -> bool:
         """Whether contents are to be copied as soon as a step is planned."""
         return bool(self._fresh)
+
+    @property
+    def num_lost(self) -> int:
+        """Evictions without a copy since `rescues` and `displaced`."""
+        return len(self._lost) + len(self._displaced)
 
     def rescues(self) -> Pairs:
         """(place, entry) of all that was evicted without a copy, to be copied before steps write anything."""
@@ -146,6 +160,19 @@ class TierPool(PoolObserver):
         their tickets."""
         find = self._stored_by.get
         return max(self._load_after, max((find(entry, 0) for entry, _ in pairs), default=0))
+
+    def unsaved(self) -> list[tuple[Key, int]]:
+        """Keys and places of what is on the device only and held by nobody, the most recently used first, as far as
+        host memory could hold all that is on the device. What lies there already counts as used."""
+        held = [(self._key(key), place) for place, key in self.pool.next_evicted(len(self.pool.references))]
+        held = held[-self.host.num_entries :]
+        for key, _ in held:
+            self.host.use(key)
+        return [(key, place) for key, place in reversed(held) if self.host.find(key) < 0]
+
+    def save(self, entries: Sequence[tuple[Key, int]]) -> Pairs:
+        """(place, entry) of copies to be made now."""
+        return self._placed(dict(entries))
 
     def _placed(self, blocks: Mapping[Key, int]) -> Pairs:
         placed = self.host.store(blocks)

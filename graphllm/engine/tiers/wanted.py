@@ -54,6 +54,18 @@ class _Everywhere:
         return self._retained.usable(found, num_tokens)
 
 
+def keys_of(cache: CacheManager, state: RequestState, num_tokens: int) -> list[Key]:
+    """Of all that a beginning of so many tokens is made of, in the order of the sequence within each group; of
+    recurrent states, the snapshot at its end."""
+    size, digests, found = cache.block_size, state.digests, list[Key]()
+    for group in cache.groups:
+        each = group.unit // size
+        found += [(group.number, digest) for digest in digests[each - 1 : num_tokens // size : each]]
+    if num_tokens >= size:
+        found += [(SNAPSHOT, digests[num_tokens // size - 1]) for _ in cache.states.pools]
+    return found
+
+
 def wanted(cache: CacheManager, state: RequestState, has: Callable[[Key], bool]) -> Wanted | None:
     """What tiers can give a waiting request in addition to the device; None for nothing. has: whether a key is in a
     tier."""

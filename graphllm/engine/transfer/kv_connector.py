@@ -9,7 +9,7 @@ snapshots of recurrent states. All contents come and go by way of host memory, a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -237,6 +237,9 @@ class KVConnector(FurtherTier):
 
     def _size(self, key: Key) -> int:
         return self.setup.entry_bytes[kind_of(key)]
+
+    def use(self, keys: Iterable[Key]) -> None:
+        pass
 
     def reset(self) -> None:
         pass

@@ -8,8 +8,8 @@ import msgspec
 
 from graphllm.runtime.commands.command import Answered, Command, Device, Query
 from graphllm.runtime.commands.tiers import tiers_of
-from graphllm.runtime.tiers.block_files import BlockFiles
-from graphllm.runtime.tiers.file_job import FileJob
+from graphllm.runtime.tiers.files.block_files import BlockFiles
+from graphllm.runtime.tiers.files.file_batches import FileBatch, FileBatches
 from graphllm.runtime.tiers.host_memory import HostMemory
 
 _KEPT = "files"  # in `Worker.kept`
@@ -49,23 +49,33 @@ class RankFiles:
     """
 
     def __init__(self, stores: dict[str, BlockFiles], memory: HostMemory, most_keys: int = _MOST_KEYS) -> None:
-        self.stores, self._memory, self._most_keys = stores, memory, most_keys
-        self._jobs = dict[int, tuple[BlockFiles, list[FileJob]]]()  # by ticket
+        self.stores, self._batches, self._most_keys = stores, FileBatches(memory), most_keys
+        self._begun = dict[int, FileBatch]()  # by ticket
 
     def begin(self, kind: str, entries: Entries, ticket: int, writes: bool) -> None:
         """Start to write or to read."""
-        store = self.stores[kind]
-        act = store.write if writes else store.read
-        self._jobs[ticket] = store, [act(key, self._memory.entry(kind, entry)) for key, entry in entries]
+        self._begun[ticket] = batch = FileBatch(self.stores[kind], kind, entries, writes)
+        self._batches.begin(batch)
+
+    def clear(self) -> None:
+        """Forget all contents, and delete their files."""
+        self._batches.drop()
+        for store in self.stores.values():
+            store.clear()
+
+    def close(self) -> None:
+        """Write what waits, and stop the threads."""
+        self._batches.close()
+        for store in self.stores.values():
+            store.close()
 
     def news(self) -> FileNews:
         """Since this was last asked."""
         ended = dict[int, list[bool]]()
-        for ticket, (store, jobs) in list(self._jobs.items()):
-            if all(job.done for job in jobs):
-                ended[ticket] = [job.succeeded for job in jobs]
-                store.use(job.key for job in reversed(jobs))  # of a sequence, the end is to go first
-                del self._jobs[ticket]
+        for ticket, batch in [(ticket, batch) for ticket, batch in self._begun.items() if batch.done]:
+            ended[ticket] = [job.succeeded for job in batch.jobs]
+            batch.store.use(key for key, _ in reversed(batch.entries))  # of a sequence, the end is to go first
+            del self._begun[ticket]
         news = [store.take_news(self._most_keys) for store in self.stores.values()]
         stats = [store.stats() for store in self.stores.values()]
         return FileNews(
@@ -149,8 +159,7 @@ class ClearFiles(Command):
     """Forget all contents, and delete their files."""
 
     def run(self, device: Device) -> None:
-        for store in _files_of(device).stores.values():
-            store.clear()
+        _files_of(device).clear()
 
 
 class CloseFiles(Command):
@@ -158,5 +167,5 @@ class CloseFiles(Command):
 
     def run(self, device: Device) -> None:
         found: RankFiles | None = device.worker.kept.pop(_KEPT, None)
-        for store in found.stores.values() if found is not None else ():
-            store.close()
+        if found is not None:
+            found.close()

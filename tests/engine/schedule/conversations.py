@@ -14,10 +14,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from graphllm.config import TierConfig
+from graphllm.engine.parts.tiers import Tiers
 from graphllm.engine.schedule.scheduler import Scheduler
 from graphllm.engine.schedule.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.program.schema import BORDER, CacheGroup, CacheLayout
+from graphllm.runtime.commands.command import Answered, Command, Query
+from graphllm.runtime.commands.tiers import (
+    AwaitStores,
+    LoadEntries,
+    OpenTiers,
+    PrepareEntries,
+    ReadyEntries,
+    StoreEntries,
+)
 from tests.engine.simulation import request
+from tests.engine.tiers.simulated import simulated_tiers
 
 BLOCK, VOCAB, LONGEST = 64, 1000, 1 << 17
 _FACTOR = 0x9E3779B97F4A7C15  # odd
@@ -68,11 +80,49 @@ class Text:
             full = (full + state) % 2**64 if length % BLOCK == 0 else full
 
 
-class Device:
-    """A scheduler, and a device that runs one step ahead of it. snapshots: of recurrent states; 0: there are none.
-    exports: states that a step leaves inside of chunks."""
+class _HostMemory:
+    """Copies between a device's arrays and the host's, which are there at once. arrays: the device's, by kind."""
 
-    def __init__(self, blocks: int, snapshots: int, slots: int = 8, step_tokens: int = 8192, exports: int = 0) -> None:
+    def __init__(self, arrays: dict[str, Any]) -> None:
+        self._device, self._host = arrays, dict[str, np.ndarray]()
+        self._ended: list[tuple[int, float]] = []
+
+    def do(self, command: Command) -> None:
+        match command:
+            case OpenTiers(entries):
+                self._host = {kind: np.zeros(count, dtype=np.uint64) for kind, count in entries.items()}
+            case StoreEntries(pairs):
+                for kind, of in pairs.items():
+                    for place, entry in of:
+                        self._host[kind][entry] = self._device[kind][place]
+            case LoadEntries(pairs, ticket):
+                for kind, of in pairs.items():
+                    for entry, place in of:
+                        self._device[kind][place] = int(self._host[kind][entry])
+                self._ended.append((ticket, 1e-3))
+            case AwaitStores() | PrepareEntries():
+                pass
+            case _:
+                raise AssertionError(command)
+
+    def ask(self, query: Query) -> list[Answered]:
+        if isinstance(query, ReadyEntries):
+            return [Answered({kind: len(of) for kind, of in self._host.items()})]
+        found, self._ended = self._ended, []
+        return [Answered(found)]
+
+
+class Device:
+    """A scheduler, and a device that runs one step ahead of it.
+
+    snapshots: of recurrent states; 0: there are none.
+    exports: states that a step leaves inside of chunks.
+    host: how many times the device's cache fits into host memory; 0: there are no tiers.
+    """
+
+    def __init__(
+        self, blocks: int, snapshots: int, slots: int = 8, step_tokens: int = 8192, exports: int = 0, host: int = 0
+    ) -> None:
         limits = SchedulerLimits(slots, step_tokens, step_tokens, LONGEST, BLOCK)
         self.recurrent = snapshots > 0
         entries = tuple(range(slots + 1, slots + 1 + exports))
@@ -85,21 +135,41 @@ class Device:
         self._states, self._snapshots, self._last = [0] * slots, [0] * snapshots, [0] * slots
         self._flight: tuple[SchedulerOutput, np.ndarray] | None = None
         self.saves = 0
+        self.tiers: Tiers | None = None
+        if host:
+            memory: Any = _HostMemory({"blocks": self._blocks, "snapshots": self._snapshots})
+            config = TierConfig(host * (blocks + snapshots + 1), "lru")
+            self.tiers = simulated_tiers(memory, self.scheduler, limits, layout, config)
+            self.scheduler.admission.resources = [self.tiers.resource]
 
     @property
     def busy(self) -> bool:
-        """Whether a step is in flight."""
-        return self._flight is not None
+        """Whether a step is in flight, or a copy."""
+        return self._flight is not None or (self.tiers is not None and self.tiers.busy)
 
     def step(self) -> list[Any]:
         """Plan and start a step, and take the result of the one before; states of the requests that ended."""
+        if self.tiers is not None:
+            assert not list(self.tiers.gather(idle=False))
         plan = self.scheduler.next()
+        if self.tiers is not None:
+            self.tiers.planned(plan)
         started = None if plan is None else (plan, self._run(plan))
+        if self.tiers is not None and plan is not None:
+            list(self.tiers.started(None))  # type: ignore[arg-type]
         ended = []
         if self._flight is not None:
             ended = [s for s in self.scheduler.commit(*self._flight).requests if s.finish_reason is not None]
         self._flight = started
+        for state in ended if self.tiers is not None else ():
+            self.tiers.end(state.request.id, state.output)
         return ended
+
+    def abort(self, id: str) -> None:
+        """End a request."""
+        self.scheduler.abort([id])
+        if self.tiers is not None:
+            self.tiers.end(id, ())
 
     def _run(self, plan: SchedulerOutput) -> np.ndarray:
         for slot in plan.resets:
@@ -211,7 +281,7 @@ def run(trace: Trace, device: Device) -> Outcome:
         for id in [id for id, at in kill_at.items() if at <= steps]:
             idle.appendleft(running.pop(id))
             del kill_at[id]
-            scheduler.abort([id])
+            device.abort(id)
             killed += 1
         steps += 1
     while scheduler.unfinished or device.busy:

@@ -115,3 +115,24 @@ def test_answers_are_not_computed_again() -> None:
     outcome = run(trace, Device(blocks_of(trace, 8), 8 + 4))
     assert outcome.wrong == 0
     assert outcome.found >= 0.95 * (outcome.found + outcome.lost)
+
+
+@pytest.mark.parametrize(
+    ("trace", "held"),
+    [
+        (Trace(6, 4, at_once=6, common=500, tokens=2500, answer=250), 6),
+        thorough(Trace(24, 5, at_once=12, common=500, tokens=3500, answer=400, kills=0.2), 12),
+    ],
+    ids=["few", "killed"],
+)
+def test_host_memory_stands_in_for_snapshots_of_the_device(trace: Trace, held: int) -> None:
+    """As many as there are running requests, and host memory for six times as many, save what many would: the old ones
+    make room, and come back. What nobody is likely to want takes no room of others there."""
+    blocks, found = blocks_of(trace, held), []
+    for snapshots, host in ((400, 0), (trace.running, 6), (trace.running, 0)):
+        outcome = run(trace, Device(blocks, snapshots, host=host))
+        assert outcome.wrong == 0
+        found.append(outcome.found / (outcome.found + outcome.lost))
+    many, tiers, few = found
+    assert tiers >= 0.98 * many
+    assert few < 0.5 * many

@@ -12,7 +12,9 @@ import msgspec
 import pytest
 
 from graphllm.config import ConfigError, TierConfig
+from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
+from graphllm.engine.parts.tiers import Tiers
 from graphllm.engine.requests.request import TierStats
 from graphllm.engine.tiers.disk_tier import DiskTier
 from graphllm.program.artifact import Artifact
@@ -26,6 +28,7 @@ from graphllm.runtime.commands.files import (
     ReadFiles,
     WriteFiles,
 )
+from graphllm.runtime.tiers.files.file_format import file_bytes
 from tests.engine.harness import finish, open_core, request
 from tests.engine.tiers.test_tiers_engine import conversations, run
 from tests.runtime.tiers.stores import Clock, until
@@ -67,6 +70,12 @@ def _found(core: EngineCore) -> None:
             return
         finish(core, [request(f"again-{number}", [1, 2, 3])])
     raise AssertionError("no file was found")
+
+
+def _written(core: EngineCore) -> None:
+    """Have the core write what waits."""
+    disk = core.part(Tiers)
+    until(lambda: not list(disk.gather(idle=False)) and not any(pool.host.pinned for pool in disk.pools.values()))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -115,6 +124,24 @@ def test_what_is_fetched_waits_for_blocks(core_on: Any) -> None:
     found = finish(core, [request(id, prompt) for id, prompt in prompts.items()])
     assert {id: result.tokens for id, result in found.items()} == wanted
     assert sum(result.cached > 0 for result in found.values()) >= 2
+    core.close()
+
+
+def test_what_is_used_on_the_device_stays_on_the_disk(core_on: Any, eager_artifact: Path) -> None:
+    """The beginning of a conversation is found on the device, while files of others fill the folder. The next core
+    finds it among the newest files."""
+    talk = list(range(1, 60))
+    short = SamplingParams(temperature=0.0, max_tokens=1)
+    size = 40 * file_bytes(Artifact.open(eager_artifact).memory.block)
+    core = core_on(pages=400, entries=400, size=size)
+    for number in range(10):
+        finish(core, [request(f"talk-{number}", [*talk, 60 + number], short)])
+        finish(core, [request(f"other-{number}", [60 + number, *range(60)], short)])
+        _written(core)
+    core.close()
+    core = core_on(pages=400, entries=400, size=size)
+    _found(core)
+    assert finish(core, [request("again", [*talk, 90], short)])["again"].cached == 56
     core.close()
 
 

@@ -44,7 +44,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Two:
 
 def made(ranks: Two) -> tuple[BlockPool, TierPool, Preparing]:
     pool = BlockPool(17, True)
-    tiered = TierPool(BLOCKS, pool, HostCache(ENTRIES), lambda ticket: None, AHEAD, False)
+    tiered = TierPool(BLOCKS, pool, HostCache(ENTRIES), lambda ticket: None, AHEAD)
     pools: Mapping[str, TierPool] = {BLOCKS: tiered}
     return pool, tiered, Preparing(ranks, pools, {BLOCKS: 100})
 

@@ -10,7 +10,9 @@ import pytest
 from graphllm.config import ConfigError, TierConfig
 from graphllm.config.requests.sampling_params import SamplingParams
 from graphllm.engine.core import EngineCore
+from graphllm.engine.parts.tiers import Tiers
 from graphllm.loading.checkpoint.source import open_source
+from graphllm.program.artifact import Artifact
 from tests.artifacts import LIMITS, artifact_of
 from tests.engine.harness import finish, open_core, request
 from tests.models import test_parity as parity
@@ -67,7 +69,7 @@ def compare(
     (expected, most), (_, least), (found, cached) = (run(core, talks) for core in cores)
     assert found == expected
     assert least < 0.7 * most
-    assert cached > (0.9 if snapshots is None else 0.8) * most  # a snapshot that there is no room for is not taken
+    assert cached > 0.9 * most
     host = cores[-1].stats().tiers["host"]
     assert 0 < host.hit_tokens <= cached
     assert 0 < host.used_bytes <= host.stored_bytes
@@ -75,7 +77,7 @@ def compare(
         core.close()
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", ["lru", thorough("arc")])
 def test_texts(checkpoint: Path, eager_artifact: Path, policy: str) -> None:
     compare(checkpoint, eager_artifact, 16, policy)
 
@@ -140,6 +142,24 @@ def test_copies_outlive_the_contents_of_the_device(checkpoint: Path, eager_artif
     after = core.stats().tiers["host"]
     assert after.hit_tokens > before.hit_tokens
     assert after.used_bytes >= before.used_bytes > 0
+    core.close()
+
+
+def test_what_is_used_last_is_kept_where_host_memory_is_small(checkpoint: Path, eager_artifact: Path) -> None:
+    """As when the engine falls asleep: host memory has room for one of two prompts, and older copies in it."""
+    block = Artifact.open(eager_artifact).memory.block
+    core = open_core(checkpoint, eager_artifact, 16, tiers=TierConfig(10 * block))
+    short = SamplingParams(temperature=0.0, max_tokens=1)
+    prompts = [[number, *range(10, 60)] for number in range(4)]
+    for number, prompt in enumerate(prompts):
+        finish(core, [request(f"{number}", prompt, short)])
+    core.part(Tiers).leave()
+    assert core.scheduler.cache.reset()
+    for part in core.parts:
+        part.reset("device")
+    found = finish(core, [request("last", prompts[-1], short)])
+    assert found["last"].cached == 48
+    assert core.stats().tiers["host"].used_bytes <= 10 * block
     core.close()
 
 

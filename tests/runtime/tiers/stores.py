@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from graphllm.runtime.tiers.block_files import BlockFiles
-from graphllm.runtime.tiers.disk import Disk
-from graphllm.runtime.tiers.file_format import file_bytes
-from graphllm.runtime.tiers.file_job import FileJob
+from graphllm.runtime.tiers.files.block_files import BlockFiles
+from graphllm.runtime.tiers.files.disk import Disk
+from graphllm.runtime.tiers.files.file_format import file_bytes
+from graphllm.runtime.tiers.files.file_job import FileJob
 
 ENTRY = 5000  # bytes: no multiple of a page, nor of the rows of a checksum
 LIMIT = 20.0  # seconds after which a test has failed

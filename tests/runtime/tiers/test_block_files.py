@@ -20,8 +20,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from graphllm.runtime.tiers.disk import Disk, pages
-from graphllm.runtime.tiers.file_format import PAGE, file_bytes, path_of
+from graphllm.runtime.tiers.files.disk import Disk, pages
+from graphllm.runtime.tiers.files.file_format import PAGE, file_bytes, path_of
 from tests.runtime.tiers.stores import (
     ENTRY,
     SlowDisk,

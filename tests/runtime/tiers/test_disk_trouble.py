@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from graphllm.runtime.tiers.block_files import BlockFiles
-from graphllm.runtime.tiers.disk_health import FIRST_PAUSE, DiskHealth
-from graphllm.runtime.tiers.file_format import PAGE, file_bytes, path_of
+from graphllm.runtime.tiers.files.block_files import BlockFiles
+from graphllm.runtime.tiers.files.disk_health import FIRST_PAUSE, DiskHealth
+from graphllm.runtime.tiers.files.file_format import PAGE, file_bytes, path_of
 from tests.runtime.tiers.stores import (
     BROKEN,
     ENTRY,
@@ -217,7 +217,7 @@ def test_files_of_another_size_belong_to_nobody(tmp_path: Path) -> None:
 _LIMITED = """
 import resource, sys
 from pathlib import Path
-from graphllm.runtime.tiers.disk_health import DiskHealth
+from graphllm.runtime.tiers.files.disk_health import DiskHealth
 from tests.runtime.tiers.stores import Clock, opened, read, write
 folder, clock = Path(sys.argv[1]), Clock()
 store = opened(folder, health=DiskHealth(str(folder), clock))

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from graphllm.runtime.tiers.file_format import PAGE, DamagedFileError, check, checksum, key_of, path_of, write_header
+from graphllm.runtime.tiers.files.file_format import (
+    PAGE,
+    DamagedFileError,
+    check,
+    checksum,
+    key_of,
+    path_of,
+    write_header,
+)
 from tests.runtime.tiers.stores import content, key
 from tests.tiers import draws
 

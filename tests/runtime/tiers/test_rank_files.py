@@ -8,7 +8,7 @@ import numpy as np
 
 from graphllm.runtime.commands.files import RankFiles
 from graphllm.runtime.tiers.host_memory import HostMemory
-from tests.runtime.tiers.stores import ENTRY, key, opened, write
+from tests.runtime.tiers.stores import ENTRY, key, opened, until, write
 
 
 def test_many_files_are_told_in_parts(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_many_files_are_told_in_parts(tmp_path: Path) -> None:
     assert [len(answer.added) for answer in answers] == [2, 2, 1, 0]
     assert {added for answer in answers for added in answer.added} == set(map(key, range(5)))
     assert [answer.scanned for answer in answers] == [False, False, True, True]
-    store.close()
+    files.close()
 
 
 def test_files_that_are_lost_are_counted(tmp_path: Path) -> None:
@@ -32,6 +32,8 @@ def test_files_that_are_lost_are_counted(tmp_path: Path) -> None:
     memory.entry("blocks", 0)[:] = np.arange(ENTRY) % 7
     files = RankFiles({"blocks": store}, memory)
     files.begin("blocks", [(key(1), 0)], 1, writes=True)
-    news = files.news()
+    answers = [files.news()]
+    until(lambda: answers[-1].ended or answers.append(files.news()))
+    news = answers[-1]
     assert (news.ended, news.damaged, news.dropped, news.failed) == ({1: [False]}, 0, 1, 0)
-    store.close()
+    files.close()

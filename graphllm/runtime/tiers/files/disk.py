@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from graphllm.runtime.tiers.file_format import PAGE, DamagedFileError
+from graphllm.runtime.tiers.files.file_format import PAGE, DamagedFileError
 
 NEW = "new"  # folder of files that are being written
 _SURVIVOR_AGE = 10.0  # seconds; a younger file may have a writer that has not locked it yet

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from graphllm.runtime.tiers.disk import Disk, is_aligned, pages
-from graphllm.runtime.tiers.disk_health import DiskHealth
-from graphllm.runtime.tiers.file_format import (
+from graphllm.runtime.tiers.files.disk import Disk, is_aligned, pages
+from graphllm.runtime.tiers.files.disk_health import DiskHealth
+from graphllm.runtime.tiers.files.file_format import (
     LONGEST_KEY,
     PAGE,
     DamagedFileError,
@@ -31,8 +31,8 @@ from graphllm.runtime.tiers.file_format import (
     path_of,
     write_header,
 )
-from graphllm.runtime.tiers.file_index import FileIndex
-from graphllm.runtime.tiers.file_job import FileJob, FileStats, Outcome
+from graphllm.runtime.tiers.files.file_index import FileIndex
+from graphllm.runtime.tiers.files.file_job import FileJob, FileStats, Outcome
 
 _log = logging.getLogger(__name__)
 _KEEPING = 60.0  # seconds from one look after the folder to the next
