@@ -60,7 +60,7 @@ class Preparing:
         """Wait until so many more of each kind can be kept: what is evicted now has no other place. For a moment at
         most; where that was not enough, the ranks have no more memory, and no step waits again."""
         until = time.monotonic() + _MOMENT
-        while self._waits and not all([self.has_room(kind, count) for kind, count in counts.items()]):
+        while self._waits and not all(self.has_room(kind, count) for kind, count in counts.items()):
             self._waits = time.monotonic() < until
             time.sleep(_BETWEEN)
 

@@ -18,11 +18,12 @@ ENTRIES, AHEAD, RESERVE = 60, 4, 10
 
 
 class Two:
-    """Two ranks, the second of which is later. asked: entries, each time. looks: until what was asked for is there."""
+    """Two ranks, the second of which is later. asked: entries, each time. looks: until what was asked for is there.
+    late: entries that the second has less."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
-        self.looks = 0
+        self.looks, self.late = 0, 1
 
     def do(self, command: Command) -> None:
         assert isinstance(command, PrepareEntries)
@@ -32,7 +33,7 @@ class Two:
         assert isinstance(query, ReadyEntries)
         count = self.asked[-1] if self.asked and not self.looks else 0
         self.looks = max(0, self.looks - 1)
-        return [Answered({BLOCKS: count}), Answered({BLOCKS: max(0, count - 1)})]
+        return [Answered({BLOCKS: count}), Answered({BLOCKS: max(0, count - self.late)})]
 
 
 @pytest.fixture
@@ -102,13 +103,13 @@ def test_all_of_it(ranks: Two) -> None:
 def test_what_is_evicted_waits_for_room(ranks: Two) -> None:
     """Before anything was prepared, too; where there is no more, only once."""
     pool, tiered, found = made(ranks)
-    ranks.looks = 3
+    ranks.looks, ranks.late = 3, 0
     for number in range(30):
         block = pool.allocate()
-        pool.store(block, 0, number.to_bytes(4, "little"))
-        pool.release([block])
         found.make_room({BLOCKS: tiered.num_lost})
         tiered.rescues()
+        pool.store(block, 0, number.to_bytes(4, "little"))
+        pool.release([block])
     assert len(tiered.host) == 30 - 16
     ranks.looks = 1 << 30
     found.make_room({BLOCKS: ENTRIES})
