@@ -225,6 +225,7 @@ class Tiers(Part):
             for tier in self.further:
                 tier.use(keys_of(self.context.scheduler.cache, state, state.cached_tokens))
         pools = self.pools.values()
+        self.preparing.make_room({pool.kind: pool.num_lost for pool in pools if pool.num_lost})
         if rescues := {pool.kind: pairs for pool in pools if (pairs := pool.rescues())}:
             self._store(rescues, next(self._tickets), blocking=True)
         after = 0

@@ -10,7 +10,9 @@ from graphllm.engine.tiers.tier_pool import TierPool
 from graphllm.runtime.commands.command import Answered, Command, Query
 from graphllm.runtime.commands.tiers import PrepareEntries, ReadyEntries
 
+_BETWEEN = 0.001  # seconds between two looks of a step that waits
 _AGAIN = 0.02  # seconds between two looks at what is being prepared
+_MOMENT = 0.5  # seconds that a step waits for room, at most, and once
 _RESERVE = 4 << 30  # bytes that are ready and hold nothing: a second of a GPU's fastest prompts
 
 
@@ -31,6 +33,7 @@ class Preparing:
         self._asked = dict.fromkeys(pools, 0)
         self._ready = dict.fromkeys(pools, -1)
         self._look_at = 0.0
+        self._waits = True
 
     def look(self, early: bool) -> None:
         """Have more prepared where little is left, and take what is ready. early: also before the device is full."""
@@ -52,6 +55,14 @@ class Preparing:
         if self._ready[kind] < wanted:
             self._take()
         return self._ready[kind] >= wanted
+
+    def make_room(self, counts: Mapping[str, int]) -> None:
+        """Wait until so many more of each kind can be kept: what is evicted now has no other place. For a moment at
+        most; where that was not enough, the ranks have no more memory, and no step waits again."""
+        until = time.monotonic() + _MOMENT
+        while self._waits and not all(self.has_room(kind, count) for kind, count in counts.items()):
+            self._waits = time.monotonic() < until
+            time.sleep(_BETWEEN)
 
     def all(self) -> bool:
         """Have all of it prepared; whether it is."""

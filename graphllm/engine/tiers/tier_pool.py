@@ -107,6 +107,11 @@ class TierPool(PoolObserver):
         """Whether contents are to be copied as soon as a step is planned."""
         return bool(self._fresh)
 
+    @property
+    def num_lost(self) -> int:
+        """Evictions without a copy since `rescues` and `displaced`."""
+        return len(self._lost) + len(self._displaced)
+
     def rescues(self) -> Pairs:
         """(place, entry) of all that was evicted without a copy, to be copied before steps write anything."""
         return self._take(self._lost)

@@ -430,19 +430,18 @@ def launch_split(
 
 def launch_decode(
     rows: Rows, paged: Paged, *others: Any, write: bool, heads: int, splits: int, most: int, joined: int,
-    early: int = 0, on: int = 1, **plan: Any,
+    early: int = 0, **plan: Any,
 ) -> None:  # fmt: skip
     """Attend for the sequences of the batch that have exactly one query token; the others are not touched.
 
     others: as of `launch_split`.
     heads: KV heads of a program, which share a tile of ``block_n`` columns.
     splits, most: ranges of a sequence where sequences are many and where they are few.
-    on: 0 for a launch without programs.
     """
     (H, E), K, S = rows.q_THE.shape[1:], paged.kv_cache.shape[2], paged.seq_lens.shape[0]
     packed, groups = H // K * heads, K // heads
     launch_split(
-        _split_kernel, rows, paged, *others, grid=(groups, S, on * ranges_of(S, groups, splits, most)),
+        _split_kernel, rows, paged, *others, grid=(groups, S, ranges_of(S, groups, splits, most)),
         cells=range_cells(S, groups, splits, most), counters=S * K if most > 1 else 1, splits=splits, most=most,
         joined=joined,
         few_joined=_joined(packed, E, FEW_RANGES) if joined > 1 else 1, WRITE=write, HEADS=heads, GROUPS=groups,

@@ -116,7 +116,10 @@ def _verify_kernel(
     all_queries = tl.load(query_start_ptr + s + 1) - first_row
     before = tl.load(seq_len_ptr + s) - all_queries + skip  # tokens that the cache holds
     row = first_row + skip
-    queries = tl.where(all_queries <= most, tl.minimum(all_queries - skip, Q), 0)
+    mine = all_queries <= most
+    if not WRITE:  # single tokens go as in decode
+        mine = mine & (all_queries > 1)
+    queries = tl.where(mine, tl.minimum(all_queries - skip, Q), 0)
     start, first, tiles, per_split = split_bounds(before + 1, splits, WINDOW, BLOCK_N, SPLITS, MIN_TILES, LONG_TILES)
     lo = first + split * per_split
     hi = tl.minimum(lo + per_split, first + tiles)
@@ -329,11 +332,10 @@ def launch_few(
     few: Few, rows: Rows, paged: Paged, out_THE: Tensor, scores: Scores, kv_scales: Tensor | None,
     ancestors_T: Tensor | None, rotary: Rotary | None,
 ) -> None:  # fmt: skip
-    """Attend for the sequences of a step with prompts that have few query tokens or one, as ``few`` says. The cache
-    holds the step's keys and values."""
+    """Attend for the sequences of a step with prompts that have few query tokens, as ``few`` says, and as in decode for
+    those that have one. The cache holds the step's keys and values."""
     (H, E), (K, P), S = rows.q_THE.shape[1:], paged.kv_cache.shape[2:4], paged.seq_lens.shape[0]
-    fewest, longest = _FEW_SEQUENCES + 1 if few.queries > 1 else 1, paged.block_table.shape[1] * P
-    plan = plan_splits(0, fewest, H, K, longest, rows.q_THE.dtype, E)
+    plan = plan_splits(0, 1, H, K, paged.block_table.shape[1] * P, rows.q_THE.dtype, E)
     if few.queries > 1:
         _launch(
             rows, paged, out_THE, scores, kv_scales, ancestors_T, rotary, queries=few.queries, write=False,
@@ -343,4 +345,4 @@ def launch_few(
             joined=joined_rows(few.queries * H // K, E, _FEW_JOINED),
             min_tiles=1, long_tiles=max(1, _FEW_LEAST // plan["block_n"]), block_n=plan["block_n"], **_FEW_PLAN,
         )  # fmt: skip
-    launch_decode(rows, paged, out_THE, scores, kv_scales, rotary, write=False, on=1 - few.on, **plan)
+    launch_decode(rows, paged, out_THE, scores, kv_scales, rotary, write=False, **plan)

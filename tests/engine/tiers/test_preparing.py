@@ -18,10 +18,12 @@ ENTRIES, AHEAD, RESERVE = 60, 4, 10
 
 
 class Two:
-    """Two ranks, the second of which is later. asked: entries, each time."""
+    """Two ranks, the second of which is later. asked: entries, each time. looks: until what was asked for is there.
+    late: entries that the second has less."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
+        self.looks, self.late = 0, 1
 
     def do(self, command: Command) -> None:
         assert isinstance(command, PrepareEntries)
@@ -29,8 +31,9 @@ class Two:
 
     def ask(self, query: Query) -> list[Answered]:
         assert isinstance(query, ReadyEntries)
-        count = self.asked[-1] if self.asked else 0
-        return [Answered({BLOCKS: count}), Answered({BLOCKS: max(0, count - 1)})]
+        count = self.asked[-1] if self.asked and not self.looks else 0
+        self.looks = max(0, self.looks - 1)
+        return [Answered({BLOCKS: count}), Answered({BLOCKS: max(0, count - self.late)})]
 
 
 @pytest.fixture
@@ -119,3 +122,22 @@ def test_a_pool_without_empty_places_soon_evicts() -> None:
         found.append(tiered.evicts)
         pool.release([block])
     assert found == [False, False, True]
+
+
+def test_what_is_evicted_waits_for_room(ranks: Two) -> None:
+    """Before anything was prepared, too; where there is no more, only once."""
+    pool, tiered, found = made(ranks)
+    ranks.looks, ranks.late = 3, 0
+    for number in range(30):
+        block = pool.allocate()
+        found.make_room({BLOCKS: tiered.num_lost})
+        tiered.rescues()
+        pool.store(block, 0, number.to_bytes(4, "little"))
+        pool.release([block])
+    assert len(tiered.host) == 30 - 16
+    ranks.looks = 1 << 30
+    found.make_room({BLOCKS: ENTRIES})
+    assert ranks.looks < (1 << 30) - 10
+    left = ranks.looks
+    found.make_room({BLOCKS: ENTRIES})
+    assert ranks.looks == left
