@@ -6,6 +6,7 @@ torch.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -58,9 +59,7 @@ class OffloadedWeights:
             for name in names:
                 shape, dtype = shapes[name]
                 kind: torch.dtype = getattr(torch, dtype)
-                size = kind.itemsize
-                for extent in shape:
-                    size *= extent
+                size = kind.itemsize * math.prod(shape)
                 for found, block in ((self.views, target), (self.host, source)):
                     found[name] = block[at : at + size].view(kind).view(shape)
                 at += aligned(size)
