@@ -11,7 +11,7 @@ _library.define(
     "attention(Tensor q, Tensor k, Tensor v, float scale, int window=0, float softcap=0.0, Tensor? sinks=None, "
     'bool causal=True, str state="kv") -> Tensor'
 )
-_library.define("spread(Tensor table, str form) -> Tensor")
+_library.define("spread(Tensor table, str form, bool exact=False) -> Tensor")
 _library.define("rope_table(Tensor positions, Tensor inv_freq, float scale=1.0) -> (Tensor, Tensor)")
 
 
@@ -25,11 +25,11 @@ def _attention(
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
-def _spread(table: Tensor, form: str) -> Tensor:
-    """A table of cosines or sines [.., F] in the model's dtype, as a module has it. form: "halves": twice, one after
-    the other; "pairs": each number twice; "plain": as it is."""
+def _spread(table: Tensor, form: str, exact: bool = False) -> Tensor:
+    """A table of cosines or sines [.., F], as a module has it. form: "halves": twice, one after the other; "pairs":
+    each number twice; "plain": as it is. exact: it stays float32, else it is rounded to the model's dtype."""
     width = table.shape[-1] * (1 if form == "plain" else 2)
-    return table.new_empty(*table.shape[:-1], width, dtype=torch.bfloat16)
+    return table.new_empty(*table.shape[:-1], width, dtype=torch.float32 if exact else torch.bfloat16)
 
 
 def _rope_table(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -45,10 +45,10 @@ spread = torch.ops.graphllm_leaf.spread.default
 rope_table = torch.ops.graphllm_leaf.rope_table.default
 
 
-def spread_out(table: Tensor, form: str, dtype: torch.dtype) -> Tensor:
-    """What `spread` stands for."""
+def spread_out(table: Tensor, form: str, exact: bool = False, *, dtype: torch.dtype) -> Tensor:
+    """What `spread` stands for, in a model of a dtype."""
     if form == "halves":
         table = torch.cat((table, table), -1)
     elif form == "pairs":
         table = table.repeat_interleave(2, -1)
-    return table.to(dtype)
+    return table if exact else table.to(dtype)

@@ -35,7 +35,7 @@ class Recipe(NamedTuple):
 
     def run(self, w: SimpleNamespace, ctx: ForwardContext, x: Tensor | None = None) -> tuple[Tensor, ...]:
         """The unit's results. w: its parameters by name. The dtype of x, or else of a parameter, is the model's."""
-        dtype = x.dtype if x is not None else self._dtype(w)
+        dtype, device = self._made_of(w, x)
         env: dict[Node, Any] = {}
         for node in self.graph.nodes:
             if node.op == "placeholder":
@@ -44,13 +44,20 @@ class Recipe(NamedTuple):
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
             if node.op == "output":
                 return tuple(args[0])
-            args, kwargs = tree_map(lambda v: dtype if v is MODEL_DTYPE else v, (args, kwargs))
+            args, kwargs = tree_map(lambda v: _placed(v, dtype, device), (args, kwargs))
             env[node] = _call(node.target, args, kwargs, ctx, dtype)
         raise AssertionError("a recipe has no output")
 
-    def _dtype(self, w: SimpleNamespace) -> torch.dtype:
+    def _made_of(self, w: SimpleNamespace, x: Tensor | None) -> tuple[torch.dtype, torch.device]:
+        """The model's dtype and device."""
         names = (name for name, weight in self.weights.items() if weight.dtype == "model")
-        return getattr(w, next(names)).dtype  # type: ignore[no-any-return]
+        of = x if x is not None else getattr(w, next(names))
+        return of.dtype, of.device
+
+
+def _placed(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """An argument of a call, with the model's dtype and device in the places of a recipe's."""
+    return dtype if value is MODEL_DTYPE else device if isinstance(value, torch.device) else value
 
 
 def _given(label: str, w: SimpleNamespace, ctx: ForwardContext, x: Tensor | None) -> Any:
