@@ -25,7 +25,7 @@ from graphllm.ops.attention.rope import rope
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.norms.layer_norm import layer_norm
 from graphllm.ops.norms.rms_norm import rms_norm
-from graphllm.weights.plan.expr import Values
+from graphllm.weights.plan.expr import Read
 from graphllm.weights.plan.plan import Entry, WeightPlan
 from graphllm.weights.plan.shard import shard_plan
 
@@ -55,7 +55,7 @@ def local(recipe: Recipe, shapes: Shapes, degree: int, experts_apart: bool) -> R
 
 def _divided(name: str, weight: Weight, degree: int) -> tuple[Weight, Share | None]:
     """A weight of the rank's shape, and its share."""
-    whole = Values((0.0,), weight.shape)
+    whole = Read((name,), weight.shape)
     entry = Entry(
         name, weight.shape, "float32", whole, weight.shard, weight.segments, weight.expert_axis, heads=weight.heads
     )
