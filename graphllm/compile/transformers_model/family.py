@@ -49,7 +49,9 @@ def adopted(model_config: Mapping[str, Any]) -> Model:
     """The family of a config.json whose model transformers has. Raises ConfigError where it has none that generates
     text, or a repository would bring the code."""
     model_class(model_config)
-    return _Traced(architectures=strings(model_config, "architectures"), config=_config, graphs=(_GRAPH,), shardable=("degree",))
+    return _Traced(
+        architectures=strings(model_config, "architectures"), config=_config, graphs=(_GRAPH,), shardable=("degree",)
+    )
 
 
 def _config(hf: Mapping[str, Any]) -> Config:

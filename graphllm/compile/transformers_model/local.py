@@ -202,7 +202,9 @@ class _Local:
             if len(shares) != len(node.args[0]):  # type: ignore[arg-type]
                 raise self._refused(node, "shares and whole values are concatenated")
             return Share(
-                dim, tuple(itertools.chain(*(s.whole for s in shares))), tuple(itertools.chain(*(s.own for s in shares)))
+                dim,
+                tuple(itertools.chain(*(s.whole for s in shares))),
+                tuple(itertools.chain(*(s.own for s in shares))),
             )
         return share._replace(dim=rank - behind)
 
