@@ -25,8 +25,12 @@ _FAR = 1 << 20  # a position after every window
 _INERT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "dropout"}
 
 
-class MaskRead(Exception):
+class MaskReadError(Exception):
     """A model's code takes a mask for a tensor."""
+
+
+class StateReadError(Exception):
+    """A model's code asks a cache for something other than keys and values."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,13 @@ class Mask:
     known: bool = True
 
     def _read(self, *_: Any) -> Any:
-        raise MaskRead
+        raise MaskReadError
 
     __add__ = __radd__ = __mul__ = __rmul__ = __getitem__ = _read
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(Tensor, name) and not name.startswith("_"):
-            raise MaskRead
+            raise MaskReadError
         raise AttributeError(name)
 
 
@@ -66,6 +70,11 @@ class NoCache(Cache):
 
     def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
         return query_length, 0
+
+    def _state(self, *_: Any, **__: Any) -> Any:
+        raise StateReadError
+
+    get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = update_indexer = _state
 
 
 @contextlib.contextmanager
