@@ -1,0 +1,240 @@
+"""Cleaning: calls that change nothing go, calls that say the same in several ways get one form, equal calls become one.
+
+The forms that later steps know: `to.dtype` is the only cast; `reshape` with -1 for the tokens the only other shape; parts of a
+dimension are `slice`, single entries `select`, with dimensions and bounds that are not negative.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from graphllm.compile.transformers_model.recognize.draft import Draft, argument, aten, extents, is_tensor, value
+
+_SAME = (
+    aten.alias.default, aten.contiguous.default, aten.clone.default, aten.detach.default, aten.lift_fresh.default,
+    aten.view_as.default,
+)  # fmt: skip
+_CASTS = (aten.to.dtype, aten.to.other, aten.type_as.default, aten._to_copy.default, aten.to.dtype_layout)
+_RESHAPES = (
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
+    aten.unflatten.int,
+)  # fmt: skip
+_PARTS = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.unbind.int)
+
+
+def clean(draft: Draft) -> None:
+    """Bring a graph to the forms above."""
+    for node in list(draft.graph.nodes):
+        if node.op != "call_function":
+            continue
+        change = _rule(node)
+        made = change(draft, node) if change else None
+        if made is not None:
+            draft.replace(node, made)
+    draft.drop_unread()
+    _join_equal(draft)
+
+
+def _rule(node: Node) -> Callable[[Draft, Node], Node | None] | None:
+    target = node.target
+    if target in _SAME:
+        return lambda draft, n: n.args[0] if extents(n) == extents(n.args[0]) else None
+    if target in (aten.dropout.default, aten.native_dropout.default):
+        return lambda draft, n: n.args[0] if not n.args[2] or n.args[1] == 0 else None
+    return _RULES.get(target)
+
+
+def _cast(draft: Draft, node: Node) -> Node | None:
+    """A cast as to.dtype; one to the dtype that the value has is none."""
+    x: Any = node.args[0]
+    if value(x).dtype == value(node).dtype:
+        return x  # type: ignore[no-any-return]
+    if x.op == "call_function" and x.target is aten.to.dtype and _holds(value(x).dtype, value(x.args[0]).dtype):
+        x = x.args[0]  # a wider number in between changes nothing
+        if value(x).dtype == value(node).dtype:
+            return x  # type: ignore[no-any-return]
+    return draft.insert(node, aten.to.dtype, x, value(node).dtype)
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every number of one dtype is one of the other. bfloat16 stands for the model's, which may be float16."""
+    return wide == torch.float32 and narrow == torch.bfloat16
+
+
+def _reshape(draft: Draft, node: Node) -> Node | None:
+    """A reshape to plain sizes, of what is not one itself."""
+    x: Any = node.args[0]
+    while x.op == "call_function" and x.target is aten.reshape.default:
+        x = x.args[0]
+    shape = value(node).shape
+    if extents(x) == extents(node):
+        return x  # type: ignore[no-any-return]
+    sizes = sizes_of(shape)
+    if sizes is None or (node.target is aten.reshape.default and x is node.args[0] and list(node.args[1]) == sizes):
+        return None
+    return draft.insert(node, aten.reshape.default, x, sizes)
+
+
+def sizes_of(shape: torch.Size) -> list[int] | None:
+    """A shape as a reshape takes it, with -1 for the size that depends on the tokens; None where several do."""
+    sizes = [size if isinstance(size, int) else -1 for size in shape]
+    return sizes if sizes.count(-1) <= 1 else None
+
+
+def _slice(draft: Draft, node: Node) -> Node | None:
+    x: Any = node.args[0]
+    dim, start, stop = (argument(node, i, n, d) for i, n, d in ((1, "dim", 0), (2, "start", None), (3, "end", None)))
+    step = argument(node, 4, "step", 1)
+    dim %= value(x).dim()
+    size = value(x).shape[dim]
+    if not isinstance(size, int):
+        return x if start in (None, 0) and stop in (None, 2**63 - 1) and step == 1 else None
+    start, stop, _ = slice(start, stop).indices(size)
+    if (start, stop, step) == (0, size, 1):
+        return x  # type: ignore[no-any-return]
+    if step == 1 and (part := _part_of(x, dim)) is not None:
+        x, first = part
+        start, stop = start + first, stop + first
+    wanted = (x, dim, start, stop) if step == 1 else (x, dim, start, stop, step)
+    return None if node.args == wanted else draft.insert(node, aten.slice.Tensor, *wanted)
+
+
+def _part_of(x: Node, dim: int) -> tuple[Node, int] | None:
+    """What a slice is cut out of, and where it begins there."""
+    if x.op != "call_function" or x.target is not aten.slice.Tensor or len(x.args) != 4 or x.args[1] != dim:
+        return None
+    return x.args[0], x.args[2]  # type: ignore[return-value]
+
+
+def _element(draft: Draft, node: Node) -> Node | None:
+    """An entry of a list of parts, as a part."""
+    parts, index = node.args
+    if not isinstance(parts, Node) or parts.op != "call_function" or parts.target not in _PARTS:
+        return None
+    x: Any = parts.args[0]
+    by_number = parts.target is aten.unbind.int
+    dim = argument(parts, 1 if by_number else 2, "dim", 0) % value(x).dim()
+    if by_number:
+        return draft.insert(node, aten.select.int, x, dim, index)
+    sizes = [v.shape[dim] for v in parts.meta["val"]]
+    if not all(isinstance(s, int) for s in sizes):
+        return None
+    start = sum(sizes[:index])  # type: ignore[misc]
+    part = draft.insert(node, aten.slice.Tensor, x, dim, start, start + sizes[index])  # type: ignore[index]
+    return _slice(draft, part) or part
+
+
+def _select(draft: Draft, node: Node) -> Node | None:
+    x, dim, index = node.args
+    at = dim % value(x).dim()  # type: ignore[arg-type,operator]
+    size = value(x).shape[at]  # type: ignore[arg-type]
+    index = index % size if isinstance(size, int) and isinstance(index, int) else index  # type: ignore[operator]
+    return None if (at, index) == tuple(node.args[1:]) else draft.insert(node, aten.select.int, x, at, index)
+
+
+def _transpose(draft: Draft, node: Node) -> Node | None:
+    x, a, b = node.args
+    rank = value(x).dim()  # type: ignore[arg-type]
+    low, high = sorted((a % rank, b % rank))  # type: ignore[operator]
+    if low == high:
+        return x  # type: ignore[return-value]
+    inner: Any = x
+    if inner.op == "call_function" and inner.target is aten.transpose.int and inner.args[1:] == (low, high):
+        return inner.args[0]  # type: ignore[no-any-return]
+    return None if (low, high) == (a, b) else draft.insert(node, aten.transpose.int, x, low, high)
+
+
+def _permute(draft: Draft, node: Node) -> Node | None:
+    x, dims = node.args
+    order = [d % len(dims) for d in dims]  # type: ignore[union-attr,arg-type,operator]
+    moved = [i for i, d in enumerate(order) if d != i]
+    if not moved:
+        return x  # type: ignore[return-value]
+    if len(moved) != 2:
+        return None
+    made = draft.insert(node, aten.transpose.int, x, *moved)
+    return _transpose(draft, made) or made
+
+
+def _times(draft: Draft, node: Node) -> Node | None:
+    """A factor of 1 changes nothing."""
+    for x, factor in (node.args, node.args[::-1]):
+        if not isinstance(factor, Node) and factor == 1 and is_tensor(x) and _alike(x, node):
+            return x  # type: ignore[return-value]
+    return None
+
+
+def _divided(draft: Draft, node: Node) -> Node | None:
+    x, factor = node.args[:2]
+    return x if not isinstance(factor, Node) and factor == 1 and _alike(x, node) else None  # type: ignore[return-value]
+
+
+def _plus(draft: Draft, node: Node) -> Node | None:
+    for x, term in (node.args, node.args[::-1]):
+        if not isinstance(term, Node) and term == 0 and is_tensor(x) and _alike(x, node):
+            return x  # type: ignore[return-value]
+    return None
+
+
+def _joined(draft: Draft, node: Node) -> Node | None:
+    """Parts without entries are none."""
+    parts: Any = node.args[0]
+    dim = argument(node, 1, "dim", 0) % value(node).dim()
+    kept = [p for p in parts if not (isinstance(value(p).shape[dim], int) and value(p).shape[dim] == 0)]
+    if len(kept) == 1:
+        return kept[0]  # type: ignore[no-any-return]
+    return None if len(kept) == len(parts) and argument(node, 1, "dim", 0) == dim else draft.insert(
+        node, aten.cat.default, kept, dim
+    )
+
+
+def _unsqueezed(draft: Draft, node: Node) -> Node | None:
+    x, dim = node.args
+    at = dim % value(node).dim()  # type: ignore[operator]
+    return None if at == dim else draft.insert(node, aten.unsqueeze.default, x, at)
+
+
+def _expanded(draft: Draft, node: Node) -> Node | None:
+    x: Any = node.args[0]
+    return x if extents(x) == extents(node) else None
+
+
+def _alike(x: Any, node: Node) -> bool:
+    return is_tensor(x) and value(x).dtype == value(node).dtype and extents(x) == extents(node)
+
+
+_RULES: dict[Any, Callable[[Draft, Node], Node | None]] = {
+    **dict.fromkeys(_CASTS, _cast),
+    **dict.fromkeys(_RESHAPES, _reshape),
+    aten.slice.Tensor: _slice,
+    operator.getitem: _element,
+    aten.select.int: _select,
+    aten.transpose.int: _transpose,
+    aten.permute.default: _permute,
+    aten.mul.Tensor: _times,
+    aten.mul.Scalar: _times,
+    aten.div.Tensor: _divided,
+    aten.add.Tensor: _plus,
+    aten.cat.default: _joined,
+    aten.unsqueeze.default: _unsqueezed,
+    aten.expand.default: _expanded,
+}
+
+
+def _join_equal(draft: Draft) -> None:
+    """One call in place of equal ones. All calls of a traced layer are pure, attention reads its own."""
+    seen: dict[str, Node] = {}
+    for node in list(draft.graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or (schema is not None and schema.is_mutable):
+            continue
+        key = repr((str(node.target), node.args, sorted(node.kwargs.items())))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            draft.replace(node, first)
+    draft.drop_unread()

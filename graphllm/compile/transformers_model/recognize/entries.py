@@ -1,0 +1,226 @@
+"""Entries: what stands in each place of a value's last dimension, as a sum of products of entries of other values.
+
+However a model writes a rotation (halves, pairs, slices, stacks, products by parts), its entries are the same sums, so
+one comparison knows them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.fx import Node
+
+from graphllm.compile.transformers_model import leaf_ops
+from graphllm.compile.transformers_model.recognize.draft import argument, aten, extents, is_tensor, value
+
+Factor = tuple[Node, int]
+"""An entry of a value that is not looked into."""
+
+Product = tuple[Factor, ...]
+"""Ordered by the factors' names."""
+
+MOST_PRODUCTS = 4  # of an entry; a rotation has two
+
+
+class Sum(NamedTuple):
+    """Of products, each with its coefficient; ordered, without zeros."""
+
+    terms: tuple[tuple[Product, float], ...]
+
+    def __add__(self, other: Sum) -> Sum:  # type: ignore[override]
+        total = dict(self.terms)
+        for product, coefficient in other.terms:
+            total[product] = total.get(product, 0.0) + coefficient
+        return _sum(total)
+
+    def __mul__(self, other: Sum) -> Sum:  # type: ignore[override]
+        total: dict[Product, float] = {}
+        for a, p in self.terms:
+            for b, q in other.terms:
+                product = tuple(sorted((*a, *b), key=lambda f: (f[0].name, f[1])))
+                total[product] = total.get(product, 0.0) + p * q
+        return _sum(total)
+
+    def times(self, number: float) -> Sum:
+        """Each coefficient times a number."""
+        return _sum({product: number * c for product, c in self.terms})
+
+
+def _sum(terms: dict[Product, float]) -> Sum:
+    kept = {p: c for p, c in terms.items() if c}
+    if len(kept) > MOST_PRODUCTS:
+        raise _TooMany
+    return Sum(tuple(sorted(kept.items(), key=lambda t: [(f[0].name, f[1]) for f in t[0]])))
+
+
+class _TooMany(Exception):
+    """An entry is no short sum."""
+
+
+class Entries:
+    """Reads the entries of values, with their results kept. tables: values that are looked into no further, beside
+    parameters and what other ops make."""
+
+    def __init__(self) -> None:
+        self._known: dict[Node, tuple[int, np.ndarray] | None] = {}
+
+    def of(self, node: Node) -> np.ndarray | None:
+        """The sums in the places of the last dimension of [T, H, E], an array [E]; None where they are not known."""
+        try:
+            lead, sums = self._read(node)
+        except _TooMany:
+            return None
+        return sums if sums.ndim == 1 and lead == value(node).dim() - 1 else None
+
+    def _read(self, node: Node) -> tuple[int, np.ndarray]:
+        """How many dimensions lead, and the sums of the others."""
+        if node not in self._known:
+            rule = _RULES.get(node.target) if node.op == "call_function" else None
+            self._known[node] = rule(self, node) if rule else None
+        return self._known[node] or self._whole(node)
+
+    def _whole(self, node: Node) -> tuple[int, np.ndarray]:
+        width = value(node).shape[-1]
+        if not isinstance(width, int):
+            raise _TooMany
+        found = (value(node).dim() - 1, _array([Sum(((((node, i),), 1.0),)) for i in range(width)]))
+        self._known[node] = found
+        return found
+
+
+Read = tuple[int, np.ndarray]
+
+
+def _array(sums: list[Sum]) -> np.ndarray:
+    made = np.empty(len(sums), dtype=object)
+    made[:] = [_Held(s) for s in sums]
+    return made
+
+
+class _Held:
+    """A sum in an array of numpy, which would look into a tuple."""
+
+    __slots__ = ("sum",)
+
+    def __init__(self, held: Sum) -> None:
+        self.sum = held
+
+
+_add = np.frompyfunc(lambda a, b: _Held(a.sum + b.sum), 2, 1)
+_multiply = np.frompyfunc(lambda a, b: _Held(a.sum * b.sum), 2, 1)
+_scale = np.frompyfunc(lambda a, number: _Held(a.sum.times(number)), 2, 1)
+
+
+def sums(entries: np.ndarray) -> list[Sum]:
+    """The sums of an array [E]."""
+    return [held.sum for held in entries]
+
+
+def _spread(reader: Entries, node: Node) -> Read | None:
+    """A table in the model's dtype: its entries, each once or twice."""
+    table, form = node.args[:2]
+    lead, own = reader._read(table)  # type: ignore[arg-type]
+    if form == "halves":
+        return lead, np.concatenate([own, own])
+    return lead, np.repeat(own, 2) if form == "pairs" else own
+
+
+def _same(reader: Entries, node: Node) -> Read | None:
+    return reader._read(node.args[0])  # type: ignore[arg-type]
+
+
+def _negative(reader: Entries, node: Node) -> Read | None:
+    lead, own = reader._read(node.args[0])  # type: ignore[arg-type]
+    return lead, _scale(own, -1.0)
+
+
+def _two(combine: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[[Entries, Node], Read | None]:
+    """Of two values with the same entries, or of a value and a number."""
+
+    def rule(reader: Entries, node: Node) -> Read | None:
+        if node.kwargs or len(node.args) != 2 or not all(is_tensor(a) for a in node.args):
+            number = next((a for a in node.args if isinstance(a, (int, float))), None)
+            if node.target is not aten.mul.Tensor or number is None or len(node.args) != 2:
+                return None
+            lead, own = reader._read(next(a for a in node.args if is_tensor(a)))  # type: ignore[arg-type]
+            return lead, _scale(own, float(number))
+        (a_lead, a), (b_lead, b) = (reader._read(v) for v in node.args)  # type: ignore[arg-type]
+        if a_lead != b_lead or a.shape != b.shape:
+            return None
+        return a_lead, combine(a, b)
+
+    return rule
+
+
+def _slice(reader: Entries, node: Node) -> Read | None:
+    x, dim, start, stop, *step = node.args
+    lead, own = reader._read(x)  # type: ignore[arg-type]
+    at = dim - lead  # type: ignore[operator]
+    if at < 0:
+        return None
+    where: list[Any] = [slice(None)] * own.ndim
+    where[at] = slice(start, stop, *step)
+    return lead, own[tuple(where)]
+
+
+def _select(reader: Entries, node: Node) -> Read | None:
+    x, dim, index = node.args
+    lead, own = reader._read(x)  # type: ignore[arg-type]
+    at = dim - lead  # type: ignore[operator]
+    return (lead, np.take(own, index, axis=at)) if at >= 0 and own.ndim > 1 else None  # type: ignore[arg-type]
+
+
+def _joined(stacked: bool) -> Callable[[Entries, Node], Read | None]:
+    def rule(reader: Entries, node: Node) -> Read | None:
+        parts = [reader._read(p) for p in node.args[0]]  # type: ignore[union-attr,arg-type]
+        lead = parts[0][0]
+        at = argument(node, 1, "dim", 0) % value(node).dim() - lead
+        if at < 0 or any(p[0] != lead or p[1].ndim != parts[0][1].ndim for p in parts):
+            return None
+        arrays = [p[1] for p in parts]
+        return lead, np.stack(arrays, at) if stacked else np.concatenate(arrays, at)
+
+    return rule
+
+
+def _view(reader: Entries, node: Node) -> Read | None:
+    x: Any = node.args[0]
+    lead, own = reader._read(x)
+    before, after = extents(x), extents(node)
+    inner = after[lead:]
+    if lead < 2 or before[:lead] != after[:lead] or not all(isinstance(s, int) for s in inner):
+        return None
+    return lead, own.reshape(tuple(inner))
+
+
+def _unsqueezed(reader: Entries, node: Node) -> Read | None:
+    x, dim = node.args
+    lead, own = reader._read(x)  # type: ignore[arg-type]
+    return (lead + 1, own) if dim <= lead else (lead, np.expand_dims(own, dim - lead))  # type: ignore[operator]
+
+
+def _repeated(reader: Entries, node: Node) -> Read | None:
+    x, times = node.args[:2]
+    lead, own = reader._read(x)  # type: ignore[arg-type]
+    dim = argument(node, 2, "dim")
+    at = None if dim is None else dim % value(node).dim() - lead
+    return (lead, np.repeat(own, times, at)) if at is not None and at >= 0 else None  # type: ignore[arg-type]
+
+
+_RULES: dict[Any, Callable[[Entries, Node], Read | None]] = {
+    leaf_ops.spread: _spread,
+    aten.to.dtype: _same,
+    aten.neg.default: _negative,
+    aten.mul.Tensor: _two(_multiply),
+    aten.add.Tensor: _two(_add),
+    aten.sub.Tensor: _two(lambda a, b: _add(a, _scale(b, -1.0))),
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.cat.default: _joined(stacked=False),
+    aten.stack.default: _joined(stacked=True),
+    aten.reshape.default: _view,
+    aten.unsqueeze.default: _unsqueezed,
+    aten.repeat_interleave.self_int: _repeated,
+}

@@ -1,0 +1,71 @@
+"""Gates: act(gate) * up becomes `swiglu` or `geglu` where gate and up are the halves of one value.
+
+Other activations stay ordinary: the compiler joins them to one kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from graphllm.compile.transformers_model.recognize.draft import Draft, aten, is_tensor, only_user, own_op, value
+from graphllm.compile.transformers_model.recognize.linears import gate_of
+from graphllm.ops.activations.geglu import geglu
+from graphllm.ops.activations.swiglu import swiglu
+
+
+def find_gates(draft: Draft) -> None:
+    """Put gated activations in the places of their products."""
+    for node in draft.calls(aten.mul.Tensor):
+        _silu(draft, node)
+    for node in draft.calls(aten.mul.Tensor):
+        if len(node.args) == 2 and all(is_tensor(a) for a in node.args):
+            for gate, up in (node.args, node.args[::-1]):
+                if _gated(draft, node, gate, up):
+                    break
+    draft.drop_unread()
+
+
+def _silu(draft: Draft, node: Node) -> None:
+    """x * sigmoid(x) as one activation."""
+    for x, factor in (node.args[:2], node.args[1::-1]):
+        if isinstance(factor, Node) and factor.target is aten.sigmoid.default and factor.args[0] is x:
+            draft.replace(node, draft.insert(node, aten.silu.default, x))
+            return
+
+
+def _gated(draft: Draft, node: Node, gate: Any, up: Any) -> bool:
+    under = gate_of(gate)
+    halves = None if under is None else _halves(under, up)
+    if under is None or halves is None:
+        return False
+    if gate.args[0] is not under or only_user(gate) is not node:
+        draft.note(node.name, "no gated op has several activations: the compiler joins them")
+        return False
+    if gate.target is aten.silu.default:
+        draft.replace(node, draft.insert(node, swiglu, gate_up_T2F=halves))
+        return True
+    if gate.target is aten.gelu.default:
+        draft.replace(node, draft.insert(node, geglu, gate_up_T2F=halves, approximate=_approximation(gate)))
+        return True
+    draft.note(node.name, f"no gated op has {gate.target}: the compiler joins it")
+    return False
+
+
+def _approximation(gate: Node) -> str:
+    return str(gate.kwargs.get("approximate", "none"))
+
+
+def _halves(gate: Node, up: Any) -> Node | None:
+    """The rows [T, 2F] that have the gate first and then what it is multiplied with."""
+    parts = []
+    for part in (gate, up):
+        if not isinstance(part, Node) or part.target is not aten.slice.Tensor or len(part.args) != 4:
+            return None
+        parts.append(part.args)
+    (x, dim, start, middle), (other, other_dim, after, stop) = parts
+    whole = value(x).dim() == 2 and own_op(x) is not None  # type: ignore[arg-type]
+    if x is not other or not whole or (dim, other_dim, start) != (1, 1, 0) or middle != after:
+        return None
+    return x if stop == value(x).shape[1] == 2 * middle else None  # type: ignore[arg-type,operator,return-value]
