@@ -15,12 +15,14 @@ from graphllm.compile.transformers_model.recognize.linears import find_linears
 from graphllm.compile.transformers_model.recognize.norms import find_norms
 from graphllm.compile.transformers_model.recognize.remains import name_remains
 from graphllm.compile.transformers_model.recognize.rotary import find_rotations
+from graphllm.compile.transformers_model.recognize.scores import find_scales
 from graphllm.compile.transformers_model.recognize.shards import divide_weights
 from graphllm.compile.transformers_model.recognize.splits import join_parts
+from graphllm.compile.transformers_model.recognize.units import drop_units
 
 _STEPS = (
-    clean, put_tokens_first, clean, find_norms, clean, find_rotations, find_embeddings, find_linears, clean, find_gates,
-    find_caps, clean,
+    clean, drop_units, put_tokens_first, clean, find_scales, find_norms, clean, find_rotations, find_embeddings,
+    find_linears, drop_units, clean, find_gates, find_caps, clean,
 )  # fmt: skip
 
 

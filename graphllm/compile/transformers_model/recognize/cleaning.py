@@ -22,7 +22,7 @@ _SAME = (
 _CASTS = (aten.to.dtype, aten.to.other, aten.type_as.default, aten._to_copy.default, aten.to.dtype_layout)
 _RESHAPES = (
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
-    aten.unflatten.int,
+    aten.unflatten.int, aten.squeeze.dim, aten.squeeze.default,
 )  # fmt: skip
 _PARTS = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.unbind.int)
 
@@ -100,8 +100,28 @@ def _slice(draft: Draft, node: Node) -> Node | None:
     if step == 1 and (part := _part_of(x, dim)) is not None:
         x, first = part
         start, stop = start + first, stop + first
-    wanted = (x, dim, start, stop) if step == 1 else (x, dim, start, stop, step)
-    return None if node.args == wanted else draft.insert(node, aten.slice.Tensor, *wanted)
+    wanted = (dim, start, stop) if step == 1 else (dim, start, stop, step)
+    if (inner := _in_fewer(x, dim)) is not None:
+        narrow, at = inner
+        part = draft.insert(node, aten.slice.Tensor, narrow, at, *wanted[1:])
+        part = _slice(draft, part) or part
+        if x.target is aten.unsqueeze.default:
+            return draft.insert(node, aten.unsqueeze.default, part, x.args[1])
+        sizes = sizes_of(value(node).shape)
+        return None if sizes is None else draft.insert(node, aten.reshape.default, part, sizes)
+    return None if node.args == (x, *wanted) else draft.insert(node, aten.slice.Tensor, x, *wanted)
+
+
+def _in_fewer(x: Node, dim: int) -> tuple[Node, int] | None:
+    """The value, and its dimension, that one with other dimensions of size one, or a reshape that leaves the last one,
+    has these entries of."""
+    if x.op != "call_function" or x.target not in (aten.unsqueeze.default, aten.reshape.default):
+        return None
+    under: Any = x.args[0]
+    if x.target is aten.unsqueeze.default:
+        return None if dim == x.args[1] else (under, dim - (dim > x.args[1]))  # type: ignore[operator]
+    same = dim == value(x).dim() - 1 and extents(x)[-1] == extents(under)[-1]
+    return (under, value(under).dim() - 1) if same else None
 
 
 def _part_of(x: Node, dim: int) -> tuple[Node, int] | None:

@@ -16,6 +16,7 @@ from graphllm.ir.op import Op, op_of
 
 aten = torch.ops.aten
 WEIGHT = "w."
+_CASTS = frozenset((aten.to.dtype, aten._to_copy.default))
 
 
 class Draft:
@@ -129,6 +130,11 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
 def own_op(node: Any) -> Op | None:
     """The op of graphllm that a node calls."""
     return op_of(node.target) if isinstance(node, Node) and node.op == "call_function" else None
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether each entry of a call's result depends on one entry of each operand, as broadcast."""
+    return node.target in _CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def last(node: Node, dim: int) -> bool:

@@ -82,7 +82,7 @@ class Entries:
         return self._known[node] or self._whole(node)
 
     def _whole(self, node: Node) -> tuple[int, np.ndarray]:
-        width = value(node).shape[-1]
+        width = extents(node)[-1] if is_tensor(node) and value(node).dim() else ""
         if not isinstance(width, int):
             raise _TooMany
         found = (value(node).dim() - 1, _array([Sum(((((node, i),), 1.0),)) for i in range(width)]))

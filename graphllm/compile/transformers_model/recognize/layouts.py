@@ -7,16 +7,11 @@ from typing import Any
 
 from torch.fx import Node, map_arg
 
-from graphllm.compile.transformers_model.recognize.draft import Draft, argument, aten, extents, is_tensor, value
+from graphllm.compile.transformers_model.recognize.draft import (
+    Draft, argument, aten, extents, is_pointwise, is_tensor, value,
+)  # fmt: skip
 
-# Calls that treat all entries, or all rows of the last dimension, alike. Their dimensions are arguments by these places.
-_POINTWISE = frozenset((
-    aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor, aten.neg.default, aten.to.dtype,
-    aten.pow.Tensor_Scalar, aten.rsqrt.default, aten.sqrt.default, aten.square.default, aten.tanh.default,
-    aten.sigmoid.default, aten.silu.default, aten.gelu.default, aten.relu.default, aten.reciprocal.default,
-    aten.exp.default, aten.mul.Scalar, aten.add.Scalar, aten.sub.Scalar, aten.div.Scalar,
-    aten.clamp.default, aten.clamp_min.default, aten.abs.default,
-))  # fmt: skip
+# Calls along one dimension, which is the argument in this place.
 _ALONG_LAST = {aten.slice.Tensor: 1, aten.cat.default: 1, aten.repeat_interleave.self_int: 2}
 _OVER_LAST = frozenset((aten.layer_norm.default, aten.rms_norm.default))
 _REDUCED = frozenset((aten.mean.dim, aten.sum.dim_IntList, aten.amax.default))
@@ -66,12 +61,12 @@ def _compute(draft: Draft, node: Node, known: dict[Node, Node | None]) -> Node |
         if len(node.args[1]) != rank - 2:  # type: ignore[arg-type]
             return None
         return _with_first(draft, node, known)
-    elif target not in _POINTWISE:
+    elif not is_pointwise(node):
         return None
     made: dict[Node, Node] = {}
     for operand in node.all_input_nodes:
         own = value(operand).dim()
-        if own < rank - 1 and target in _POINTWISE:
+        if own < rank - 1 and is_pointwise(node):
             made[operand] = operand  # a parameter of the last dimensions
             continue
         other = _turned(draft, operand, known) if own == rank else None

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from graphllm.compile.transformers_model import leaf_ops
 from graphllm.compile.transformers_model.recognize.draft import (
-    Draft, aten, extents, is_tensor, own_op, value,
+    Draft, aten, extents, is_pointwise, is_tensor, own_op, value,
 )  # fmt: skip
 from graphllm.compile.transformers_model.recognize.linears import projection_of
 from graphllm.ops.activations.geglu import geglu
@@ -28,12 +28,6 @@ from graphllm.ops.norms.layer_norm import layer_norm
 from graphllm.ops.norms.rms_norm import rms_norm
 
 _COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise")
-_ENTRYWISE = frozenset((
-    aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor, aten.neg.default, aten.to.dtype,
-    aten.silu.default, aten.gelu.default, aten.relu.default, aten.square.default, aten.sigmoid.default,
-    aten.tanh.default, aten.pow.Tensor_Scalar, aten.clamp.default, aten.elu.default, aten.softplus.default,
-    aten.exp.default, aten.mish.default,
-))  # fmt: skip
 _OF_HEADS = frozenset((
     aten.reshape.default, aten.slice.Tensor, aten.select.int, aten.split_with_sizes.default, operator.getitem,
     aten.cat.default, aten.unsqueeze.default, aten.stack.default,
@@ -131,7 +125,7 @@ def _only_entries(call: Node) -> bool:
     """Whether nothing but activations and products of entries lies between a linear and further ones."""
     between = _divided(call)
     return all(
-        n is call or n.target in _ENTRYWISE or own_op(n) in (swiglu, geglu) or n.target is aten.slice.Tensor
+        n is call or is_pointwise(n) or own_op(n) in (swiglu, geglu, rms_norm) or n.target is aten.slice.Tensor
         for n in between
     )
 
@@ -185,7 +179,7 @@ def _works_on_shares(draft: Draft, node: Node, divided: set[Node]) -> bool:
         return divided.issuperset(node.args[:3])  # type: ignore[arg-type]
     if node.target in _OF_HEADS:
         return True
-    if node.target not in _ENTRYWISE:
+    if not is_pointwise(node):
         return False
     return all(a in divided or _broadcasts(draft, a, node) for a in node.all_input_nodes)
 
@@ -209,23 +203,23 @@ def _divide_operands(draft: Draft, node: Node, divided: set[Node]) -> None:
     if own_op(node) is rms_norm:
         given = rms_norm.bind(node.args, node.kwargs)
         if value(given["x"]).dim() == 2 and draft.weight_of(given["weight"]) is not None:
-            draft.change(given["weight"], shard="output", heads=_heads_after(node))
+            draft.change(given["weight"], shard="output", heads=_heads_of_row(node))
     elif node.target is leaf_ops.attention:
         sinks = node.args[6] if len(node.args) > 6 else node.kwargs.get("sinks")
         if draft.weight_of(sinks) is not None:
             draft.change(sinks, shard="output", heads=(int(extents(node)[1]),))  # type: ignore[arg-type]
-    elif node.target in _ENTRYWISE:
+    elif is_pointwise(node):
         for operand in node.all_input_nodes:
             if draft.weight_of(operand) is not None and value(operand).dim() == 1:
                 draft.change(operand, shard="output")
 
 
-def _heads_after(norm: Node) -> tuple[int, ...]:
-    """How many heads a normalized row is split into."""
-    for user in norm.users:
-        if user.target is aten.reshape.default and value(user).dim() == 3:
-            return (int(extents(user)[1]),)
-    return ()
+def _heads_of_row(norm: Node) -> tuple[int, ...]:
+    """How many heads a normalized row has: it is split into them, or was joined of them."""
+    rows = rms_norm.bind(norm.args, norm.kwargs)["x"]
+    beside = [u for u in norm.users if u.target is aten.reshape.default]
+    beside += rows.args[:1] if rows.target is aten.reshape.default else []
+    return next(((int(extents(n)[1]),) for n in beside if value(n).dim() == 3), ())
 
 
 def _names(draft: Draft, call: Node) -> str:
