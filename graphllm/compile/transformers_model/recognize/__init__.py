@@ -10,6 +10,7 @@ from graphllm.compile.transformers_model.recognize.cleaning import clean
 from graphllm.compile.transformers_model.recognize.draft import Draft
 from graphllm.compile.transformers_model.recognize.embeddings import find_embeddings
 from graphllm.compile.transformers_model.recognize.gates import find_gates
+from graphllm.compile.transformers_model.recognize.head_norms import join_head_norms
 from graphllm.compile.transformers_model.recognize.layouts import put_tokens_first
 from graphllm.compile.transformers_model.recognize.linears import find_linears
 from graphllm.compile.transformers_model.recognize.norms import find_norms
@@ -21,8 +22,8 @@ from graphllm.compile.transformers_model.recognize.splits import join_parts
 from graphllm.compile.transformers_model.recognize.units import drop_units
 
 _STEPS = (
-    clean, drop_units, put_tokens_first, clean, find_scales, find_norms, clean, find_rotations, find_embeddings,
-    find_linears, drop_units, clean, find_gates, find_caps, clean,
+    clean, join_head_norms, drop_units, put_tokens_first, clean, find_scales, find_norms, clean, find_rotations,
+    find_embeddings, find_linears, drop_units, clean, find_gates, find_caps, clean,
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Cleaning: calls that change nothing go, calls that say the same in several ways get one form, equal calls become one.
 
-The forms that later steps know: `to.dtype` is the only cast; `reshape` with -1 for the tokens the only other shape; parts of a
-dimension are `slice`, single entries `select`, with dimensions and bounds that are not negative.
+The forms that later steps know: `to.dtype` is the only cast; `reshape` with -1 for the tokens the only change of
+shape; parts of a dimension are `slice`, single entries `select`, with dimensions and bounds that are not negative.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graphllm.compile.transformers_model.recognize.draft import Draft, argument, aten, extents, is_tensor, value
+from graphllm.compile.transformers_model.recognize.draft import (
+    Draft,
+    argument,
+    aten,
+    extents,
+    is_tensor,
+    only_user,
+    value,
+)
 
 _SAME = (
     aten.alias.default, aten.contiguous.default, aten.clone.default, aten.detach.default, aten.lift_fresh.default,
@@ -24,6 +32,7 @@ _RESHAPES = (
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
     aten.unflatten.int, aten.squeeze.dim, aten.squeeze.default,
 )  # fmt: skip
+_ROUNDED_ONCE = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.neg.default)
 _PARTS = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.unbind.int)
 
 
@@ -58,7 +67,24 @@ def _cast(draft: Draft, node: Node) -> Node | None:
         x = x.args[0]  # a wider number in between changes nothing
         if value(x).dtype == value(node).dtype:
             return x  # type: ignore[no-any-return]
+    if (made := _computed_narrow(draft, node, x)) is not None:
+        return made
     return draft.insert(node, aten.to.dtype, x, value(node).dtype)
+
+
+def _computed_narrow(draft: Draft, node: Node, x: Node) -> Node | None:
+    """One sum or product of widened numbers that is rounded at once, in their own dtype: that rounds once, too."""
+    if x.target not in _ROUNDED_ONCE or only_user(x) is not node or x.kwargs:
+        return None
+    operands: list[Any] = []
+    for a in x.args:
+        if isinstance(a, Node):
+            if a.target is not aten.to.dtype or not _holds(value(a).dtype, value(a.args[0]).dtype):
+                return None
+            a = a.args[0]
+        operands.append(a)
+    same = all(value(a).dtype == value(node).dtype for a in operands if isinstance(a, Node))
+    return draft.insert(node, x.target, *operands) if same else None
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
@@ -69,7 +95,7 @@ def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
 def _reshape(draft: Draft, node: Node) -> Node | None:
     """A reshape to plain sizes, of what is not one itself."""
     x: Any = node.args[0]
-    while x.op == "call_function" and x.target is aten.reshape.default:
+    while x.op == "call_function" and x.target in (aten.reshape.default, aten.unsqueeze.default):
         x = x.args[0]
     shape = value(node).shape
     if extents(x) == extents(node):
@@ -181,12 +207,21 @@ def _permute(draft: Draft, node: Node) -> Node | None:
     return _transpose(draft, made) or made
 
 
+def _entries(draft: Draft, node: Node) -> Node | None:
+    """A parameter is broadcast over leading dimensions without a dimension of its own for them."""
+    for operand in node.all_input_nodes:
+        whole = operand.op == "call_function" and operand.target is aten.unsqueeze.default and operand.args[1] == 0
+        if whole and draft.weight_of(operand.args[0]) is not None and value(operand).dim() == value(node).dim():
+            node.replace_input_with(operand, operand.args[0])  # type: ignore[arg-type]
+    return None
+
+
 def _times(draft: Draft, node: Node) -> Node | None:
     """A factor of 1 changes nothing."""
     for x, factor in (node.args, node.args[::-1]):
         if not isinstance(factor, Node) and factor == 1 and is_tensor(x) and _alike(x, node):
             return x  # type: ignore[return-value]
-    return None
+    return _entries(draft, node)
 
 
 def _divided(draft: Draft, node: Node) -> Node | None:
@@ -208,8 +243,10 @@ def _joined(draft: Draft, node: Node) -> Node | None:
     kept = [p for p in parts if not (isinstance(value(p).shape[dim], int) and value(p).shape[dim] == 0)]
     if len(kept) == 1:
         return kept[0]  # type: ignore[no-any-return]
-    return None if len(kept) == len(parts) and argument(node, 1, "dim", 0) == dim else draft.insert(
-        node, aten.cat.default, kept, dim
+    return (
+        None
+        if len(kept) == len(parts) and argument(node, 1, "dim", 0) == dim
+        else draft.insert(node, aten.cat.default, kept, dim)
     )
 
 

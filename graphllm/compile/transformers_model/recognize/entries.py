@@ -6,7 +6,7 @@ one comparison knows them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,26 +51,27 @@ class Sum(NamedTuple):
 def _sum(terms: dict[Product, float]) -> Sum:
     kept = {p: c for p, c in terms.items() if c}
     if len(kept) > MOST_PRODUCTS:
-        raise _TooMany
+        raise _UnknownError
     return Sum(tuple(sorted(kept.items(), key=lambda t: [(f[0].name, f[1]) for f in t[0]])))
 
 
-class _TooMany(Exception):
-    """An entry is no short sum."""
+class _UnknownError(Exception):
+    """Entries are no short sums, or cannot be counted."""
 
 
 class Entries:
-    """Reads the entries of values, with their results kept. tables: values that are looked into no further, beside
-    parameters and what other ops make."""
+    """Reads the entries of values, with their results kept. turned: the values that depend on a table. A cast that
+    rounds is looked through only there, where it ends a rotation."""
 
-    def __init__(self) -> None:
+    def __init__(self, turned: Set[Node]) -> None:
+        self.turned = turned
         self._known: dict[Node, tuple[int, np.ndarray] | None] = {}
 
     def of(self, node: Node) -> np.ndarray | None:
         """The sums in the places of the last dimension of [T, H, E], an array [E]; None where they are not known."""
         try:
             lead, sums = self._read(node)
-        except _TooMany:
+        except _UnknownError:
             return None
         return sums if sums.ndim == 1 and lead == value(node).dim() - 1 else None
 
@@ -84,7 +85,7 @@ class Entries:
     def _whole(self, node: Node) -> tuple[int, np.ndarray]:
         width = extents(node)[-1] if is_tensor(node) and value(node).dim() else ""
         if not isinstance(width, int):
-            raise _TooMany
+            raise _UnknownError
         found = (value(node).dim() - 1, _array([Sum(((((node, i),), 1.0),)) for i in range(width)]))
         self._known[node] = found
         return found
@@ -127,8 +128,10 @@ def _spread(reader: Entries, node: Node) -> Read | None:
     return lead, np.repeat(own, 2) if form == "pairs" else own
 
 
-def _same(reader: Entries, node: Node) -> Read | None:
-    return reader._read(node.args[0])  # type: ignore[arg-type]
+def _cast(reader: Entries, node: Node) -> Read | None:
+    x: Any = node.args[0]
+    rounds = value(node).dtype.itemsize < value(x).dtype.itemsize
+    return None if rounds and x not in reader.turned else reader._read(x)
 
 
 def _negative(reader: Entries, node: Node) -> Read | None:
@@ -211,7 +214,7 @@ def _repeated(reader: Entries, node: Node) -> Read | None:
 
 _RULES: dict[Any, Callable[[Entries, Node], Read | None]] = {
     leaf_ops.spread: _spread,
-    aten.to.dtype: _same,
+    aten.to.dtype: _cast,
     aten.neg.default: _negative,
     aten.mul.Tensor: _two(_multiply),
     aten.add.Tensor: _two(_add),

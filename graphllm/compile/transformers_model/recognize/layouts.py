@@ -8,7 +8,13 @@ from typing import Any
 from torch.fx import Node, map_arg
 
 from graphllm.compile.transformers_model.recognize.draft import (
-    Draft, argument, aten, extents, is_pointwise, is_tensor, value,
+    Draft,
+    argument,
+    aten,
+    extents,
+    is_pointwise,
+    is_tensor,
+    value,
 )  # fmt: skip
 
 # Calls along one dimension, which is the argument in this place.

@@ -6,7 +6,7 @@ multiplied with. A projection that the checkpoint stores merged gets the segment
 
 from __future__ import annotations
 
-import os.path
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,15 @@ from torch.fx import Node
 
 from graphllm.compile.transformers_model import leaf_ops
 from graphllm.compile.transformers_model.recognize.draft import (
-    Draft, argument, aten, extents, is_tensor, last, own_op, value,
+    Draft,
+    argument,
+    aten,
+    extents,
+    is_pointwise,
+    is_tensor,
+    last,
+    own_op,
+    value,
 )  # fmt: skip
 from graphllm.ir import Weight
 from graphllm.ops.attention.rope import rope
@@ -43,11 +51,28 @@ def find_linears(draft: Draft) -> None:
     for node in draft.calls(aten.addmm.default):
         _transposed(draft, node)
     draft.drop_unread()
+    _keep_routers_exact(draft)
     for attention in draft.calls(leaf_ops.attention):
+        for rows in attention.args[:3]:
+            if isinstance(rows, Node) and rows.target is aten.unsqueeze.default and rows.args[1] == 1:
+                _, count, size = extents(rows)  # one head
+                draft.replace(rows, draft.insert(rows, aten.reshape.default, rows.args[0], [-1, count, size]))
         _merge_projections(draft, attention)
     for product in draft.calls(aten.mul.Tensor):
         _merge_gate(draft, product)
     draft.drop_unread()
+
+
+def _keep_routers_exact(draft: Draft) -> None:
+    """Matrices whose results are chosen from decide, so quantization leaves them as they are."""
+    for choice in draft.calls(aten.topk.default, aten.argmax.default):
+        waiting: list[Any] = [choice.args[0]]
+        while waiting:
+            node = waiting.pop()
+            if own_op(node) is linear:
+                draft.change(linear.bind(node.args, node.kwargs)["weight_OI"], exact=True)
+            elif is_pointwise(node) or node.target in (aten.softmax.int, aten.reshape.default):
+                waiting += node.all_input_nodes
 
 
 def _transposed(draft: Draft, node: Node) -> None:
@@ -77,12 +102,13 @@ def projection_of(node: Any) -> tuple[Node, int, int, tuple[Node, ...]] | None:
             if value(node).dim() == 2:
                 start, width = node.args[2], node.args[3] - node.args[2]  # type: ignore[assignment,operator]
             node = node.args[0]
-        elif node.target in (aten.reshape.default, aten.to.dtype, aten.select.int):
+        elif node.target in (aten.reshape.default, aten.to.dtype, aten.select.int, aten.clamp.default):
             node = node.args[0]
-        elif node.target in (aten.mul.Tensor, aten.div.Tensor) and not isinstance(node.args[1], Node):
-            node = node.args[0]
-        elif node.target is aten.clamp.default:
-            node = node.args[0]
+        elif node.target in (aten.mul.Tensor, aten.div.Tensor):  # by a number, or by a weight of each head
+            rows = [n for n in node.all_input_nodes if value(n).dim() == value(node).dim()]
+            if len(rows) != 1:
+                return None
+            (node,) = rows
         else:
             return None
     return None
@@ -185,10 +211,21 @@ def _merged_bias(biases: Sequence[Weight | None], sizes: Sequence[int]) -> Weigh
 def merged_name(names: Sequence[str]) -> str:
     """One name of several: what they have in common, once. "attn.q_proj.weight" and "attn.k_proj.weight" are
     "attn.q_k_proj.weight"."""
-    start = os.path.commonprefix(names)
-    start = start[: max(start.rfind("."), start.rfind("_")) + 1]
-    rest = [n.removeprefix(start) for n in names]
-    end = os.path.commonprefix([r[::-1] for r in rest])[::-1]
-    at = min((i for i in (end.find("."), end.find("_")) if i >= 0), default=len(end))
-    end = end[at:]
-    return start + "_".join(r.removesuffix(end) for r in rest) + end
+    words = [re.split(r"(?<=[._])", name) for name in names]
+    start = _shared(words)
+    ends = [w[start:][::-1] for w in words]
+    end = _shared(ends)
+    middle = "_".join("".join(e[end:][::-1]).rstrip("._") for e in ends)
+    return "".join(words[0][:start]) + middle + _separator(ends[0], end) + "".join(ends[0][:end][::-1])
+
+
+def _shared(words: Sequence[Sequence[str]]) -> int:
+    """How many words all begin with."""
+    columns = zip(*words, strict=False)
+    return next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(map(len, words)))
+
+
+def _separator(reversed_words: Sequence[str], end: int) -> str:
+    """What stands between the words that differ and the shared last ones."""
+    last = reversed_words[end] if end < len(reversed_words) else ""
+    return last[-1] if last.endswith((".", "_")) else ""

@@ -15,7 +15,13 @@ import torch
 from torch.fx import Node
 
 from graphllm.compile.transformers_model.recognize.draft import (
-    Draft, argument, aten, is_tensor, last, only_user, value,
+    Draft,
+    argument,
+    aten,
+    is_tensor,
+    last,
+    only_user,
+    value,
 )  # fmt: skip
 from graphllm.ir import Weight
 from graphllm.ops.norms.layer_norm import layer_norm

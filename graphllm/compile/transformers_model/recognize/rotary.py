@@ -33,7 +33,7 @@ class _Turned(NamedTuple):
 def find_rotations(draft: Draft) -> None:
     """Put `rope` in the places of rotations, the largest ones first."""
     turned = _dependent(draft)
-    entries = Entries()
+    entries = Entries(turned)
     for node in reversed(list(draft.graph.nodes)):
         if node not in turned or not node.users or node.target not in _LAST:
             continue
@@ -51,9 +51,9 @@ def _dependent(draft: Draft) -> set[Node]:
     """The values of heads that depend on a table, up to what is more than a rotation."""
     found: set[Node] = set()
     for node in draft.graph.nodes:
-        if node.op == "call_function" and is_tensor(node):
-            if node.target is leaf_ops.spread or any(n in found for n in node.all_input_nodes):
-                found.add(node)
+        reads = node.target is leaf_ops.spread or any(n in found for n in node.all_input_nodes)
+        if node.op == "call_function" and is_tensor(node) and reads:
+            found.add(node)
     return found
 
 

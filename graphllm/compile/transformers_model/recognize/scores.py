@@ -9,7 +9,6 @@ from torch.fx import Node
 from graphllm.compile.transformers_model import leaf_ops
 from graphllm.compile.transformers_model.recognize.draft import Draft, aten, is_tensor, only_user, value
 
-
 _THROUGH = (aten.reshape.default, aten.transpose.int)
 
 

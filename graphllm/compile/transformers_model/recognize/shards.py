@@ -7,6 +7,7 @@ such a pair begins; where it says nothing, a pair with only activations in betwe
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections.abc import Mapping
@@ -16,7 +17,13 @@ from torch.fx import Node
 
 from graphllm.compile.transformers_model import leaf_ops
 from graphllm.compile.transformers_model.recognize.draft import (
-    Draft, aten, extents, is_pointwise, is_tensor, own_op, value,
+    Draft,
+    aten,
+    extents,
+    is_pointwise,
+    is_tensor,
+    own_op,
+    value,
 )  # fmt: skip
 from graphllm.compile.transformers_model.recognize.linears import projection_of
 from graphllm.ops.activations.geglu import geglu
@@ -38,7 +45,7 @@ def divide_weights(draft: Draft, plan: Mapping[str, str]) -> None:
     """Set `shard`, `heads` and `segments` of the weights. plan: transformers' word for each pattern of module names."""
     _vocabulary(draft)
     heads = _heads(draft)
-    starts = {n: True for n in heads} | {n: False for n in _beginnings(draft, plan) if n not in heads}
+    starts = dict.fromkeys(heads, True) | {n: False for n in _beginnings(draft, plan) if n not in heads}
     backwards = [n for n in reversed(list(draft.graph.nodes)) if n in starts]
     while True:  # later ones first: where a pair ends, none begins
         blocked = next((s for s in backwards if s in starts and not _reaches(draft, s, starts)), None)
@@ -53,6 +60,8 @@ def divide_weights(draft: Draft, plan: Mapping[str, str]) -> None:
         if start in heads:
             segments, counts = heads[start]
             how |= {"heads": counts, "segments": segments}
+        elif (parts := _parts(start)) and draft.weight_of(given["weight_OI"]) is not None:
+            how["segments"] = parts
         for name in ("weight_OI", "bias_O"):
             if draft.weight_of(given[name]) is not None:
                 draft.change(given[name], **how)
@@ -101,6 +110,17 @@ def _beginnings(draft: Draft, plan: Mapping[str, str]) -> list[Node]:
     calls = [c for c in draft.calls(linear) if _shard(draft, c) is None]
     named = [c for c in calls if _word(draft, c, plan) in _COLUMNS]
     return named + [c for c in calls if not _word(draft, c, plan) and c not in named and _only_entries(c)]
+
+
+def _parts(call: Node) -> tuple[int, ...]:
+    """How many results those who read a linear take at a time, one part after the other."""
+    width = int(value(call).shape[1])
+    if any(own_op(u) in (swiglu, geglu) for u in call.users):
+        return (width // 2, width // 2)
+    cuts = {u.args[2:4] for u in call.users if u.target is aten.slice.Tensor}
+    bounds = sorted({0, width, *(c for cut in cuts for c in cut)})  # type: ignore[type-var]
+    sizes = tuple(b - a for a, b in itertools.pairwise(bounds))  # type: ignore[operator]
+    return sizes if len(sizes) > 1 else ()
 
 
 def _shard(draft: Draft, call: Node) -> str | None:
@@ -188,8 +208,8 @@ def _broadcasts(draft: Draft, operand: Node, node: Node) -> bool:
     """Whether an operand is the same for all entries, or a parameter that can be divided like them."""
     if not is_tensor(operand) or value(operand).dim() == 0 or extents(operand)[-1] == 1:
         return is_tensor(operand)
-    if draft.weight_of(operand) is not None:
-        return value(operand).dim() == 1 and value(node).dim() == 2
+    if (parameter := _parameter(draft, operand)) is not None:
+        return value(parameter).dim() == value(node).dim() - 1
     rank = value(node).dim()
     return rank == 3 and value(operand).dim() == 3 and extents(operand)[1] == 1
 
@@ -210,8 +230,18 @@ def _divide_operands(draft: Draft, node: Node, divided: set[Node]) -> None:
             draft.change(sinks, shard="output", heads=(int(extents(node)[1]),))  # type: ignore[arg-type]
     elif is_pointwise(node):
         for operand in node.all_input_nodes:
-            if draft.weight_of(operand) is not None and value(operand).dim() == 1:
-                draft.change(operand, shard="output")
+            parameter = _parameter(draft, operand)
+            if parameter is None or value(parameter).dim() != value(node).dim() - 1 or extents(parameter)[-1] == 1:
+                continue
+            heads = () if value(parameter).dim() == 1 else (int(extents(parameter)[0]),)
+            draft.change(parameter, shard="output", heads=heads)
+
+
+def _parameter(draft: Draft, node: Node) -> Node | None:
+    """The parameter that an operand is, maybe in another dtype."""
+    while node.op == "call_function" and node.target is aten.to.dtype:
+        node = node.args[0]  # type: ignore[assignment]
+    return node if draft.weight_of(node) is not None else None
 
 
 def _heads_of_row(norm: Node) -> tuple[int, ...]:

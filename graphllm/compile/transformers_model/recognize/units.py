@@ -5,7 +5,12 @@ from __future__ import annotations
 from torch.fx import Node, map_arg
 
 from graphllm.compile.transformers_model.recognize.draft import (
-    Draft, aten, extents, is_pointwise, is_tensor, value,
+    Draft,
+    aten,
+    extents,
+    is_pointwise,
+    is_tensor,
+    value,
 )  # fmt: skip
 
 
