@@ -7,16 +7,17 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graphllm.compile.transformers_model.recognize.draft import Draft, aten, only_user, value
+from graphllm.compile.transformers_model.recognize.draft import Draft, args_of, aten, value
 from graphllm.ops.activations.soft_cap import soft_cap
+from graphllm.rewrite import only_user
 
 
 def find_caps(draft: Draft) -> None:
     """Put `soft_cap` in the places of cap * tanh(x / cap)."""
     for node in draft.calls(aten.tanh.default):
-        x, cap = _number(node.args[0], aten.div.Tensor)
+        x, cap = _number(args_of(node)[0], aten.div.Tensor)
         if cap is None:
-            x, inverse = _number(node.args[0], aten.mul.Tensor)
+            x, inverse = _number(args_of(node)[0], aten.mul.Tensor)
             cap = None if not inverse else 1 / inverse
         user = only_user(node)
         if x is None or cap is None or user is None:
@@ -31,7 +32,7 @@ def _number(node: Any, target: torch._ops.OpOverload) -> tuple[Node | None, floa
     """A value and the number that it is multiplied with or divided by."""
     if not isinstance(node, Node) or node.op != "call_function" or node.target is not target:
         return None, None
-    pairs = (node.args[:2], node.args[1::-1]) if target is aten.mul.Tensor else (node.args[:2],)
+    pairs = (args_of(node)[:2], args_of(node)[1::-1]) if target is aten.mul.Tensor else (args_of(node)[:2],)
     for x, number in pairs:
         if isinstance(x, Node) and isinstance(number, (int, float)):
             return x, float(number)

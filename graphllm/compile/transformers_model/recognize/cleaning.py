@@ -15,13 +15,14 @@ from torch.fx import Node
 
 from graphllm.compile.transformers_model.recognize.draft import (
     Draft,
+    args_of,
     argument,
     aten,
     extents,
     is_tensor,
-    only_user,
     value,
 )
+from graphllm.rewrite import only_user
 
 _SAME = (
     aten.alias.default, aten.contiguous.default, aten.clone.default, aten.detach.default, aten.lift_fresh.default,
@@ -52,21 +53,21 @@ def clean(draft: Draft) -> None:
 def _rule(node: Node) -> Callable[[Draft, Node], Node | None] | None:
     target = node.target
     if target in _SAME:
-        return lambda draft, n: n.args[0] if extents(n) == extents(n.args[0]) else None
+        return lambda draft, n: args_of(n)[0] if extents(n) == extents(args_of(n)[0]) else None
     if target in (aten.dropout.default, aten.native_dropout.default):
-        return lambda draft, n: n.args[0] if not n.args[2] or n.args[1] == 0 else None
+        return lambda draft, n: args_of(n)[0] if not args_of(n)[2] or args_of(n)[1] == 0 else None
     return _RULES.get(target)
 
 
 def _cast(draft: Draft, node: Node) -> Node | None:
     """A cast as to.dtype; one to the dtype that the value has is none."""
-    x: Any = node.args[0]
+    x: Any = args_of(node)[0]
     if value(x).dtype == value(node).dtype:
-        return x  # type: ignore[no-any-return]
-    if x.op == "call_function" and x.target is aten.to.dtype and _holds(value(x).dtype, value(x.args[0]).dtype):
-        x = x.args[0]  # a wider number in between changes nothing
+        return x
+    if x.op == "call_function" and x.target is aten.to.dtype and _holds(value(x).dtype, value(args_of(x)[0]).dtype):
+        x = args_of(x)[0]  # a wider number in between changes nothing
         if value(x).dtype == value(node).dtype:
-            return x  # type: ignore[no-any-return]
+            return x
     if (made := _computed_narrow(draft, node, x)) is not None:
         return made
     return draft.insert(node, aten.to.dtype, x, value(node).dtype)
@@ -77,11 +78,11 @@ def _computed_narrow(draft: Draft, node: Node, x: Node) -> Node | None:
     if x.target not in _ROUNDED_ONCE or only_user(x) is not node or x.kwargs:
         return None
     operands: list[Any] = []
-    for a in x.args:
+    for a in args_of(x):
         if isinstance(a, Node):
-            if a.target is not aten.to.dtype or not _holds(value(a).dtype, value(a.args[0]).dtype):
+            if a.target is not aten.to.dtype or not _holds(value(a).dtype, value(args_of(a)[0]).dtype):
                 return None
-            a = a.args[0]
+            a = args_of(a)[0]
         operands.append(a)
     same = all(value(a).dtype == value(node).dtype for a in operands if isinstance(a, Node))
     return draft.insert(node, x.target, *operands) if same else None
@@ -94,14 +95,15 @@ def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
 
 def _reshape(draft: Draft, node: Node) -> Node | None:
     """A reshape to plain sizes, of what is not one itself."""
-    x: Any = node.args[0]
+    x: Any = args_of(node)[0]
     while x.op == "call_function" and x.target in (aten.reshape.default, aten.unsqueeze.default):
-        x = x.args[0]
+        x = args_of(x)[0]
     shape = value(node).shape
     if extents(x) == extents(node):
-        return x  # type: ignore[no-any-return]
+        return x
     sizes = sizes_of(shape)
-    if sizes is None or (node.target is aten.reshape.default and x is node.args[0] and list(node.args[1]) == sizes):
+    first, *said = args_of(node)
+    if sizes is None or (node.target is aten.reshape.default and x is first and list(said[0]) == sizes):
         return None
     return draft.insert(node, aten.reshape.default, x, sizes)
 
@@ -113,7 +115,7 @@ def sizes_of(shape: torch.Size) -> list[int] | None:
 
 
 def _slice(draft: Draft, node: Node) -> Node | None:
-    x: Any = node.args[0]
+    x: Any = args_of(node)[0]
     dim, start, stop = (argument(node, i, n, d) for i, n, d in ((1, "dim", 0), (2, "start", None), (3, "end", None)))
     step = argument(node, 4, "step", 1)
     dim %= value(x).dim()
@@ -122,20 +124,20 @@ def _slice(draft: Draft, node: Node) -> Node | None:
         return x if start in (None, 0) and stop in (None, 2**63 - 1) and step == 1 else None
     start, stop, _ = slice(start, stop).indices(size)
     if (start, stop, step) == (0, size, 1):
-        return x  # type: ignore[no-any-return]
+        return x
     if step == 1 and (part := _part_of(x, dim)) is not None:
         x, first = part
         start, stop = start + first, stop + first
     wanted = (dim, start, stop) if step == 1 else (dim, start, stop, step)
     if (inner := _in_fewer(x, dim)) is not None:
         narrow, at = inner
-        part = draft.insert(node, aten.slice.Tensor, narrow, at, *wanted[1:])
-        part = _slice(draft, part) or part
+        cut = draft.insert(node, aten.slice.Tensor, narrow, at, *wanted[1:])
+        cut = _slice(draft, cut) or cut
         if x.target is aten.unsqueeze.default:
-            return draft.insert(node, aten.unsqueeze.default, part, x.args[1])
+            return draft.insert(node, aten.unsqueeze.default, cut, args_of(x)[1])
         sizes = sizes_of(value(node).shape)
-        return None if sizes is None else draft.insert(node, aten.reshape.default, part, sizes)
-    return None if node.args == (x, *wanted) else draft.insert(node, aten.slice.Tensor, x, *wanted)
+        return None if sizes is None else draft.insert(node, aten.reshape.default, cut, sizes)
+    return None if args_of(node) == (x, *wanted) else draft.insert(node, aten.slice.Tensor, x, *wanted)
 
 
 def _in_fewer(x: Node, dim: int) -> tuple[Node, int] | None:
@@ -143,26 +145,26 @@ def _in_fewer(x: Node, dim: int) -> tuple[Node, int] | None:
     has these entries of."""
     if x.op != "call_function" or x.target not in (aten.unsqueeze.default, aten.reshape.default):
         return None
-    under: Any = x.args[0]
+    under: Any = args_of(x)[0]
     if x.target is aten.unsqueeze.default:
-        return None if dim == x.args[1] else (under, dim - (dim > x.args[1]))  # type: ignore[operator]
+        return None if dim == args_of(x)[1] else (under, dim - (dim > args_of(x)[1]))
     same = dim == value(x).dim() - 1 and extents(x)[-1] == extents(under)[-1]
     return (under, value(under).dim() - 1) if same else None
 
 
 def _part_of(x: Node, dim: int) -> tuple[Node, int] | None:
     """What a slice is cut out of, and where it begins there."""
-    if x.op != "call_function" or x.target is not aten.slice.Tensor or len(x.args) != 4 or x.args[1] != dim:
+    if x.op != "call_function" or x.target is not aten.slice.Tensor or len(args_of(x)) != 4 or args_of(x)[1] != dim:
         return None
-    return x.args[0], x.args[2]  # type: ignore[return-value]
+    return args_of(x)[0], args_of(x)[2]
 
 
 def _element(draft: Draft, node: Node) -> Node | None:
     """An entry of a list of parts, as a part."""
-    parts, index = node.args
+    parts, index = args_of(node)
     if not isinstance(parts, Node) or parts.op != "call_function" or parts.target not in _PARTS:
         return None
-    x: Any = parts.args[0]
+    x: Any = args_of(parts)[0]
     by_number = parts.target is aten.unbind.int
     dim = argument(parts, 1 if by_number else 2, "dim", 0) % value(x).dim()
     if by_number:
@@ -170,37 +172,37 @@ def _element(draft: Draft, node: Node) -> Node | None:
     sizes = [v.shape[dim] for v in parts.meta["val"]]
     if not all(isinstance(s, int) for s in sizes):
         return None
-    start = sum(sizes[:index])  # type: ignore[misc]
-    part = draft.insert(node, aten.slice.Tensor, x, dim, start, start + sizes[index])  # type: ignore[index]
+    start = sum(sizes[:index])
+    part = draft.insert(node, aten.slice.Tensor, x, dim, start, start + sizes[index])
     return _slice(draft, part) or part
 
 
 def _select(draft: Draft, node: Node) -> Node | None:
-    x, dim, index = node.args
-    at = dim % value(x).dim()  # type: ignore[arg-type,operator]
-    size = value(x).shape[at]  # type: ignore[arg-type]
-    index = index % size if isinstance(size, int) and isinstance(index, int) else index  # type: ignore[operator]
-    return None if (at, index) == tuple(node.args[1:]) else draft.insert(node, aten.select.int, x, at, index)
+    x, dim, index = args_of(node)
+    at = dim % value(x).dim()
+    size = value(x).shape[at]
+    index = index % size if isinstance(size, int) and isinstance(index, int) else index
+    return None if (at, index) == tuple(args_of(node)[1:]) else draft.insert(node, aten.select.int, x, at, index)
 
 
 def _transpose(draft: Draft, node: Node) -> Node | None:
-    x, a, b = node.args
-    rank = value(x).dim()  # type: ignore[arg-type]
-    low, high = sorted((a % rank, b % rank))  # type: ignore[operator]
+    x, a, b = args_of(node)
+    rank = value(x).dim()
+    low, high = sorted((a % rank, b % rank))
     if low == high:
-        return x  # type: ignore[return-value]
+        return x
     inner: Any = x
-    if inner.op == "call_function" and inner.target is aten.transpose.int and inner.args[1:] == (low, high):
-        return inner.args[0]  # type: ignore[no-any-return]
+    if inner.op == "call_function" and inner.target is aten.transpose.int and args_of(inner)[1:] == (low, high):
+        return args_of(inner)[0]
     return None if (low, high) == (a, b) else draft.insert(node, aten.transpose.int, x, low, high)
 
 
 def _permute(draft: Draft, node: Node) -> Node | None:
-    x, dims = node.args
-    order = [d % len(dims) for d in dims]  # type: ignore[union-attr,arg-type,operator]
+    x, dims = args_of(node)
+    order = [d % len(dims) for d in dims]
     moved = [i for i, d in enumerate(order) if d != i]
     if not moved:
-        return x  # type: ignore[return-value]
+        return x
     if len(moved) != 2:
         return None
     made = draft.insert(node, aten.transpose.int, x, *moved)
@@ -210,39 +212,39 @@ def _permute(draft: Draft, node: Node) -> Node | None:
 def _entries(draft: Draft, node: Node) -> Node | None:
     """A parameter is broadcast over leading dimensions without a dimension of its own for them."""
     for operand in node.all_input_nodes:
-        whole = operand.op == "call_function" and operand.target is aten.unsqueeze.default and operand.args[1] == 0
-        if whole and draft.weight_of(operand.args[0]) is not None and value(operand).dim() == value(node).dim():
-            node.replace_input_with(operand, operand.args[0])  # type: ignore[arg-type]
+        whole = operand.op == "call_function" and operand.target is aten.unsqueeze.default and args_of(operand)[1] == 0
+        if whole and draft.weight_of(args_of(operand)[0]) is not None and value(operand).dim() == value(node).dim():
+            node.replace_input_with(operand, args_of(operand)[0])
     return None
 
 
 def _times(draft: Draft, node: Node) -> Node | None:
     """A factor of 1 changes nothing."""
-    for x, factor in (node.args, node.args[::-1]):
+    for x, factor in (args_of(node), args_of(node)[::-1]):
         if not isinstance(factor, Node) and factor == 1 and is_tensor(x) and _alike(x, node):
-            return x  # type: ignore[return-value]
+            return x
     return _entries(draft, node)
 
 
 def _divided(draft: Draft, node: Node) -> Node | None:
-    x, factor = node.args[:2]
-    return x if not isinstance(factor, Node) and factor == 1 and _alike(x, node) else None  # type: ignore[return-value]
+    x, factor = args_of(node)[:2]
+    return x if not isinstance(factor, Node) and factor == 1 and _alike(x, node) else None
 
 
 def _plus(draft: Draft, node: Node) -> Node | None:
-    for x, term in (node.args, node.args[::-1]):
+    for x, term in (args_of(node), args_of(node)[::-1]):
         if not isinstance(term, Node) and term == 0 and is_tensor(x) and _alike(x, node):
-            return x  # type: ignore[return-value]
+            return x
     return None
 
 
 def _joined(draft: Draft, node: Node) -> Node | None:
     """Parts without entries are none."""
-    parts: Any = node.args[0]
+    parts: Any = args_of(node)[0]
     dim = argument(node, 1, "dim", 0) % value(node).dim()
     kept = [p for p in parts if not (isinstance(value(p).shape[dim], int) and value(p).shape[dim] == 0)]
     if len(kept) == 1:
-        return kept[0]  # type: ignore[no-any-return]
+        return kept[0]
     return (
         None
         if len(kept) == len(parts) and argument(node, 1, "dim", 0) == dim
@@ -251,13 +253,13 @@ def _joined(draft: Draft, node: Node) -> Node | None:
 
 
 def _unsqueezed(draft: Draft, node: Node) -> Node | None:
-    x, dim = node.args
-    at = dim % value(node).dim()  # type: ignore[operator]
+    x, dim = args_of(node)
+    at = dim % value(node).dim()
     return None if at == dim else draft.insert(node, aten.unsqueeze.default, x, at)
 
 
 def _expanded(draft: Draft, node: Node) -> Node | None:
-    x: Any = node.args[0]
+    x: Any = args_of(node)[0]
     return x if extents(x) == extents(node) else None
 
 
@@ -290,7 +292,7 @@ def _join_equal(draft: Draft) -> None:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or (schema is not None and schema.is_mutable):
             continue
-        key = repr((str(node.target), node.args, sorted(node.kwargs.items())))
+        key = repr((str(node.target), args_of(node), sorted(node.kwargs.items())))
         first = seen.setdefault(key, node)
         if first is not node:
             draft.replace(node, first)

@@ -117,14 +117,14 @@ def is_tensor(node: Any) -> bool:
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def only_user(node: Node) -> Node | None:
-    """The node that reads a value, if it is one."""
-    return next(iter(node.users)) if len(node.users) == 1 else None
+def args_of(node: Node) -> tuple[Any, ...]:
+    """The arguments of a call by position."""
+    return node.args
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     """An argument of an aten call, given by position or by name."""
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+    return args_of(node)[position] if len(args_of(node)) > position else node.kwargs.get(name, default)
 
 
 def own_op(node: Any) -> Op | None:

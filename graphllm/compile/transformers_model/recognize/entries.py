@@ -13,7 +13,7 @@ import numpy as np
 from torch.fx import Node
 
 from graphllm.compile.transformers_model import leaf_ops
-from graphllm.compile.transformers_model.recognize.draft import argument, aten, extents, is_tensor, value
+from graphllm.compile.transformers_model.recognize.draft import args_of, argument, aten, extents, is_tensor, value
 
 Factor = tuple[Node, int]
 """An entry of a value that is not looked into."""
@@ -29,13 +29,15 @@ class Sum(NamedTuple):
 
     terms: tuple[tuple[Product, float], ...]
 
-    def __add__(self, other: Sum) -> Sum:  # type: ignore[override]
+    def plus(self, other: Sum) -> Sum:
+        """The sum of both."""
         total = dict(self.terms)
         for product, coefficient in other.terms:
             total[product] = total.get(product, 0.0) + coefficient
         return _sum(total)
 
-    def __mul__(self, other: Sum) -> Sum:  # type: ignore[override]
+    def product(self, other: Sum) -> Sum:
+        """Each term times each other one."""
         total: dict[Product, float] = {}
         for a, p in self.terms:
             for b, q in other.terms:
@@ -109,8 +111,8 @@ class _Held:
         self.sum = held
 
 
-_add = np.frompyfunc(lambda a, b: _Held(a.sum + b.sum), 2, 1)
-_multiply = np.frompyfunc(lambda a, b: _Held(a.sum * b.sum), 2, 1)
+_add = np.frompyfunc(lambda a, b: _Held(a.sum.plus(b.sum)), 2, 1)
+_multiply = np.frompyfunc(lambda a, b: _Held(a.sum.product(b.sum)), 2, 1)
 _scale = np.frompyfunc(lambda a, number: _Held(a.sum.times(number)), 2, 1)
 
 
@@ -121,21 +123,21 @@ def sums(entries: np.ndarray) -> list[Sum]:
 
 def _spread(reader: Entries, node: Node) -> Read | None:
     """A table in the model's dtype: its entries, each once or twice."""
-    table, form = node.args[:2]
-    lead, own = reader._read(table)  # type: ignore[arg-type]
+    table, form = args_of(node)[:2]
+    lead, own = reader._read(table)
     if form == "halves":
         return lead, np.concatenate([own, own])
     return lead, np.repeat(own, 2) if form == "pairs" else own
 
 
 def _cast(reader: Entries, node: Node) -> Read | None:
-    x: Any = node.args[0]
+    x: Any = args_of(node)[0]
     rounds = value(node).dtype.itemsize < value(x).dtype.itemsize
     return None if rounds and x not in reader.turned else reader._read(x)
 
 
 def _negative(reader: Entries, node: Node) -> Read | None:
-    lead, own = reader._read(node.args[0])  # type: ignore[arg-type]
+    lead, own = reader._read(args_of(node)[0])
     return lead, _scale(own, -1.0)
 
 
@@ -143,13 +145,13 @@ def _two(combine: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[[E
     """Of two values with the same entries, or of a value and a number."""
 
     def rule(reader: Entries, node: Node) -> Read | None:
-        if node.kwargs or len(node.args) != 2 or not all(is_tensor(a) for a in node.args):
-            number = next((a for a in node.args if isinstance(a, (int, float))), None)
-            if node.target is not aten.mul.Tensor or number is None or len(node.args) != 2:
+        if node.kwargs or len(args_of(node)) != 2 or not all(is_tensor(a) for a in args_of(node)):
+            number = next((a for a in args_of(node) if isinstance(a, (int, float))), None)
+            if node.target is not aten.mul.Tensor or number is None or len(args_of(node)) != 2:
                 return None
-            lead, own = reader._read(next(a for a in node.args if is_tensor(a)))  # type: ignore[arg-type]
+            lead, own = reader._read(next(a for a in args_of(node) if is_tensor(a)))
             return lead, _scale(own, float(number))
-        (a_lead, a), (b_lead, b) = (reader._read(v) for v in node.args)  # type: ignore[arg-type]
+        (a_lead, a), (b_lead, b) = (reader._read(v) for v in args_of(node))
         if a_lead != b_lead or a.shape != b.shape:
             return None
         return a_lead, combine(a, b)
@@ -158,9 +160,9 @@ def _two(combine: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[[E
 
 
 def _slice(reader: Entries, node: Node) -> Read | None:
-    x, dim, start, stop, *step = node.args
-    lead, own = reader._read(x)  # type: ignore[arg-type]
-    at = dim - lead  # type: ignore[operator]
+    x, dim, start, stop, *step = args_of(node)
+    lead, own = reader._read(x)
+    at = dim - lead
     if at < 0:
         return None
     where: list[Any] = [slice(None)] * own.ndim
@@ -169,15 +171,15 @@ def _slice(reader: Entries, node: Node) -> Read | None:
 
 
 def _select(reader: Entries, node: Node) -> Read | None:
-    x, dim, index = node.args
-    lead, own = reader._read(x)  # type: ignore[arg-type]
-    at = dim - lead  # type: ignore[operator]
-    return (lead, np.take(own, index, axis=at)) if at >= 0 and own.ndim > 1 else None  # type: ignore[arg-type]
+    x, dim, index = args_of(node)
+    lead, own = reader._read(x)
+    at = dim - lead
+    return (lead, np.take(own, index, axis=at)) if at >= 0 and own.ndim > 1 else None
 
 
 def _joined(stacked: bool) -> Callable[[Entries, Node], Read | None]:
     def rule(reader: Entries, node: Node) -> Read | None:
-        parts = [reader._read(p) for p in node.args[0]]  # type: ignore[union-attr,arg-type]
+        parts = [reader._read(p) for p in args_of(node)[0]]
         lead = parts[0][0]
         at = argument(node, 1, "dim", 0) % value(node).dim() - lead
         if at < 0 or any(p[0] != lead or p[1].ndim != parts[0][1].ndim for p in parts):
@@ -189,27 +191,27 @@ def _joined(stacked: bool) -> Callable[[Entries, Node], Read | None]:
 
 
 def _view(reader: Entries, node: Node) -> Read | None:
-    x: Any = node.args[0]
+    x: Any = args_of(node)[0]
     lead, own = reader._read(x)
     before, after = extents(x), extents(node)
-    inner = after[lead:]
-    if lead < 2 or before[:lead] != after[:lead] or not all(isinstance(s, int) for s in inner):
+    inner = [size for size in after[lead:] if isinstance(size, int)]
+    if lead < 2 or before[:lead] != after[:lead] or len(inner) != len(after) - lead:
         return None
-    return lead, own.reshape(tuple(inner))
+    return lead, own.reshape(inner)
 
 
 def _unsqueezed(reader: Entries, node: Node) -> Read | None:
-    x, dim = node.args
-    lead, own = reader._read(x)  # type: ignore[arg-type]
-    return (lead + 1, own) if dim <= lead else (lead, np.expand_dims(own, dim - lead))  # type: ignore[operator]
+    x, dim = args_of(node)
+    lead, own = reader._read(x)
+    return (lead + 1, own) if dim <= lead else (lead, np.expand_dims(own, dim - lead))
 
 
 def _repeated(reader: Entries, node: Node) -> Read | None:
-    x, times = node.args[:2]
-    lead, own = reader._read(x)  # type: ignore[arg-type]
+    x, times = args_of(node)[:2]
+    lead, own = reader._read(x)
     dim = argument(node, 2, "dim")
     at = None if dim is None else dim % value(node).dim() - lead
-    return (lead, np.repeat(own, times, at)) if at is not None and at >= 0 else None  # type: ignore[arg-type]
+    return (lead, np.repeat(own, times, at)) if at is not None and at >= 0 else None
 
 
 _RULES: dict[Any, Callable[[Entries, Node], Read | None]] = {

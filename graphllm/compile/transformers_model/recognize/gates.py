@@ -9,10 +9,18 @@ from typing import Any
 
 from torch.fx import Node
 
-from graphllm.compile.transformers_model.recognize.draft import Draft, aten, is_tensor, only_user, own_op, value
+from graphllm.compile.transformers_model.recognize.draft import (
+    Draft,
+    args_of,
+    aten,
+    is_tensor,
+    own_op,
+    value,
+)
 from graphllm.compile.transformers_model.recognize.linears import gate_of
 from graphllm.ops.activations.geglu import geglu
 from graphllm.ops.activations.swiglu import swiglu
+from graphllm.rewrite import only_user
 
 
 def find_gates(draft: Draft) -> None:
@@ -20,8 +28,8 @@ def find_gates(draft: Draft) -> None:
     for node in draft.calls(aten.mul.Tensor):
         _silu(draft, node)
     for node in draft.calls(aten.mul.Tensor):
-        if len(node.args) == 2 and all(is_tensor(a) for a in node.args):
-            for gate, up in (node.args, node.args[::-1]):
+        if len(args_of(node)) == 2 and all(is_tensor(a) for a in args_of(node)):
+            for gate, up in (args_of(node), args_of(node)[::-1]):
                 if _gated(draft, node, gate, up):
                     break
     draft.drop_unread()
@@ -29,8 +37,8 @@ def find_gates(draft: Draft) -> None:
 
 def _silu(draft: Draft, node: Node) -> None:
     """x * sigmoid(x) as one activation."""
-    for x, factor in (node.args[:2], node.args[1::-1]):
-        if isinstance(factor, Node) and factor.target is aten.sigmoid.default and factor.args[0] is x:
+    for x, factor in (args_of(node)[:2], args_of(node)[1::-1]):
+        if isinstance(factor, Node) and factor.target is aten.sigmoid.default and args_of(factor)[0] is x:
             draft.replace(node, draft.insert(node, aten.silu.default, x))
             return
 
@@ -40,7 +48,7 @@ def _gated(draft: Draft, node: Node, gate: Any, up: Any) -> bool:
     halves = None if under is None else _halves(under, up)
     if under is None or halves is None:
         return False
-    if gate.args[0] is not under or only_user(gate) is not node:
+    if args_of(gate)[0] is not under or only_user(gate) is not node:
         draft.note(node.name, "no gated op has several activations: the compiler joins them")
         return False
     if gate.target is aten.silu.default:
@@ -61,11 +69,11 @@ def _halves(gate: Node, up: Any) -> Node | None:
     """The rows [T, 2F] that have the gate first and then what it is multiplied with."""
     parts = []
     for part in (gate, up):
-        if not isinstance(part, Node) or part.target is not aten.slice.Tensor or len(part.args) != 4:
+        if not isinstance(part, Node) or part.target is not aten.slice.Tensor or len(args_of(part)) != 4:
             return None
-        parts.append(part.args)
+        parts.append(args_of(part))
     (x, dim, start, middle), (other, other_dim, after, stop) = parts
-    whole = value(x).dim() == 2 and own_op(x) is not None  # type: ignore[arg-type]
+    whole = value(x).dim() == 2 and own_op(x) is not None
     if x is not other or not whole or (dim, other_dim, start) != (1, 1, 0) or middle != after:
         return None
-    return x if stop == value(x).shape[1] == 2 * middle else None  # type: ignore[arg-type,operator,return-value]
+    return x if stop == value(x).shape[1] == 2 * middle else None

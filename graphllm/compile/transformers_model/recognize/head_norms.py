@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from graphllm.compile.transformers_model.recognize.draft import Draft, argument, aten, extents, value
+from graphllm.compile.transformers_model.recognize.draft import Draft, args_of, argument, aten, extents, value
 from graphllm.compile.transformers_model.recognize.linears import expression
 from graphllm.ir import Weight
 from graphllm.weights.plan.expr import Concat, Reshape
@@ -17,7 +17,7 @@ _EPS = 1e-5  # of aten.layer_norm
 def join_head_norms(draft: Draft) -> None:
     """Put one aten.layer_norm and a product in the places of parts that are normalized one by one."""
     for node in draft.calls(aten.cat.default):
-        _join(draft, node, node.args[0])
+        _join(draft, node, args_of(node)[0])
     draft.drop_unread()
 
 
@@ -32,9 +32,9 @@ def _join(draft: Draft, node: Node, norms: Any) -> None:
         return
     weights = [draft.weight_of(argument(n, 2, "weight")) for n in norms]
     eps = {argument(n, 4, "eps", _EPS) for n in norms}
-    rows = [n.args[0] for n in norms]
-    whole = [r.target is aten.slice.Tensor and r.args[1:] == (dim, i, i + 1) for i, r in enumerate(rows)]
-    if not all(whole) or any(r.args[0] is not rows[0].args[0] for r in rows) or len(eps) != 1:
+    rows = [args_of(n)[0] for n in norms]
+    whole = [r.target is aten.slice.Tensor and args_of(r)[1:] == (dim, i, i + 1) for i, r in enumerate(rows)]
+    if not all(whole) or any(args_of(r)[0] is not rows[0].args[0] for r in rows) or len(eps) != 1:
         return
     x = rows[0].args[0]
     if any(argument(n, 3, "bias") is not None for n in norms) or any(w is None or not w.sources for w in weights):

@@ -9,6 +9,7 @@ from torch.fx import Node, map_arg
 
 from graphllm.compile.transformers_model.recognize.draft import (
     Draft,
+    args_of,
     argument,
     aten,
     extents,
@@ -28,13 +29,13 @@ def put_tokens_first(draft: Draft) -> None:
     """Replace each transpose of the first two dimensions by a value that has been computed in the other order."""
     turned: dict[Node, Node | None] = {}
     for node in draft.calls(aten.transpose.int):
-        if _is_turn(node) and node.users and (other := _turned(draft, node.args[0], turned)) is not None:
+        if _is_turn(node) and node.users and (other := _turned(draft, args_of(node)[0], turned)) is not None:
             draft.replace(node, other)
     draft.drop_unread()
 
 
 def _is_turn(node: Node) -> bool:
-    return node.target is aten.transpose.int and node.args[1:] == (0, 1) and value(node).dim() >= _MOVED
+    return node.target is aten.transpose.int and args_of(node)[1:] == (0, 1) and value(node).dim() >= _MOVED
 
 
 def _turned(draft: Draft, node: Any, known: dict[Node, Node | None]) -> Node | None:
@@ -49,9 +50,9 @@ def _compute(draft: Draft, node: Node, known: dict[Node, Node | None]) -> Node |
         return None
     rank, target = value(node).dim(), node.target
     if _is_turn(node):
-        return node.args[0]  # type: ignore[return-value]
-    if target is aten.unsqueeze.default and node.args[1] in (0, 1):
-        return draft.insert(node, target, node.args[0], 1 - node.args[1])  # type: ignore[operator]
+        return args_of(node)[0]
+    if target is aten.unsqueeze.default and args_of(node)[1] in (0, 1):
+        return draft.insert(node, target, args_of(node)[0], 1 - args_of(node)[1])
     if target in (aten.stack.default, aten.reshape.default):
         return _in_pairs(draft, node, known)
     if target in _ALONG_LAST:
@@ -64,7 +65,7 @@ def _compute(draft: Draft, node: Node, known: dict[Node, Node | None]) -> Node |
         if not argument(node, 2, "keepdim", False) or any(d % rank < 2 for d in dims):
             return None
     elif target in _OVER_LAST:
-        if len(node.args[1]) != rank - 2:  # type: ignore[arg-type]
+        if len(args_of(node)[1]) != rank - 2:
             return None
         return _with_first(draft, node, known)
     elif not is_pointwise(node):
@@ -85,7 +86,7 @@ def _compute(draft: Draft, node: Node, known: dict[Node, Node | None]) -> Node |
 
 def _with_first(draft: Draft, node: Node, known: dict[Node, Node | None]) -> Node | None:
     """Of a norm: only its rows are turned."""
-    rows: Any = node.args[0]
+    rows: Any = args_of(node)[0]
     other = _turned(draft, rows, known)
     if other is None:
         return None
@@ -95,7 +96,7 @@ def _with_first(draft: Draft, node: Node, known: dict[Node, Node | None]) -> Nod
 
 def _in_pairs(draft: Draft, node: Node, known: dict[Node, Node | None]) -> Node | None:
     """What stacks values in a new last dimension, or splits or joins dimensions after the second."""
-    parts: Any = node.args[0] if node.target is aten.stack.default else [node.args[0]]
+    parts: Any = args_of(node)[0] if node.target is aten.stack.default else [args_of(node)[0]]
     others = [_turned(draft, part, known) for part in parts]
     if any(other is None for other in others):
         return None
@@ -110,4 +111,4 @@ def _in_pairs(draft: Draft, node: Node, known: dict[Node, Node | None]) -> Node 
 
 
 def _with(node: Node, made: dict[Node, Node]) -> tuple[Any, Any]:
-    return map_arg((node.args, node.kwargs), lambda n: made.get(n, n))  # type: ignore[no-any-return]
+    return map_arg((node.args, node.kwargs), lambda n: made.get(n, n))

@@ -16,6 +16,7 @@ from torch.fx import Node
 from graphllm.compile.transformers_model import leaf_ops
 from graphllm.compile.transformers_model.recognize.draft import (
     Draft,
+    args_of,
     argument,
     aten,
     extents,
@@ -41,9 +42,9 @@ _ACTIVATIONS = frozenset((
 def find_linears(draft: Draft) -> None:
     """Put `linear` in the places of products of rows with a parameter, and merge those that belong together."""
     for node in draft.calls(aten.linear.default):
-        x, weight = node.args[:2]
+        x, weight = args_of(node)[:2]
         bias = argument(node, 2, "bias")
-        if is_tensor(x) and value(x).dim() == 2 and draft.weight_of(weight) is not None:  # type: ignore[arg-type]
+        if is_tensor(x) and value(x).dim() == 2 and draft.weight_of(weight) is not None:
             given = {"x_TI": x, "weight_OI": weight} | ({} if bias is None else {"bias_O": bias})
             draft.replace(node, draft.insert(node, linear, **given))
         else:
@@ -53,10 +54,10 @@ def find_linears(draft: Draft) -> None:
     draft.drop_unread()
     _keep_routers_exact(draft)
     for attention in draft.calls(leaf_ops.attention):
-        for rows in attention.args[:3]:
-            if isinstance(rows, Node) and rows.target is aten.unsqueeze.default and rows.args[1] == 1:
+        for rows in args_of(attention)[:3]:
+            if isinstance(rows, Node) and rows.target is aten.unsqueeze.default and args_of(rows)[1] == 1:
                 _, count, size = extents(rows)  # one head
-                draft.replace(rows, draft.insert(rows, aten.reshape.default, rows.args[0], [-1, count, size]))
+                draft.replace(rows, draft.insert(rows, aten.reshape.default, args_of(rows)[0], [-1, count, size]))
         _merge_projections(draft, attention)
     for product in draft.calls(aten.mul.Tensor):
         _merge_gate(draft, product)
@@ -66,7 +67,7 @@ def find_linears(draft: Draft) -> None:
 def _keep_routers_exact(draft: Draft) -> None:
     """Matrices whose results are chosen from decide, so quantization leaves them as they are."""
     for choice in draft.calls(aten.topk.default, aten.argmax.default):
-        waiting: list[Any] = [choice.args[0]]
+        waiting: list[Any] = [args_of(choice)[0]]
         while waiting:
             node = waiting.pop()
             if own_op(node) is linear:
@@ -77,7 +78,7 @@ def _keep_routers_exact(draft: Draft) -> None:
 
 def _transposed(draft: Draft, node: Node) -> None:
     """A product with a matrix that is stored as [in, out], and a bias."""
-    bias, x, matrix = node.args
+    bias, x, matrix = args_of(node)
     stored = draft.weight_of(matrix)
     if stored is None or draft.weight_of(bias) is None or node.kwargs or len(stored.sources) != 1:
         return
@@ -86,24 +87,22 @@ def _transposed(draft: Draft, node: Node) -> None:
     draft.replace(node, draft.insert(node, linear, x_TI=x, weight_OI=weight, bias_O=bias))
 
 
-def projection_of(node: Any) -> tuple[Node, int, int, tuple[Node, ...]] | None:
-    """The `linear` whose results a value [T, H, E] has: it, the first of them, how many, and the nodes on the way."""
-    way: list[Node] = []
+def projection_of(node: Any) -> tuple[Node, int, int] | None:
+    """The `linear` whose results a value [T, H, E] has: it, the first of them, and how many."""
     start, width = 0, 0
     while isinstance(node, Node) and node.op == "call_function":
         op = own_op(node)
         if op is linear:
             size = int(value(node).shape[1])
-            return node, start, width or size, tuple(way)
-        way.append(node)
+            return node, start, width or size
         if op is rope or op is rms_norm or op is layer_norm:
             node = op.bind(node.args, node.kwargs)["x_THE" if op is rope else "x"]
-        elif node.target is aten.slice.Tensor and last(node, node.args[1]) and len(node.args) == 4:  # type: ignore[arg-type]
+        elif node.target is aten.slice.Tensor and last(node, args_of(node)[1]) and len(args_of(node)) == 4:
             if value(node).dim() == 2:
-                start, width = node.args[2], node.args[3] - node.args[2]  # type: ignore[assignment,operator]
-            node = node.args[0]
+                start, width = args_of(node)[2], args_of(node)[3] - args_of(node)[2]
+            node = args_of(node)[0]
         elif node.target in (aten.reshape.default, aten.to.dtype, aten.select.int, aten.clamp.default):
-            node = node.args[0]
+            node = args_of(node)[0]
         elif node.target in (aten.mul.Tensor, aten.div.Tensor):  # by a number, or by a weight of each head
             rows = [n for n in node.all_input_nodes if value(n).dim() == value(node).dim()]
             if len(rows) != 1:
@@ -115,7 +114,7 @@ def projection_of(node: Any) -> tuple[Node, int, int, tuple[Node, ...]] | None:
 
 
 def _merge_projections(draft: Draft, attention: Node) -> None:
-    found = [projection_of(a) for a in attention.args[:3]]
+    found = [projection_of(a) for a in args_of(attention)[:3]]
     if any(f is None for f in found):
         return
     calls = [f[0] for f in found if f is not None]
@@ -127,13 +126,13 @@ def _merge_projections(draft: Draft, attention: Node) -> None:
 
 def _merge_gate(draft: Draft, product: Node) -> None:
     """The projections of act(gate) * up, in this order."""
-    if len(product.args) != 2 or not all(is_tensor(a) for a in product.args):
+    if len(args_of(product)) != 2 or not all(is_tensor(a) for a in args_of(product)):
         return
-    for gate, up in (product.args, product.args[::-1]):
+    for gate, up in (args_of(product), args_of(product)[::-1]):
         under = gate_of(gate)
         if under is not None and own_op(under) is linear and own_op(up) is linear and under is not up:
-            if value(under).shape[1] == value(up).shape[1]:  # type: ignore[arg-type]
-                _merge(draft, [under, up])  # type: ignore[list-item]
+            if value(under).shape[1] == value(up).shape[1]:
+                _merge(draft, [under, up])
             return
 
 
@@ -141,7 +140,7 @@ def gate_of(node: Any) -> Node | None:
     """What activations are applied to, one after the other; None if there is none."""
     start = node
     while isinstance(node, Node) and node.op == "call_function" and node.target in _ACTIVATIONS:
-        node = node.args[0]
+        node = args_of(node)[0]
     return node if node is not start and isinstance(node, Node) else None
 
 

@@ -16,16 +16,17 @@ from torch.fx import Node
 
 from graphllm.compile.transformers_model.recognize.draft import (
     Draft,
+    args_of,
     argument,
     aten,
     is_tensor,
     last,
-    only_user,
     value,
 )  # fmt: skip
 from graphllm.ir import Weight
 from graphllm.ops.norms.layer_norm import layer_norm
 from graphllm.ops.norms.rms_norm import rms_norm
+from graphllm.rewrite import only_user
 from graphllm.weights.plan.expr import Each, Expr, Read, Repeat, Values
 
 _EPS = 1e-5  # of aten.layer_norm
@@ -75,24 +76,24 @@ def _composed(draft: Draft, root: Node) -> None:
 
 def _mean_square(root: Node) -> tuple[Node, float] | None:
     """The row and eps of 1 / sqrt(mean(row^2) + eps), or of sqrt(mean(row^2) + eps)."""
-    if root.target is aten.pow.Tensor_Scalar and root.args[1] not in (-0.5, 0.5):
+    if root.target is aten.pow.Tensor_Scalar and args_of(root)[1] not in (-0.5, 0.5):
         return None
     if root.target is aten.reciprocal.default:
-        inner: Any = root.args[0]
+        inner: Any = args_of(root)[0]
         return _mean_square(inner) if inner.op == "call_function" and inner.target is aten.sqrt.default else None
-    mean, eps = _sum_of(root.args[0])
+    mean, eps = _sum_of(args_of(root)[0])
     if mean is None or mean.target is not aten.mean.dim or not argument(mean, 2, "keepdim", False):
         return None
-    square: Any = mean.args[0]
+    square: Any = args_of(mean)[0]
     dims = argument(mean, 1, "dim")
     if len(dims) != 1 or not last(square, dims[0]) or square.op != "call_function":
         return None
-    if square.target is aten.pow.Tensor_Scalar and square.args[1] == 2:
-        return square.args[0], eps
+    if square.target is aten.pow.Tensor_Scalar and args_of(square)[1] == 2:
+        return args_of(square)[0], eps
     if square.target is aten.square.default:
-        return square.args[0], eps
-    if square.target is aten.mul.Tensor and square.args[0] is square.args[1]:
-        return square.args[0], eps
+        return args_of(square)[0], eps
+    if square.target is aten.mul.Tensor and args_of(square)[0] is args_of(square)[1]:
+        return args_of(square)[0], eps
     return None
 
 
@@ -101,7 +102,7 @@ def _sum_of(node: Any) -> tuple[Node | None, float]:
     if not isinstance(node, Node) or node.op != "call_function":
         return None, 0.0
     if node.target in (aten.add.Tensor, aten.add.Scalar):
-        for x, number in (node.args[:2], node.args[1::-1]):
+        for x, number in (args_of(node)[:2], args_of(node)[1::-1]):
             if isinstance(x, Node) and x.op == "call_function" and isinstance(number, (int, float)):
                 return x, float(number)
         return None, 0.0
@@ -110,27 +111,27 @@ def _sum_of(node: Any) -> tuple[Node | None, float]:
 
 def _scales(node: Node, row: Node, root: Node) -> bool:
     """Whether a node is the row at unit size."""
-    if root.target is aten.sqrt.default or (root.target is aten.pow.Tensor_Scalar and root.args[1] == 0.5):
-        return node.target is aten.div.Tensor and node.args == (row, root)
-    return node.target is aten.mul.Tensor and set(node.args) == {row, root}
+    if root.target is aten.sqrt.default or (root.target is aten.pow.Tensor_Scalar and args_of(root)[1] == 0.5):
+        return node.target is aten.div.Tensor and args_of(node) == (row, root)
+    return node.target is aten.mul.Tensor and set(args_of(node)) == {row, root}
 
 
 def _uncentered(row: Node) -> Node | None:
     """x of x - mean(x)."""
-    if row.op != "call_function" or row.target is not aten.sub.Tensor or len(row.args) != 2 or row.kwargs:
+    if row.op != "call_function" or row.target is not aten.sub.Tensor or len(args_of(row)) != 2 or row.kwargs:
         return None
-    x, mean = row.args
+    x, mean = args_of(row)
     if not isinstance(mean, Node) or mean.op != "call_function" or mean.target is not aten.mean.dim:
         return None
     dims = argument(mean, 1, "dim")
-    same = mean.args[0] is x and argument(mean, 2, "keepdim", False) and len(dims) == 1 and last(x, dims[0])  # type: ignore[arg-type]
-    return x if same else None  # type: ignore[return-value]
+    same = args_of(mean)[0] is x and argument(mean, 2, "keepdim", False) and len(dims) == 1 and last(x, dims[0])
+    return x if same else None
 
 
 def _narrow(row: Node) -> Node:
     """The row before it became float32."""
     if row.op == "call_function" and row.target is aten.to.dtype and value(row).dtype == torch.float32:
-        return row.args[0]  # type: ignore[return-value]
+        return args_of(row)[0]
     return row
 
 
@@ -158,7 +159,7 @@ def _chain(draft: Draft, normed: Node, centered: bool, dtype: torch.dtype) -> _C
 
 
 def _other(node: Node, operand: Node) -> Any:
-    return node.args[1] if node.args[0] is operand else node.args[0]
+    return args_of(node)[1] if args_of(node)[0] is operand else args_of(node)[0]
 
 
 def _of_weight(draft: Draft, node: Any, width: int | torch.SymInt) -> tuple[Node, bool] | None:
@@ -166,7 +167,7 @@ def _of_weight(draft: Draft, node: Any, width: int | torch.SymInt) -> tuple[Node
     plus_one = False
     while isinstance(node, Node) and node.op == "call_function":
         if node.target is aten.to.dtype:
-            node = node.args[0]
+            node = args_of(node)[0]
         elif node.target in (aten.add.Tensor, aten.add.Scalar) and not plus_one:
             plain, one = _sum_of_parameter(node)
             if plain is None or one != 1:
@@ -180,7 +181,7 @@ def _of_weight(draft: Draft, node: Any, width: int | torch.SymInt) -> tuple[Node
 
 
 def _sum_of_parameter(node: Node) -> tuple[Node | None, float]:
-    for x, number in (node.args[:2], node.args[1::-1]):
+    for x, number in (args_of(node)[:2], args_of(node)[1::-1]):
         if isinstance(x, Node) and isinstance(number, (int, float)):
             return x, float(number)
     return None, 0.0
@@ -224,17 +225,17 @@ def _read(stored: Weight) -> Read:
 
 def _layer_norm(draft: Draft, node: Node) -> None:
     """aten.layer_norm over the last dimension; weights may be missing, or 1 + a parameter."""
-    x, shape = node.args[:2]
+    x, shape = args_of(node)[:2]
     weight, bias, eps = argument(node, 2, "weight"), argument(node, 3, "bias"), argument(node, 4, "eps", _EPS)
-    if not is_tensor(x) or len(shape) != 1:  # type: ignore[arg-type]
+    if not is_tensor(x) or len(shape) != 1:
         return
-    width = value(x).shape[-1]  # type: ignore[arg-type]
+    width = value(x).shape[-1]
     if weight is not None and draft.weight_of(weight) is None:
         found = _of_weight(draft, weight, width)
         weight = _one_more(draft, found[0], wide=False) if found is not None and found[1] else weight
     if weight is None:
         weight = _ones(draft, int(width))
-    row, end = _around(x, node)  # type: ignore[arg-type]
+    row, end = _around(x, node)
     draft.replace(end, draft.insert(end, layer_norm, x=row, weight=weight, bias=bias, eps=float(eps)))
 
 
@@ -247,12 +248,12 @@ def _around(x: Node, node: Node) -> tuple[Node, Node]:
 
 
 def _rms_norm(draft: Draft, node: Node) -> None:
-    x, shape = node.args[:2]
+    x, shape = args_of(node)[:2]
     weight, eps = argument(node, 2, "weight"), argument(node, 3, "eps")
-    if not is_tensor(x) or len(shape) != 1 or eps is None:  # type: ignore[arg-type]
+    if not is_tensor(x) or len(shape) != 1 or eps is None:
         draft.note(node.name, "a norm over several dimensions, or with the dtype's own eps")
         return
     if weight is None:
-        weight = _ones(draft, int(value(x).shape[-1]))  # type: ignore[arg-type]
-    row, end = _around(x, node)  # type: ignore[arg-type]
+        weight = _ones(draft, int(value(x).shape[-1]))
+    row, end = _around(x, node)
     draft.replace(end, draft.insert(end, rms_norm, x=row, weight=weight, eps=float(eps)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphllm.compile.transformers_model import leaf_ops
-from graphllm.compile.transformers_model.recognize.draft import Draft, aten, own_op
+from graphllm.compile.transformers_model.recognize.draft import Draft, args_of, aten, own_op, value
 
 # What they would have been, or why they stay.
 _KNOWN = {
@@ -30,5 +30,5 @@ def name_remains(draft: Draft) -> None:
     for node in draft.graph.nodes:
         if node.op == "call_function" and node.target in _KNOWN and own_op(node) is None:
             draft.note(node.name, _KNOWN[node.target])
-        elif node.op == "call_function" and node.target is leaf_ops.attention and node.args[0].meta["val"].dim() != 3:
+        elif node.target is leaf_ops.attention and value(args_of(node)[0]).dim() != 3:
             draft.note(node.name, "attention whose heads have further dimensions")

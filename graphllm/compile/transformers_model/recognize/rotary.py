@@ -106,9 +106,9 @@ def _expected(turned: _Turned, i: int) -> Sum:
 
     def product(entry: int, table: Node, coefficient: float) -> Sum:
         row, angle = Sum(((((turned.rows, turned.first + entry),), 1.0),)), Sum(((((table, f),), coefficient),))
-        return row * angle
+        return row.product(angle)
 
-    return product(i, turned.cos, 1.0) + product(partner, turned.sin, sign if second else -sign)
+    return product(i, turned.cos, 1.0).plus(product(partner, turned.sin, sign if second else -sign))
 
 
 def _passes(entry: Sum, factor: tuple[Node, int]) -> bool:
@@ -117,14 +117,11 @@ def _passes(entry: Sum, factor: tuple[Node, int]) -> bool:
 
 def _fits(turned: _Turned, E: int) -> bool:
     """Whether the rows are heads of the tokens that the tables are of."""
-    rows, tables = value(turned.rows), (extents(turned.cos), extents(turned.sin))
-    size = rows.shape[-1]
-    return (
-        rows.dim() == 3
-        and isinstance(size, int)
-        and turned.first + E <= size
-        and all(t[0] == extents(turned.rows)[0] and t[1] >= turned.width for t in tables)
-    )
+    tokens, *_, size = extents(turned.rows)
+    if value(turned.rows).dim() != 3 or not isinstance(size, int) or turned.first + E > size:
+        return False
+    tables = (extents(turned.cos), extents(turned.sin))
+    return all(tokens == T and isinstance(F, int) and turned.width <= F for T, F in tables)
 
 
 def _write(draft: Draft, node: Node, turned: _Turned) -> None:

@@ -18,6 +18,8 @@ from torch.fx import Node
 from graphllm.compile.transformers_model import leaf_ops
 from graphllm.compile.transformers_model.recognize.draft import (
     Draft,
+    args_of,
+    argument,
     aten,
     extents,
     is_pointwise,
@@ -77,7 +79,8 @@ def _vocabulary(draft: Draft) -> None:
             draft.change(given["table_VD"], shard="vocab")
     if not any(n.target == "in.logits_indices" for n in draft.graph.find_nodes(op="placeholder")):
         return
-    node: Any = draft.graph.output_node().args[0][0]  # type: ignore[index]
+    results: Any = draft.graph.output_node().args[0]
+    node: Any = results[0]
     while isinstance(node, Node) and node.op == "call_function" and own_op(node) is not linear:
         node = next((a for a in node.all_input_nodes if is_tensor(a) and value(a).dim() == 2), None)
     if isinstance(node, Node) and own_op(node) is linear:
@@ -91,10 +94,10 @@ def _heads(draft: Draft) -> dict[Node, tuple[tuple[int, ...], tuple[int, ...]]]:
     """The projections of attention: segments and heads of each."""
     parts: dict[Node, dict[int, tuple[int, int]]] = {}
     for attention in draft.calls(leaf_ops.attention):
-        found = [(projection_of(a), int(extents(a)[1])) for a in attention.args[:3]]
+        found = [(projection_of(a), int(extents(a)[1])) for a in args_of(attention)[:3]]
         if any(f is None for f, _ in found):
             continue
-        for (call, start, width, _), count in found:  # type: ignore[misc]
+        for (call, start, width), count in ((f, n) for f, n in found if f is not None):
             parts.setdefault(call, {})[start] = (width, count)
     made = {}
     for call, pieces in parts.items():
@@ -117,9 +120,9 @@ def _parts(call: Node) -> tuple[int, ...]:
     width = int(value(call).shape[1])
     if any(own_op(u) in (swiglu, geglu) for u in call.users):
         return (width // 2, width // 2)
-    cuts = {u.args[2:4] for u in call.users if u.target is aten.slice.Tensor}
-    bounds = sorted({0, width, *(c for cut in cuts for c in cut)})  # type: ignore[type-var]
-    sizes = tuple(b - a for a, b in itertools.pairwise(bounds))  # type: ignore[operator]
+    cuts = {args_of(u)[2:4] for u in call.users if u.target is aten.slice.Tensor}
+    bounds = sorted({0, width, *(c for cut in cuts for c in cut)})
+    sizes = tuple(b - a for a, b in itertools.pairwise(bounds))
     return sizes if len(sizes) > 1 else ()
 
 
@@ -193,10 +196,10 @@ def _works_on_shares(draft: Draft, node: Node, divided: set[Node]) -> bool:
     if op in (rope, swiglu, geglu):
         return True
     if op is rms_norm or op is layer_norm:
-        rows = op.bind(node.args, node.kwargs)["x"]  # type: ignore[union-attr]
+        rows = op.bind(node.args, node.kwargs)["x"]
         return value(rows).dim() == 3 or op is rms_norm
     if node.target is leaf_ops.attention:
-        return divided.issuperset(node.args[:3])  # type: ignore[arg-type]
+        return divided.issuperset(args_of(node)[:3])
     if node.target in _OF_HEADS:
         return True
     if not is_pointwise(node):
@@ -225,9 +228,9 @@ def _divide_operands(draft: Draft, node: Node, divided: set[Node]) -> None:
         if value(given["x"]).dim() == 2 and draft.weight_of(given["weight"]) is not None:
             draft.change(given["weight"], shard="output", heads=_heads_of_row(node))
     elif node.target is leaf_ops.attention:
-        sinks = node.args[6] if len(node.args) > 6 else node.kwargs.get("sinks")
+        sinks = argument(node, 6, "sinks")
         if draft.weight_of(sinks) is not None:
-            draft.change(sinks, shard="output", heads=(int(extents(node)[1]),))  # type: ignore[arg-type]
+            draft.change(sinks, shard="output", heads=(int(extents(node)[1]),))
     elif is_pointwise(node):
         for operand in node.all_input_nodes:
             parameter = _parameter(draft, operand)
@@ -240,7 +243,7 @@ def _divide_operands(draft: Draft, node: Node, divided: set[Node]) -> None:
 def _parameter(draft: Draft, node: Node) -> Node | None:
     """The parameter that an operand is, maybe in another dtype."""
     while node.op == "call_function" and node.target is aten.to.dtype:
-        node = node.args[0]  # type: ignore[assignment]
+        node = args_of(node)[0]
     return node if draft.weight_of(node) is not None else None
 
 
@@ -248,7 +251,7 @@ def _heads_of_row(norm: Node) -> tuple[int, ...]:
     """How many heads a normalized row has: it is split into them, or was joined of them."""
     rows = rms_norm.bind(norm.args, norm.kwargs)["x"]
     beside = [u for u in norm.users if u.target is aten.reshape.default]
-    beside += rows.args[:1] if rows.target is aten.reshape.default else []
+    beside += args_of(rows)[:1] if rows.target is aten.reshape.default else []
     return next(((int(extents(n)[1]),) for n in beside if value(n).dim() == 3), ())
 
 

@@ -10,14 +10,15 @@ from typing import Any
 
 from torch.fx import Node
 
-from graphllm.compile.transformers_model.recognize.draft import Draft, aten, only_user, own_op, value
+from graphllm.compile.transformers_model.recognize.draft import Draft, args_of, aten, own_op, value
 from graphllm.ops.gemm.linear import linear
+from graphllm.rewrite import only_user
 
 
 def join_parts(draft: Draft) -> None:
     """Put a split in the places of slices that cover the results of a `linear`."""
     for call in draft.calls(linear):
-        parts = sorted((u for u in call.users if _is_part(u)), key=lambda u: u.args[2])  # type: ignore[arg-type,return-value]
+        parts = sorted((u for u in call.users if _is_part(u)), key=lambda u: args_of(u)[2])
         if len(parts) < 2 or len(parts) != len(call.users) or not _covers(call, parts):
             continue
         heads = _heads(parts)
@@ -31,16 +32,16 @@ def join_parts(draft: Draft) -> None:
 
 
 def _is_part(node: Node) -> bool:
-    return node.target is aten.slice.Tensor and len(node.args) == 4 and node.args[1] == 1
+    return node.target is aten.slice.Tensor and len(args_of(node)) == 4 and args_of(node)[1] == 1
 
 
 def _covers(call: Node, parts: list[Node]) -> bool:
     """Whether slices follow each other from the first to the last entry."""
     at: Any = 0
     for part in parts:
-        if part.args[2] != at:
+        if args_of(part)[2] != at:
             return False
-        at = part.args[3]
+        at = args_of(part)[3]
     return bool(at == value(call).shape[1]) and own_op(call) is linear
 
 

@@ -6,6 +6,7 @@ from torch.fx import Node, map_arg
 
 from graphllm.compile.transformers_model.recognize.draft import (
     Draft,
+    args_of,
     aten,
     extents,
     is_pointwise,
@@ -19,8 +20,8 @@ def drop_units(draft: Draft) -> None:
     for node in draft.calls(aten.reshape.default):
         known: dict[Node, Node | None] = {}
         wanted = extents(node)
-        if node.users and len(wanted) < value(node.args[0]).dim() and 1 not in wanted:  # type: ignore[arg-type]
-            made = _without(draft, node.args[0], wanted, known)  # type: ignore[arg-type]
+        if node.users and len(wanted) < value(args_of(node)[0]).dim() and 1 not in wanted:
+            made = _without(draft, args_of(node)[0], wanted, known)
             if made is not None:
                 draft.replace(node, made)
     draft.drop_unread()
@@ -37,13 +38,14 @@ def _compute(draft: Draft, node: Node, wanted: tuple[int | str, ...], known: dic
     if not is_tensor(node) or tuple(e for e in extents(node) if e != 1) != wanted or node.op != "call_function":
         return None
     if node.target is aten.reshape.default:
-        under = node.args[0]
+        under = args_of(node)[0]
         if extents(under) == wanted:
-            return under  # type: ignore[return-value]
+            return under
         sizes = [e if isinstance(e, int) else -1 for e in wanted]
         return draft.insert(node, aten.reshape.default, under, sizes) if sizes.count(-1) <= 1 else None
     if node.target is aten.unsqueeze.default:
-        return _without(draft, node.args[0], wanted, known) if extents(node.args[0]) != wanted else node.args[0]  # type: ignore[arg-type,return-value]
+        (under, _) = args_of(node)
+        return under if extents(under) == wanted else _without(draft, under, wanted, known)
     if not is_pointwise(node):
         return None
     made: dict[Node, Node] = {}
