@@ -182,7 +182,11 @@ def _select(draft: Draft, node: Node) -> Node | None:
     at = dim % value(x).dim()
     size = value(x).shape[at]
     index = index % size if isinstance(size, int) and isinstance(index, int) else index
-    return None if (at, index) == tuple(args_of(node)[1:]) else draft.insert(node, aten.select.int, x, at, index)
+    if at == 1 and x.target is aten.reshape.default and isinstance(index, int):
+        rows, width = args_of(x)[0], extents(x)[-1]
+        if value(x).dim() == 3 and value(rows).dim() == 2 and extents(rows)[0] == extents(x)[0]:
+            return draft.insert(node, aten.slice.Tensor, rows, 1, index * width, (index + 1) * width)
+    return None if (at, index) == args_of(node)[1:] else draft.insert(node, aten.select.int, x, at, index)
 
 
 def _transpose(draft: Draft, node: Node) -> Node | None:
