@@ -5,6 +5,7 @@ Other activations stay ordinary: the compiler joins them to one kernel.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
@@ -17,10 +18,12 @@ from graphllm.compile.transformers_model.recognize.draft import (
     own_op,
     value,
 )
-from graphllm.compile.transformers_model.recognize.linears import gate_of
+from graphllm.compile.transformers_model.recognize.linears import expression, gate_of
 from graphllm.ops.activations.geglu import geglu
 from graphllm.ops.activations.swiglu import swiglu
+from graphllm.ops.gemm.linear import linear
 from graphllm.rewrite import only_user
+from graphllm.weights.plan.expr import Concat, Slice
 
 
 def find_gates(draft: Draft) -> None:
@@ -45,7 +48,7 @@ def _silu(draft: Draft, node: Node) -> None:
 
 def _gated(draft: Draft, node: Node, gate: Any, up: Any) -> bool:
     under = gate_of(gate)
-    halves = None if under is None else _halves(under, up)
+    halves = None if under is None else _halves(draft, under, up)
     if under is None or halves is None:
         return False
     if args_of(gate)[0] is not under or only_user(gate) is not node:
@@ -65,15 +68,38 @@ def _approximation(gate: Node) -> str:
     return str(gate.kwargs.get("approximate", "none"))
 
 
-def _halves(gate: Node, up: Any) -> Node | None:
+def _halves(draft: Draft, gate: Node, up: Any) -> Node | None:
     """The rows [T, 2F] that have the gate first and then what it is multiplied with."""
     parts = []
     for part in (gate, up):
         if not isinstance(part, Node) or part.target is not aten.slice.Tensor or len(args_of(part)) != 4:
             return None
         parts.append(args_of(part))
-    (x, dim, start, middle), (other, other_dim, after, stop) = parts
-    whole = value(x).dim() == 2 and own_op(x) is not None
-    if x is not other or not whole or (dim, other_dim, start) != (1, 1, 0) or middle != after:
+    (x, dim, *gate_at), (other, other_dim, *up_at) = parts
+    if x is not other or value(x).dim() != 2 or own_op(x) is None or (dim, other_dim) != (1, 1):
         return None
-    return x if stop == value(x).shape[1] == 2 * middle else None
+    width = int(value(x).shape[1])
+    first, second = [0, width // 2], [width // 2, width]
+    if width % 2 == 0 and (gate_at, up_at) == (first, second):
+        return x
+    return _exchanged(draft, x) if width % 2 == 0 and (up_at, gate_at) == (first, second) else None
+
+
+def _exchanged(draft: Draft, call: Node) -> Node | None:
+    """A product with the halves of its matrix, and of its bias, in the other order; None for one that others read."""
+    if own_op(call) is not linear or len(call.users) != 2:
+        return None
+    given = linear.bind(call.args, call.kwargs)
+    changed = {}
+    for name in ("weight_OI", "bias_O"):
+        weight = draft.weight_of(given[name])
+        if given[name] is None:
+            continue
+        if weight is None or len(given[name].users) != 1 or len(weight.sources) != 1 or weight.transpose:
+            return None
+        half = weight.shape[0] // 2
+        stored = expression(weight)
+        expr = Concat((Slice(stored, 0, half, 2 * half), Slice(stored, 0, 0, half)))
+        made = replace(weight, sources=(), expr=expr, segments=(half, half))
+        changed[name] = draft.weight(f"{draft.name_of(given[name])}_exchanged", made)
+    return draft.insert(call, linear, x_TI=given["x_TI"], **changed)
