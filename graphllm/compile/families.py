@@ -62,6 +62,10 @@ def _family(model_config: Mapping[str, Any]) -> Model:
             "repository's own, which never runs, with trust_remote_code neither; use a model of a known architecture, "
             "or write it as docs/adding-a-model.md shows"
         )
+    try:
+        return _adopted(model_config)
+    except ConfigError as problem:
+        why = str(problem)
     kinds: dict[str, list[str]] = {"generating text": [], "giving vectors": [], "drafting": []}
     for name, model in sorted(known.items()):
         task = "giving vectors" if model.graphs[0].task == "pool" else "generating text"
@@ -70,5 +74,12 @@ def _family(model_config: Mapping[str, Any]) -> Model:
     inner = ", nor is it one of the multimodal models that run as text" if "text_config" in model_config else ""
     raise ConfigError(
         f"config.json architectures: {list(names) or 'missing'} (model_type {model_config.get('model_type')!r:.80}) is "
-        f"not supported{inner}. Known: {listed}. docs/adding-a-model.md shows how to add one in a file of your own"
+        f"not supported{inner}. Of transformers' own code: {why}. Known: {listed}. docs/adding-a-model.md shows how to add one in a file of your own"
     )
+
+
+def _adopted(model_config: Mapping[str, Any]) -> Model:
+    """The family that transformers' own code defines, which is imported only here. Raises ConfigError."""
+    from graphllm.compile.transformers_model.family import adopted
+
+    return adopted(model_config)

@@ -1,0 +1,248 @@
+"""Adoption: a config.json as the recipes of all units of its model."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from graphllm.compile.transformers_model import leaf_ops
+from graphllm.compile.transformers_model.recipe import Recipe
+from graphllm.compile.transformers_model.refusal import refused
+from graphllm.compile.transformers_model.rows import mixing, over_rows
+from graphllm.compile.transformers_model.source import Source, open_source
+from graphllm.compile.transformers_model.tracing import Outer, Tracer, layer_call
+from graphllm.compile.transformers_model.unbatched import Builder, unbatched
+from graphllm.config.fields import MAX_MODEL_LEN
+from graphllm.ir import Weight
+from graphllm.ir.graph import eliminate_dead
+from graphllm.ops.attention.paged_attention import kv_state
+from graphllm.program.specs import StateSpec
+
+_MOST_NUMBERS = 1 << 20  # of a computed buffer
+
+
+class Adopted(NamedTuple):
+    """A model of transformers as recipes.
+
+    layers: by layer type. layer_types: of each layer. states: of each layer type. vocabulary, max_len: see
+    `FamilyConfig`.
+    """
+
+    embed: Recipe
+    layers: dict[str, Recipe]
+    head: Recipe
+    layer_types: tuple[str, ...]
+    states: dict[str, tuple[StateSpec, ...]]
+    vocabulary: int
+    max_len: int
+
+
+@functools.lru_cache(maxsize=4)
+def adopt(text: str, longest: int) -> Adopted:
+    """The recipes of a config.json. text: its JSON. longest: the longest context that is compiled for, in tokens.
+    Raises ConfigError, which says what blocks it, for a model that is not traced."""
+    source = open_source({**json.loads(text), MAX_MODEL_LEN: longest})
+    return _Adoption(source).run()
+
+
+class _Adoption:
+    def __init__(self, source: Source) -> None:
+        self._source, self._tracer = source, Tracer(source)
+        self._name = type(source.model).__name__
+        self._shared: list[Node] = []  # nodes of the outer graph that layers read of embed
+
+    def run(self) -> Adopted:
+        outer = self._tracer.outer()
+        calls = self._chain(outer.graph)
+        kinds, layer_types = self._kinds(calls)
+        names = self._named(kinds, layer_types, calls)
+        embed = self._embed(outer, calls[0])
+        head = self._head(outer, calls[-1], embed)
+        config = self._source.config.get_text_config()
+        return Adopted(
+            embed=embed,
+            layers={names[k]: recipe for k, recipe in enumerate(kinds)},
+            head=head,
+            layer_types=tuple(names[k] for k in layer_types),
+            states={names[k]: _states(recipe.graph) for k, recipe in enumerate(kinds)},
+            vocabulary=config.vocab_size,
+            max_len=getattr(config, "max_position_embeddings", None) or self._source.longest,
+        )
+
+    def _chain(self, graph: Graph) -> list[Node]:
+        """The calls of layers, each of which reads what the one before it made. Raises ConfigError for others."""
+        calls = graph.find_nodes(op="call_function", target=layer_call)
+        calls = sorted(calls, key=list(graph.nodes).index)
+        if [c.args[2] for c in calls] != list(range(len(self._source.layers))):
+            raise refused(self._name, "layers that do not run once each, in order")
+        for before, call in zip(calls, calls[1:], strict=False):
+            if call.args[0] is not before:
+                raise refused(self._name, "code between its layers")
+        return calls
+
+    def _kinds(self, calls: Sequence[Node]) -> tuple[list[Recipe], list[int]]:
+        """A recipe of each kind of layer, and the kind of each layer."""
+        found: dict[Any, list[int]] = {}
+        for i, call in enumerate(calls):
+            found.setdefault((self._tracer.fingerprint(i), tuple(call.args[1])), []).append(i)  # type: ignore[arg-type]
+        kinds: list[Recipe] = []
+        of: dict[int, int] = {}
+        for indices in found.values():
+            own = [self._layer(i, calls[i]) for i in dict.fromkeys((indices[0], indices[-1]))]
+            if len(own) == 2 and str(own[0].graph) != str(own[1].graph):  # it depends on its index
+                own = [self._layer(i, calls[i]) for i in indices]
+                of |= {i: len(kinds) + n for n, i in enumerate(indices)}
+                kinds += own
+                continue
+            of |= dict.fromkeys(indices, len(kinds))
+            kinds.append(own[0])
+        return kinds, [of[i] for i in range(len(calls))]
+
+    def _layer(self, index: int, call: Node) -> Recipe:
+        others: Sequence[Node] = call.args[1]  # type: ignore[assignment]
+        given = [call.args[0].meta["val"], *(n.meta["val"] for n in others)]  # type: ignore[union-attr]
+        traced = self._tracer.layer(index, given)
+        graph = traced.graph
+        for node in list(graph.find_nodes(op="placeholder")):
+            if node.target.startswith("given.") and node.users:
+                self._take(graph, node, others[int(node.target.removeprefix("given."))])
+        name = type(self._source.layers[index]).__name__
+        graph = self._unbatched(graph, name)
+        if said := mixing(graph, self._tracer.shapes):
+            raise refused(name, f"code outside of transformers' attention interface that has tokens meet: {said}")
+        prefix = f"{self._source.path}.{{layer}}."
+        return self._recipe(graph, traced.values, prefix, {})
+
+    def _take(self, graph: Graph, node: Node, outer: Node) -> None:
+        """Have a layer read what embed hands on in place of a further argument of its call."""
+        if outer.op == "placeholder":
+            node.target = outer.target
+            return
+        handed = outer.args[0] if outer.target is leaf_ops.spread else outer
+        assert isinstance(handed, Node)
+        if handed not in self._shared:
+            self._shared.append(handed)
+        node.target = f"shared.{self._shared.index(handed)}"
+        if handed is outer:
+            return
+        node.meta["val"], full = handed.meta["val"], node.meta["val"]
+        with graph.inserting_before(_first_call(graph)):
+            spread = graph.call_function(leaf_ops.spread, (node, *outer.args[1:]))
+        spread.meta["val"] = full
+        node.replace_all_uses_with(spread, delete_user_cb=lambda user: user is not spread)
+
+    def _embed(self, outer: Outer, first: Node) -> Recipe:
+        graph = _until(outer.graph, [first.args[0], *self._shared])  # type: ignore[list-item]
+        return self._recipe(self._unbatched(graph, self._name), outer.values, "", {})
+
+    def _head(self, outer: Outer, last: Node, embed: Recipe) -> Recipe:
+        graph = self._unbatched(_after(outer.graph, last), self._name)
+        if said := mixing(graph, self._tracer.shapes):
+            raise refused(self._name, f"code after its layers that has tokens meet: {said}")
+        rows = over_rows(graph, self._tracer.shapes)
+        if rows is None:
+            raise refused(self._name, "code after its layers that reads more than their result")
+        tied = {w.sources[0]: f"embed.{n}" for n, w in embed.weights.items() if w.sources}
+        return self._recipe(rows, outer.values, "", tied)
+
+    def _unbatched(self, graph: Graph, name: str) -> Graph:
+        try:
+            return unbatched(graph, self._tracer.shapes)
+        except ValueError as problem:
+            raise refused(name, f"code that {problem}") from problem
+
+    def _recipe(self, graph: Graph, values: Mapping[str, Tensor], prefix: str, tied: Mapping[str, str]) -> Recipe:
+        """A graph with its parameters. prefix: of their names in the model. tied: names of finished parameters, by the
+        names of those in the model that they are."""
+        weights: dict[str, Weight] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            if not node.target.startswith("w."):
+                continue
+            own = node.target.removeprefix("w.")
+            name = own.removesuffix(".weight").replace(".", "_")
+            weights[name] = self._weight(node.meta["val"], values.get(own), prefix + own, tied)
+            node.target = f"w.{name}"
+        for number, node in enumerate(_attentions(graph)):
+            if number:
+                node.kwargs = {**node.kwargs, "state": f"kv{number}"}
+        return Recipe(graph, weights)
+
+    def _weight(self, fake: Tensor, value: Tensor | None, source: str, tied: Mapping[str, str]) -> Weight:
+        dtype: Any = "float32" if fake.dtype == torch.float32 else "model"
+        shape = tuple(fake.shape) or (1,)
+        if not fake.dtype.is_floating_point:
+            raise refused(self._name, f"a table of {fake.dtype}, {source}")
+        if value is not None:
+            if value.numel() > _MOST_NUMBERS:
+                raise refused(self._name, f"a computed table of {value.numel():,} numbers, {source}")
+            return Weight(shape, value=tuple(value.double().flatten().tolist()), dtype=dtype)
+        if source in tied:
+            return Weight(shape, tie=tied[source], dtype=dtype)
+        return Weight(shape, (source,), dtype=dtype)
+
+    def _named(self, kinds: Sequence[Recipe], layer_types: Sequence[int], calls: Sequence[Node]) -> list[str]:
+        """A name of each kind: by its window, with a number where several have the same."""
+        names: list[str] = []
+        for recipe in kinds:
+            windows = [s.window for s in _states(recipe.graph)]
+            base = "sliding" if any(windows) else "full" if windows else "plain"
+            number = sum(n.rstrip("0123456789") == base for n in names)
+            names.append(base + (str(number + 1) if number else ""))
+        return names
+
+
+def _first_call(graph: Graph) -> Node:
+    return next(n for n in graph.nodes if n.op != "placeholder")
+
+
+def _attentions(graph: Graph) -> list[Node]:
+    return [n for n in graph.nodes if n.target is leaf_ops.attention]
+
+
+def _states(graph: Graph) -> tuple[StateSpec, ...]:
+    states = []
+    for node in _attentions(graph):
+        given = {a.name: v for a, v in zip(leaf_ops.attention._schema.arguments, node.args, strict=False)} | node.kwargs
+        K, E = given["k"].meta["val"].shape[-2:]
+        states.append(replace(kv_state(K, E, given.get("window", 0)), name=given.get("state", "kv")))
+    return tuple(states)
+
+
+def _until(graph: Graph, results: Sequence[Node]) -> Graph:
+    """A copy of what makes some nodes of a graph."""
+    made, env = Graph(), dict[Node, Node]()
+    for node in graph.nodes:
+        if node.op == "output":
+            break
+        env[node] = made.node_copy(node, env.__getitem__)
+    made.output(tuple(env[n] for n in results))
+    eliminate_dead(made)
+    return made
+
+
+def _after(graph: Graph, last: Node) -> Graph:
+    """A copy of what a graph makes of a node."""
+    made, env = Graph(), dict[Node, Node]()
+    env[last] = made.placeholder("x")
+    env[last].meta["val"] = last.meta["val"]
+    for node in graph.nodes:
+        if node.target is layer_call:
+            continue
+        if node.op == "output":
+            made.output(tuple(env[n] for n in _flat(node.args[0])))
+            continue
+        if all(n in env for n in node.all_input_nodes):
+            env[node] = made.node_copy(node, env.__getitem__)
+    eliminate_dead(made)
+    return made
+
+
+def _flat(value: Any) -> list[Node]:
+    return list(value) if isinstance(value, tuple | list) else [value]
