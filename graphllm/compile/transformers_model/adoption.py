@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from graphllm.compile.transformers_model import leaf_ops
+from graphllm.compile.transformers_model.experts import with_experts
 from graphllm.compile.transformers_model.recipe import Recipe
 from graphllm.compile.transformers_model.refusal import refused
+from graphllm.compile.transformers_model.routing import with_routing
 from graphllm.compile.transformers_model.rows import mixing, over_rows
 from graphllm.compile.transformers_model.source import Source, open_source
 from graphllm.compile.transformers_model.tracing import Outer, Tracer, layer_call
@@ -172,7 +174,7 @@ class _Adoption:
         for number, node in enumerate(_attentions(graph)):
             if number:
                 node.kwargs = {**node.kwargs, "state": f"kv{number}"}
-        return Recipe(graph, weights)
+        return with_routing(with_experts(Recipe(graph, weights)))
 
     def _weight(self, fake: Tensor, value: Tensor | None, source: str, tied: Mapping[str, str]) -> Weight:
         dtype: Any = "float32" if fake.dtype == torch.float32 else "model"
