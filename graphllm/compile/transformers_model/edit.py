@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
@@ -35,7 +34,7 @@ class Editor:
         for node in recipe.graph.nodes:
             values[node] = self.graph.node_copy(node, values.__getitem__)
         self.weights, self.notes = dict(recipe.weights), recipe.notes
-        self._mode = next(v.fake_mode for n in self.graph.nodes if isinstance(v := n.meta.get("val"), Tensor))
+        self._mode = next(v.fake_mode for n in self.graph.nodes if isinstance(v := n.meta.get("val"), FakeTensor))
 
     def recipe(self) -> Recipe:
         """What it has become, with the weights that are still read."""

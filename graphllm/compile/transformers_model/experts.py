@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.fx import Graph, Node
+from torch import Tensor
+from torch.fx import Node
 from transformers.integrations.moe import ExpertsInterface, batched_mm_experts_forward
 
-from graphllm.compile.transformers_model.edit import Editor, real_numbers
+from graphllm.compile.transformers_model.edit import Editor, name_of, real_numbers
 from graphllm.compile.transformers_model.recipe import Recipe
 from graphllm.ir import Weight
 from graphllm.ops.moe.fused_moe import fused_moe
@@ -60,9 +60,7 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     biases = (getattr(module, f"{first}_bias"), module.down_proj_bias) if module.has_bias else (None, None)
     by_turns = module.has_gate and not module.is_concatenated
     matrices = (getattr(module, first), module.down_proj)
-    return leaf(
-        hidden_states, top_k_index, top_k_weights, *matrices, *biases, *found, module.is_transposed, by_turns
-    )  # type: ignore[no-any-return]
+    return leaf(hidden_states, top_k_index, top_k_weights, *matrices, *biases, *found, module.is_transposed, by_turns)
 
 
 def activation_of(module: Any) -> tuple[str, float] | None:
@@ -89,17 +87,20 @@ def activation_of(module: Any) -> tuple[str, float] | None:
 
 def with_experts(recipe: Recipe) -> Recipe:
     """The recipe with `fused_moe` in the places of leaves, and weights as it takes them."""
-    calls = recipe.graph.find_nodes(op="call_function", target=leaf)
-    if not calls:
-        return recipe
     edit = Editor(recipe)
-    for call in edit.graph.find_nodes(op="call_function", target=leaf):
+    calls = edit.graph.find_nodes(op="call_function", target=leaf)
+    for call in calls:
         _replace(edit, call)
-    return edit.recipe()
+    gathered = edit.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor)
+    if any(name_of(node.args[0]) and node.args[0].meta["val"].dim() == 3 for node in gathered):
+        why = "the op fused_moe does not know what is between their products: each token reads its matrices by itself"
+        edit.notes = (*edit.notes, ("experts", why))
+    return edit.recipe() if calls or edit.notes != recipe.notes else recipe
 
 
 def _replace(edit: Editor, call: Node) -> None:
-    x, experts, weights, first, down, first_bias, down_bias, activation, limit, transposed, by_turns = call.args
+    given: Any = call.args
+    x, experts, weights, first, down, first_bias, down_bias, activation, limit, transposed, by_turns = given
     N, F = edit.weight_of(first).shape[0], edit.weight_of(down).shape[1 if transposed else 2]
     segments = (F,) * (N * parts_of(activation)) if parts_of(activation) > 1 else ()
 
@@ -119,7 +120,7 @@ def _replace(edit: Editor, call: Node) -> None:
             made = replace(made, shape=expr.shape, sources=(), expr=expr)
         return edit.change(node, made)
 
-    given = {
+    taken = {
         "x_TD": x,
         "gate_up_N2FD": stack(first, shard="output", segments=segments),
         "down_NDF": stack(down, shard="input"),
@@ -130,7 +131,7 @@ def _replace(edit: Editor, call: Node) -> None:
         "gate_up_bias_N2F": stack(first_bias, shard="output", segments=segments),
         "down_bias_ND": stack(down_bias),
     }
-    edit.replace(call, edit.insert(call, fused_moe.overload, **{n: v for n, v in given.items() if v is not None}))
+    edit.replace(call, edit.insert(call, fused_moe.overload, **{n: v for n, v in taken.items() if v is not None}))
 
 
 def _read(weight: Weight) -> Expr:

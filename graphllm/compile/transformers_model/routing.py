@@ -53,6 +53,8 @@ def with_routing(recipe: Recipe) -> Recipe:
     if not recipe.graph.find_nodes(op="call_function", target=fused_moe.overload):
         return recipe
     edit = Editor(recipe)
+    for node in edit.graph.find_nodes(op="call_function", target=aten.type_as.default):  # it reads no numbers
+        edit.replace(node, edit.insert(node, aten.to.dtype, node.args[0], node.meta["val"].dtype))
     for call in edit.graph.find_nodes(op="call_function", target=fused_moe.overload):
         _route(edit, call)
     return edit.recipe()
@@ -61,22 +63,38 @@ def with_routing(recipe: Recipe) -> Recipe:
 def _route(edit: Editor, call: Node) -> None:
     given = fused_moe.bind(call.args, call.kwargs)
     weights, experts, N = given["weights_TA"], given["experts_TA"], edit.weight_of(given["gate_up_N2FD"]).shape[0]
-    for part in _parts(weights, experts, N):
-        _keep_exact(edit, part.logits)
-        if (routing := _meant(part, N, weights.meta["val"].shape[1])) is not None:
-            _emit(edit, call, part, routing)
-            return
+    for end in _ends(weights):
+        for part in _parts(end, experts, N):
+            _keep_exact(edit, part.logits)
+            if (routing := _meant(part, N, weights.meta["val"].shape[1])) is not None:
+                _emit(edit, part, routing)
+                return
     edit.notes = (*edit.notes, ("routing", "it is none of what the op moe_route does, and stays ordinary ops"))
 
 
-def _emit(edit: Editor, call: Node, part: _Part, routing: Routing) -> None:
+def _ends(weights: Node) -> Iterator[Node]:
+    """The weights of experts, and what they are made of that may be weights, too: a model may go on with them."""
+    shape = list(map(str, weights.meta["val"].shape))
+    for node in _ancestors([weights], None)[::-1]:
+        value = node.meta["val"]
+        if isinstance(value, Tensor) and value.is_floating_point() and list(map(str, value.shape)) == shape:
+            yield node
+
+
+def _emit(edit: Editor, part: _Part, routing: Routing) -> None:
     kwargs = {n: v for n, v in routing._asdict().items() if n not in ("bias_N", "shared", "share_T1")}
     if routing.bias_N is not None:
         bias = _zeros(edit, len(routing.bias_N)) if part.bias is None else _as_bias(edit, part.bias)
         kwargs["bias_N"] = bias
-    made = edit.insert(call, moe_route.overload, logits_TN=part.logits, **kwargs)
-    for i, old in enumerate((part.weights, part.experts)):
-        edit.replace(old, edit.insert(call, operator.getitem, made, i))
+    chosen = part.experts.args[0] if part.experts.target is aten.to.dtype else part.experts
+    assert isinstance(chosen, Node)
+    before = part.logits.next
+    made = edit.insert(before, moe_route.overload, logits_TN=part.logits, **kwargs)
+    weights, experts = (edit.insert(before, operator.getitem, made, i) for i in range(2))
+    edit.replace(part.experts, experts)
+    if any(user is not part.experts and user not in part.nodes for user in chosen.users):
+        edit.replace(chosen, edit.cast(before, experts, chosen.meta["val"].dtype))
+    edit.replace(part.weights, edit.cast(before, weights, part.weights.meta["val"].dtype))
 
 
 def _as_bias(edit: Editor, node: Node) -> Node:
@@ -108,12 +126,20 @@ def _parts(weights: Node, experts: Node, N: int) -> Iterator[_Part]:
             return False
         return [str(d) for d in value.shape] == [T, str(N)]
 
-    products = [i for i, n in enumerate(above) if is_logits(n) and n.target in (aten.linear.default, aten.addmm.default)]
+    products = [
+        i for i, n in enumerate(above) if is_logits(n) and n.target in (aten.linear.default, aten.addmm.default)
+    ]
     for logits in filter(is_logits, above[products[-1] :] if products else ()):
         nodes = _ancestors([weights, experts], logits)
         given = [n for n in nodes if n.op == "placeholder"]
         if logits in nodes and len(given) <= 1 and all(name_of(n) and n.meta["val"].numel() == N for n in given):
-            yield _Part(logits, [n for n in nodes if n is not logits and n not in given], next(iter(given), None), weights, experts)
+            yield _Part(
+                logits,
+                [n for n in nodes if n is not logits and n not in given],
+                next(iter(given), None),
+                weights,
+                experts,
+            )
 
 
 def _ancestors(results: list[Node], stop: Node | None) -> list[Node]:
@@ -157,9 +183,10 @@ def _meant(part: _Part, N: int, k: int) -> Routing | None:
             return None
         wanted = _spread(weights, experts, N)
         for routing in _candidates(part, bias, k, N):
-            own = _spread(*moe_route.reference(logits, routing), N)
+            own_weights, own_experts = moe_route.reference(logits, routing)
+            own = _spread(own_weights, own_experts, N)
             scale = float(wanted.sum() / own.sum())
-            if torch.allclose(own * scale, wanted, rtol=_TOLERANCE, atol=1e-7 * scale):
+            if scale > 0 and torch.allclose(own * scale, wanted, rtol=_TOLERANCE, atol=1e-7 * scale):
                 return routing._replace(scale=_written(part, scale))
     return None
 
