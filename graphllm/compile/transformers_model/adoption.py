@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from graphllm.compile.transformers_model import leaf_ops
 from graphllm.compile.transformers_model.experts import with_experts
+from graphllm.compile.transformers_model.functional import make_functional
 from graphllm.compile.transformers_model.recipe import Recipe
 from graphllm.compile.transformers_model.refusal import refused
 from graphllm.compile.transformers_model.routing import with_routing
@@ -156,9 +157,10 @@ class _Adoption:
 
     def _unbatched(self, graph: Graph, name: str) -> Graph:
         try:
-            return unbatched(graph, self._tracer.shapes)
+            make_functional(graph, self._tracer.shapes)
         except ValueError as problem:
-            raise refused(name, f"code that {problem}") from problem
+            raise refused(name, f"code in which {problem}") from problem
+        return unbatched(graph, self._tracer.shapes)
 
     def _recipe(self, graph: Graph, values: Mapping[str, Tensor], prefix: str, tied: Mapping[str, str]) -> Recipe:
         """A graph with its parameters. prefix: of their names in the model. tied: names of finished parameters, by the
@@ -178,13 +180,13 @@ class _Adoption:
 
     def _weight(self, fake: Tensor, value: Tensor | None, source: str, tied: Mapping[str, str]) -> Weight:
         dtype: Any = "float32" if fake.dtype == torch.float32 else "model"
-        shape = tuple(fake.shape) or (1,)
+        shape = tuple(fake.shape)
         if not fake.dtype.is_floating_point:
             raise refused(self._name, f"a table of {fake.dtype}, {source}")
         if value is not None:
             if value.numel() > _MOST_NUMBERS:
                 raise refused(self._name, f"a computed table of {value.numel():,} numbers, {source}")
-            return Weight(shape, value=tuple(value.double().flatten().tolist()), dtype=dtype)
+            return Weight(shape or (1,), value=tuple(value.double().flatten().tolist()), dtype=dtype)
         if source in tied:
             return Weight(shape, tie=tied[source], dtype=dtype)
         return Weight(shape, (source,), dtype=dtype)

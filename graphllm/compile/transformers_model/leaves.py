@@ -28,10 +28,21 @@ _INERT = {"position_ids", "cache_position", "use_cache", "output_attentions", "o
 @dataclass(frozen=True)
 class Mask:
     """What a token sees: itself and tokens before it, ``window`` in all if positive; with causal=False all tokens. It
-    goes through a model's code in place of a mask."""
+    goes through a model's code in place of a mask. known: it is that; else no attention may read it."""
 
     causal: bool
     window: int
+    known: bool = True
+
+    def _used(self, *_: Any) -> Any:
+        raise refused("attention", "code of its own, which takes its mask apart")
+
+    __add__ = __radd__ = __mul__ = __rmul__ = __getitem__ = _used
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dtype", "shape", "size", "to", "device", "ndim", "dim", "unsqueeze"):
+            self._used()
+        raise AttributeError(name)
 
 
 class NoCache(Cache):
@@ -60,13 +71,16 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
-def _mask(*, mask_function: Callable[..., Tensor], config: Any, **_: Any) -> Mask:
+def _mask(*, mask_function: Callable[..., Tensor], **_: Any) -> Mask:
     """The `Mask` that a function of indices says, from what two tokens see by it."""
     with real_tensors():
         zero, rows = torch.zeros((), dtype=torch.long), []
         for far in (_FAR, _FAR // 2 + 17):
             keys = torch.arange(far + 9)
-            seen = mask_function(zero, zero, torch.tensor(far), keys).expand(len(keys))
+            try:
+                seen = mask_function(zero, zero, torch.tensor(far), keys).expand(len(keys))
+            except Exception:  # it reads tensors of the step
+                return Mask(True, 0, known=False)
             rows.append((far, int(seen.sum()), keys, seen))
         counts = [count for _, count, *_ in rows]
         if all(count == len(keys) for _, count, keys, _ in rows):
@@ -76,7 +90,7 @@ def _mask(*, mask_function: Callable[..., Tensor], config: Any, **_: Any) -> Mas
         for far, _, keys, seen in rows:
             expected = (keys <= far) & (keys > (far - counts[0] if counts[0] else -1))
             if counts[0] != counts[1] or not torch.equal(seen, expected):
-                raise refused(type(config).__name__, "attention whose mask is neither causal nor a sliding window")
+                return Mask(True, 0, known=False)
     return Mask(True, counts[0])
 
 
@@ -94,6 +108,8 @@ def _attention(
         attention_mask = Mask(causal, sliding_window or 0)
     if not isinstance(attention_mask, Mask):
         raise refused(name, "attention with a mask of its own making")
+    if not attention_mask.known:
+        raise refused(name, "attention whose mask is neither causal nor a sliding window")
     if not attention_mask.causal:
         raise refused(name, "attention in which tokens see later ones")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

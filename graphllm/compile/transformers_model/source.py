@@ -88,6 +88,10 @@ def _reported(hf: Mapping[str, Any], what: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
+    except KeyError as problem:
+        if problem.args != (leaves.NAME,):
+            raise
+        raise refused(what.split()[-1], "attention of its own, not by transformers' interface", problem) from problem
     except Exception as problem:  # it raises of every kind
         raise ConfigError(
             f"config.json (model_type {hf.get('model_type')!r:.80}): {what} refuses it: {type(problem).__name__}: "

@@ -77,9 +77,10 @@ class Tracer:
         def run(*given: Tensor) -> Tensor:
             own, (token_ids, positions) = dict(zip(fakes, given[:-2], strict=True)), given[-2:]
             named = {"input_ids": token_ids, "position_ids": positions, "past_key_values": leaves.NoCache()}
-            named = {n: v for n, v in named.items() if n in inspect.signature(type(model).forward).parameters}
-            if len(named) < 3:
-                raise refused(type(model).__name__, "no argument position_ids or past_key_values")
+            taken = inspect.signature(type(model).forward).parameters
+            named = {n: v for n, v in named.items() if n in taken}
+            if "past_key_values" not in named:
+                raise refused(type(model).__name__, "no argument past_key_values, that is a cache of its own or none")
             return functional_call(model, own, (), {**named, "use_cache": True}).logits  # type: ignore[no-any-return]
 
         with self._stubs(), self.shapes.mode, torch.no_grad():
@@ -87,6 +88,7 @@ class Tracer:
         with self._stubs():
             graph = self._traced(type(model).__name__, run, [*fakes.values(), *ids])
         _label(graph, [*(f"w.{n}" for n in fakes), "in.token_ids", "in.positions"])
+        _count_from_positions(graph, str(T))
         return Outer(graph, values)
 
     def layer(self, index: int, given: Sequence[Tensor]) -> Traced:
@@ -124,12 +126,12 @@ class Tracer:
 
     def _fakes(self, module: nn.Module, wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Fake values of a module's parameters and buffers; the numbers of the computed ones."""
-        named = [*module.named_parameters(), *module.named_buffers()]
+        buffers = dict(module.named_buffers())
         fakes, values = dict[str, Tensor](), dict[str, Tensor]()
-        for name, tensor in named:
+        for name, tensor in (*module.named_parameters(), *buffers.items()):
             if not wanted(name):
                 continue
-            if not tensor.is_meta:
+            if name in buffers and not tensor.is_meta:
                 values[name] = tensor
             with self.shapes.mode:
                 rounded = id(tensor) in self.source.rounded
@@ -145,7 +147,7 @@ class Tracer:
             yield
         finally:
             for layer in self.source.layers:
-                del layer.forward
+                vars(layer).pop("forward", None)
 
     def _stub(self, index: int, layer: nn.Module) -> Callable[..., Any]:
         forward = layer.forward
@@ -160,7 +162,7 @@ class Tracer:
             self.calls[index] = Call(spec, constants, (here, *places))
             if type(layer) not in self._returns:
                 own, _ = self._fakes(layer, lambda name: True)
-                del layer.forward
+                vars(layer).pop("forward")
                 made = functional_call(layer, own, args, kwargs)
                 layer.forward = stub
                 self._returns[type(layer)] = _returning(made, type(layer).__name__)
@@ -220,6 +222,24 @@ def _constant(value: Any) -> Any:
 def _label(graph: Graph, names: Sequence[str]) -> None:
     for node, name in zip(list(graph.find_nodes(op="placeholder")), names, strict=True):
         node.target = name
+
+
+def _count_from_positions(graph: Graph, T: str) -> None:
+    """Where the code around the layers counts the tokens of a whole sequence, it means their positions."""
+    aten = torch.ops.aten
+    positions = graph.find_nodes(op="placeholder")[-1]
+    for node in list(graph.nodes):
+        if getattr(node.target, "overloadpacket", None) is not aten.arange or node.meta["val"].dim() != 1:
+            continue
+        start = 0 if node.target is aten.arange.default else node.args[0]
+        if str(node.meta["val"].shape[0]) != T or start != 0:
+            continue
+        with graph.inserting_before(node):
+            row = graph.call_function(aten.squeeze.dim, (positions, 0))
+            counted = graph.call_function(aten.to.dtype, (row, node.meta["val"].dtype))
+        row.meta["val"], counted.meta["val"] = positions.meta["val"][0], node.meta["val"]
+        node.replace_all_uses_with(counted)
+        graph.erase_node(node)
 
 
 def _constants_to_numbers(made: torch.fx.GraphModule) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
 
 from graphllm.compile.transformers_model import leaf_ops
@@ -46,14 +47,15 @@ class Builder:
         """A call, of nodes and constants."""
         node = self.graph.call_function(target, args, kwargs)
         given = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.shapes.mode, torch.no_grad():
+        with self.shapes.mode, enable_python_dispatcher(), torch.no_grad():  # else some kernels take T for a number
             node.meta["val"] = target(*given[0], **given[1])
+        assert not self.shapes.fixed(), f"{node.format_node()} serves one number of tokens"
         return node
 
 
 def unbatched(graph: Graph, shapes: Shapes) -> Graph:
     """The graph without its batch dimension: what goes in, apart from parameters, and what comes out has no first
-    dimension. Calls that change nothing are left out. Raises ValueError for a write in place that others would see."""
+    dimension. Calls that change nothing are left out. The graph writes nothing in place."""
     return _Rewriter(graph, shapes).run()
 
 
@@ -96,14 +98,9 @@ class _Rewriter:
         inputs = [n for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor)]
         if node.target is operator.getitem:
             return self._result(node)
-        written = _functional(node)
         lacking = [n for n in inputs if self._values[n].lacks is not None]
         if node.target is aten.sym_size.int:
             return self._size(node)
-        if written is not node.target:
-            made = self._call_of(node, written, lacking)
-            self._values[node.args[0]] = made  # type: ignore[index]
-            return made
         return self._call_of(node, node.target, lacking)
 
     def _call_of(self, node: Node, target: Any, lacking: list[Node]) -> Value:
@@ -183,24 +180,6 @@ def _moved(dim: int, lacks: int | None, rank: int) -> int:
     """A dimension of the old value, in the new one."""
     dim %= rank
     return dim - (lacks is not None and dim > lacks)
-
-
-def _functional(node: Node) -> Any:
-    """The op that makes what the node's op writes in place; the op itself if it writes nothing."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return node.target
-    name = schema.name.split("::")[1]
-    target = node.args[0] if node.args else None
-    aliased = not isinstance(target, Node) or target.op != "call_function" or _is_view(target)
-    if aliased or not name.endswith("_") or not hasattr(aten, name[:-1]):
-        raise ValueError(f"{name} writes into what others read")
-    return getattr(getattr(aten, name[:-1]), schema.overload_name or "default")
-
-
-def _is_view(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 _SAME = {
@@ -444,9 +423,20 @@ def _embedding(of: _Rewriter, node: Node, target: Any) -> Value | None:
 
 
 def _attention(of: _Rewriter, node: Node, target: Any) -> Value | None:
+    """Heads of keys and of values have one size in a cache: the smaller ones are filled up with zeros."""
     if any(of.value(n).lacks != 0 for n in node.args[:3]):  # type: ignore[arg-type]
         return None
-    return of.made(0, target, *of.mapped(node.args), **of.mapped(node.kwargs))
+    (q, k, v), others = of.mapped(node.args[:3]), of.mapped(node.args[3:])
+    own, wide = v.meta["val"].shape[-1], q.meta["val"].shape[-1]
+    size = max(own, wide)
+    q, k, v = (_filled(of, t, size) for t in (q, k, v))
+    made = of.made(0, target, q, k, v, *others, **of.mapped(node.kwargs))
+    return made if own == size else of.made(0, aten.slice.Tensor, made.node, -1, 0, own)
+
+
+def _filled(of: _Rewriter, heads: Node, size: int) -> Node:
+    missing = size - heads.meta["val"].shape[-1]
+    return of.made(None, aten.constant_pad_nd.default, heads, [0, missing]).node if missing else heads
 
 
 def _rope_table(of: _Rewriter, node: Node, target: Any) -> Value | None:
