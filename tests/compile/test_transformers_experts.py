@@ -13,10 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PretrainedConfig
 
 from graphllm.compile.transformers_model import leaves
-from graphllm.compile.transformers_model.experts import activation_of, with_experts
+from graphllm.compile.transformers_model.checkpoint.stored import with_stored
+from graphllm.compile.transformers_model.experts.leaf import activation_of, with_experts
+from graphllm.compile.transformers_model.experts.routing import with_routing
+from graphllm.compile.transformers_model.functional import make_functional
 from graphllm.compile.transformers_model.recipe import MODEL_DTYPE, Recipe
-from graphllm.compile.transformers_model.routing import with_routing
-from graphllm.compile.transformers_model.stored import with_stored
 from graphllm.compile.transformers_model.unbatched import unbatched
 from graphllm.ir import Weight
 from graphllm.ir.graph import Shapes
@@ -53,6 +54,7 @@ def traced(block: nn.Module, D: int) -> Recipe:
         graph = make_fx(run, pre_dispatch=True)(*fakes, x).graph
     for node, name in zip(graph.find_nodes(op="placeholder"), [*(f"w.{n}" for n in tensors), "x"], strict=True):
         node.target = name
+    make_functional(graph, shapes)
     return Recipe(unbatched(graph, shapes), {n: Weight(tuple(t.shape), (n,)) for n, t in tensors.items()})
 
 

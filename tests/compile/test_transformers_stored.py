@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 
-from graphllm.compile.transformers_model.converted import ConversionError, Convert
-from graphllm.compile.transformers_model.stored import StoredWeights, with_stored
+from graphllm.compile.transformers_model.checkpoint.converted import ConversionError, Convert
+from graphllm.compile.transformers_model.checkpoint.stored import StoredWeights, with_stored
 from graphllm.config import ConfigError
 from graphllm.ir import Weight
 from graphllm.weights.plan.evaluate import evaluate

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from graphllm.compile.transformers_model import leaf_ops
-from graphllm.compile.transformers_model.experts import with_experts
+from graphllm.compile.transformers_model.experts.leaf import with_experts
 from graphllm.compile.transformers_model.functional import make_functional
 from graphllm.compile.transformers_model.recipe import Recipe
 from graphllm.compile.transformers_model.refusal import refused
-from graphllm.compile.transformers_model.routing import with_routing
+from graphllm.compile.transformers_model.experts.routing import with_routing
 from graphllm.compile.transformers_model.rows import mixing, over_rows
 from graphllm.compile.transformers_model.source import Source, open_source
 from graphllm.compile.transformers_model.tracing import Outer, Tracer, layer_call

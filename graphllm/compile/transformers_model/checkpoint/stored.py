@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from graphllm.compile.transformers_model.converted import ConversionError, Convert
+from graphllm.compile.transformers_model.checkpoint.converted import ConversionError, Convert
 from graphllm.config import ConfigError
 from graphllm.ir import Weight
 from graphllm.weights.plan.expr import ANY, Expr, Read, map_parts, walk

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graphllm.compile.transformers_model.edit import Editor, name_of, real_numbers
+from graphllm.compile.transformers_model.experts.edit import Editor, name_of, real_numbers
 from graphllm.compile.transformers_model.recipe import MODEL_DTYPE, Recipe
 from graphllm.ir import Weight
 from graphllm.ops.moe.fused_moe import fused_moe

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 from transformers.integrations.moe import ExpertsInterface, batched_mm_experts_forward
 
-from graphllm.compile.transformers_model.edit import Editor, name_of, real_numbers
+from graphllm.compile.transformers_model.experts.edit import Editor, name_of, real_numbers
 from graphllm.compile.transformers_model.recipe import Recipe
 from graphllm.ir import Weight
 from graphllm.ops.moe.fused_moe import fused_moe
