@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from graphllm.compile.transformers_model import leaf_ops
+from graphllm.compile.transformers_model.checkpoint.stored import StoredWeights
 from graphllm.compile.transformers_model.experts.leaf import with_experts
 from graphllm.compile.transformers_model.functional import make_functional
 from graphllm.compile.transformers_model.recipe import Recipe
@@ -69,10 +70,11 @@ class _Adoption:
         embed = self._embed(outer, calls[0])
         head = self._head(outer, calls[-1], embed)
         config = self._source.config.get_text_config()
+        stored = StoredWeights(self._source.model)
         return Adopted(
-            embed=embed,
-            layers={names[k]: recipe for k, recipe in enumerate(kinds)},
-            head=head,
+            embed=stored.of_recipe(embed),
+            layers={names[k]: stored.of_recipe(r, layer_types.index(k)) for k, r in enumerate(kinds)},
+            head=stored.of_recipe(head),
             layer_types=tuple(names[k] for k in layer_types),
             states={names[k]: _states(recipe.graph) for k, recipe in enumerate(kinds)},
             vocabulary=config.vocab_size,

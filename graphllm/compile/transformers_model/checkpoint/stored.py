@@ -21,6 +21,7 @@ from transformers.core_model_loading import (
 )
 
 from graphllm.compile.transformers_model.checkpoint.converted import ConversionError, Convert
+from graphllm.compile.transformers_model.recipe import Recipe
 from graphllm.config import ConfigError
 from graphllm.ir import Weight
 from graphllm.weights.plan.expr import ANY, Expr, Read, map_parts, walk
@@ -51,6 +52,10 @@ class StoredWeights:
     def ignored(self) -> tuple[str, ...]:
         """Regular expressions of tensors that a checkpoint may have and the model does not read."""
         return tuple(sorted(self._model._keys_to_ignore_on_load_unexpected or ()))
+
+    def of_recipe(self, recipe: Recipe, layer: int | None = None) -> Recipe:
+        """A recipe with the weights that `replaced` gives."""
+        return recipe._replace(weights=self.replaced(recipe.weights, layer))
 
     def replaced(self, weights: Mapping[str, Weight], layer: int | None = None) -> dict[str, Weight]:
         """Weights whose sources name parameters of the module, with sources or an expression that name tensors of the
