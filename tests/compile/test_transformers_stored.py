@@ -18,8 +18,10 @@ from graphllm.compile.transformers_model.checkpoint.converted import ConversionE
 from graphllm.compile.transformers_model.checkpoint.stored import StoredWeights, with_stored
 from graphllm.config import ConfigError
 from graphllm.ir import Weight
+from graphllm.weights.checkpoint.checkpoint import Checkpoint, WeightError
 from graphllm.weights.plan.evaluate import evaluate
 from graphllm.weights.plan.expr import Decode, Expr, Read, walk
+from graphllm.weights.plan.match import check_checkpoint
 from graphllm.weights.plan.plan import Entry, WeightPlan
 from graphllm.weights.plan.schemes import as_quantized
 from graphllm.weights.plan.simplify import Region, same_encodings
@@ -173,6 +175,19 @@ def test_quantized_experts_are_found() -> None:
     made = as_quantized(plan, config, None)["layers.0.gate_up"].expr
     assert sum(isinstance(e, Decode) for e in walk(made)) == 8
     assert all(same_encodings(part) for part in made.parts)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["mtp.layers.0.proj.weight", "model.mtp.layers.0.proj.weight", "model.mtp_layers.0.w"])
+def test_layers_that_only_draft_are_not_missed(name: str, tmp_path: Path) -> None:
+    """They are tensors that transformers' classes leave out; others are errors."""
+    stored = StoredWeights(on_meta(*tiny("mimo_v2_flash")))
+    expr = stored.of("model.norm.weight")
+    plan = WeightPlan((Entry("head.norm", expr.shape, "bfloat16", expr),))
+    save_file({"model.norm.weight": torch.ones(32), name: torch.ones(2)}, tmp_path / "model.safetensors")
+    check_checkpoint(plan, Checkpoint.open(tmp_path))
+    save_file({"model.norm.weight": torch.ones(32), f"x{name}": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match="not used by the model"):
+        check_checkpoint(plan, Checkpoint.open(tmp_path))
 
 
 def test_refusals_name_the_parameter_and_the_operation() -> None:

@@ -49,10 +49,6 @@ class StoredWeights:
         self._backwards = [_backwards(t) for t in every[:own] if isinstance(t, WeightRenaming)][::-1]
         self._legacy = [_backwards(t) for t in every[own:] if isinstance(t, WeightRenaming)][::-1]
 
-    def ignored(self) -> tuple[str, ...]:
-        """Regular expressions of tensors that a checkpoint may have and the model does not read."""
-        return tuple(sorted(self._model._keys_to_ignore_on_load_unexpected or ()))
-
     def of_recipe(self, recipe: Recipe, layer: int | None = None) -> Recipe:
         """A recipe with the weights that `replaced` gives."""
         return recipe._replace(weights=self.replaced(recipe.weights, layer))
