@@ -157,14 +157,17 @@ def _ancestors(results: list[Node], stop: Node | None) -> list[Node]:
 
 
 def _keep_exact(edit: Editor, logits: Node) -> None:
-    """Mark the router's parameters, which only casts part from its product."""
-    todo = [logits] if logits.target in (aten.linear.default, aten.addmm.default) else []
-    while todo:
-        for node in todo.pop().all_input_nodes:
-            if name := name_of(node):
-                edit.weights[name] = replace(edit.weights[name], exact=True)
-            elif node.target is aten.to.dtype and name_of(node.args[0]):
-                todo.append(node)
+    """Mark the router's parameters. One that is cast to float32 for the product is kept in that."""
+    if logits.target not in (aten.linear.default, aten.addmm.default):
+        return
+    for node in logits.all_input_nodes:
+        is_cast = node.target is aten.to.dtype and node.meta["val"].dtype == torch.float32
+        parameter: Any = node.args[0] if is_cast else node
+        if not (name := name_of(parameter)):
+            continue
+        edit.weights[name] = replace(edit.weights[name], exact=True)
+        if is_cast and len(parameter.users) == 1:
+            edit.replace(node, edit.change(parameter, replace(edit.weights[name], dtype="float32")))
 
 
 def _meant(part: _Part, N: int, k: int) -> Routing | None:
