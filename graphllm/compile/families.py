@@ -56,16 +56,16 @@ def _family(model_config: Mapping[str, Any]) -> Model:
     names, known = strings(model_config, "architectures"), load_models()
     if names and (model := known.get(names[0]) or derived_model(names[0])) is not None:
         return model
+    try:
+        return adopted(model_config)
+    except ConfigError as problem:
+        why = str(problem)
     if "auto_map" in model_config:
         raise ConfigError(
             f"config.json: auto_map says that {(names or [model_config.get('model_type')])[0]} is code of the "
             "repository's own, which never runs, with trust_remote_code neither; use a model of a known architecture, "
             "or write it as docs/adding-a-model.md shows"
         )
-    try:
-        return _adopted(model_config)
-    except ConfigError as problem:
-        why = str(problem)
     kinds: dict[str, list[str]] = {"generating text": [], "giving vectors": [], "drafting": []}
     for name, model in sorted(known.items()):
         task = "giving vectors" if model.graphs[0].task == "pool" else "generating text"
@@ -74,12 +74,13 @@ def _family(model_config: Mapping[str, Any]) -> Model:
     inner = ", nor is it one of the multimodal models that run as text" if "text_config" in model_config else ""
     raise ConfigError(
         f"config.json architectures: {list(names) or 'missing'} (model_type {model_config.get('model_type')!r:.80}) is "
-        f"not supported{inner}. Of transformers' own code: {why}. Known: {listed}. docs/adding-a-model.md shows how to add one in a file of your own"
+        f"not supported{inner}. Of transformers' models: {why}. Known: {listed}. docs/adding-a-model.md shows how to "
+        "add one in a file of your own"
     )
 
 
-def _adopted(model_config: Mapping[str, Any]) -> Model:
+def adopted(model_config: Mapping[str, Any]) -> Model:
     """The family that transformers' own code defines, which is imported only here. Raises ConfigError."""
-    from graphllm.compile.transformers_model.family import adopted
+    from graphllm.compile.transformers_model import family
 
-    return adopted(model_config)
+    return family.adopted(model_config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,18 +17,20 @@ from graphllm.compile.transformers_model import leaf_ops
 from graphllm.compile.transformers_model.checkpoint.stored import StoredWeights
 from graphllm.compile.transformers_model.experts.leaf import with_experts
 from graphllm.compile.transformers_model.functional import make_functional
+from graphllm.compile.transformers_model.local import local
 from graphllm.compile.transformers_model.recipe import Recipe
 from graphllm.compile.transformers_model.refusal import refused
 from graphllm.compile.transformers_model.experts.routing import with_routing
 from graphllm.compile.transformers_model.rows import mixing, over_rows
 from graphllm.compile.transformers_model.source import Source, open_source
 from graphllm.compile.transformers_model.tracing import Outer, Tracer, layer_call
-from graphllm.compile.transformers_model.unbatched import Builder, unbatched
+from graphllm.compile.transformers_model.unbatched import unbatched
 from graphllm.config.fields import MAX_MODEL_LEN
 from graphllm.ir import Weight
-from graphllm.ir.graph import eliminate_dead
+from graphllm.ir.graph import Shapes, eliminate_dead
 from graphllm.ops.attention.paged_attention import kv_state
 from graphllm.program.specs import StateSpec
+from graphllm.weights.plan.expr import Read, Slice
 
 _MOST_NUMBERS = 1 << 20  # of a computed buffer
 
@@ -35,17 +38,21 @@ _MOST_NUMBERS = 1 << 20  # of a computed buffer
 class Adopted(NamedTuple):
     """A model of transformers as recipes.
 
-    layers: by layer type. layer_types: of each layer. states: of each layer type. vocabulary, max_len: see
-    `FamilyConfig`.
+    layers: by layer type. layer_types: of each layer. vocabulary, max_len: see `FamilyConfig`. shapes: the symbols of
+    all graphs.
     """
 
     embed: Recipe
     layers: dict[str, Recipe]
     head: Recipe
     layer_types: tuple[str, ...]
-    states: dict[str, tuple[StateSpec, ...]]
     vocabulary: int
     max_len: int
+    shapes: Shapes
+
+    def states(self, layer_type: str) -> tuple[StateSpec, ...]:
+        """What a layer of a type remembers."""
+        return _states(self.layers[layer_type].graph)
 
 
 @functools.lru_cache(maxsize=4)
@@ -54,6 +61,20 @@ def adopt(text: str, longest: int) -> Adopted:
     Raises ConfigError, which says what blocks it, for a model that is not traced."""
     source = open_source({**json.loads(text), MAX_MODEL_LEN: longest})
     return _Adoption(source).run()
+
+
+@functools.lru_cache(maxsize=4)
+def adopt_share(text: str, longest: int, degree: int, experts_apart: bool) -> Adopted:
+    """The recipes of one of ``degree`` tensor-parallel ranks; see `adopt`. experts_apart: experts are divided by
+    number."""
+    whole = adopt(text, longest)
+    if degree == 1:
+        return whole
+    return whole._replace(
+        embed=local(whole.embed, whole.shapes, degree, experts_apart),
+        layers={n: local(recipe, whole.shapes, degree, experts_apart) for n, recipe in whole.layers.items()},
+        head=local(whole.head, whole.shapes, degree, experts_apart),
+    )
 
 
 class _Adoption:
@@ -76,9 +97,9 @@ class _Adoption:
             layers={names[k]: stored.of_recipe(r, layer_types.index(k)) for k, r in enumerate(kinds)},
             head=stored.of_recipe(head),
             layer_types=tuple(names[k] for k in layer_types),
-            states={names[k]: _states(recipe.graph) for k, recipe in enumerate(kinds)},
             vocabulary=config.vocab_size,
             max_len=getattr(config, "max_position_embeddings", None) or self._source.longest,
+            shapes=self._tracer.shapes,
         )
 
     def _chain(self, graph: Graph) -> list[Node]:
@@ -87,7 +108,7 @@ class _Adoption:
         calls = sorted(calls, key=list(graph.nodes).index)
         if [c.args[2] for c in calls] != list(range(len(self._source.layers))):
             raise refused(self._name, "layers that do not run once each, in order")
-        for before, call in zip(calls, calls[1:], strict=False):
+        for before, call in itertools.pairwise(calls):
             if call.args[0] is not before:
                 raise refused(self._name, "code between its layers")
         return calls
@@ -123,7 +144,7 @@ class _Adoption:
         if said := mixing(graph, self._tracer.shapes):
             raise refused(name, f"code outside of transformers' attention interface that has tokens meet: {said}")
         prefix = f"{self._source.path}.{{layer}}."
-        return self._recipe(graph, traced.values, prefix, {})
+        return _left_alone(self._recipe(graph, traced.values, prefix, {}), traced.unread, prefix)
 
     def _take(self, graph: Graph, node: Node, outer: Node) -> None:
         """Have a layer read what embed hands on in place of a further argument of its call."""
@@ -155,7 +176,7 @@ class _Adoption:
         if rows is None:
             raise refused(self._name, "code after its layers that reads more than their result")
         tied = {w.sources[0]: f"embed.{n}" for n, w in embed.weights.items() if w.sources}
-        return self._recipe(rows, outer.values, "", tied)
+        return _left_alone(self._recipe(rows, outer.values, "", tied), outer.unread, "")
 
     def _unbatched(self, graph: Graph, name: str) -> Graph:
         try:
@@ -173,6 +194,7 @@ class _Adoption:
                 continue
             own = node.target.removeprefix("w.")
             name = own.removesuffix(".weight").replace(".", "_")
+            _as_float(graph, node)
             weights[name] = self._weight(node.meta["val"], values.get(own), prefix + own, tied)
             node.target = f"w.{name}"
         for number, node in enumerate(_attentions(graph)):
@@ -183,8 +205,6 @@ class _Adoption:
     def _weight(self, fake: Tensor, value: Tensor | None, source: str, tied: Mapping[str, str]) -> Weight:
         dtype: Any = "float32" if fake.dtype == torch.float32 else "model"
         shape = tuple(fake.shape)
-        if not fake.dtype.is_floating_point:
-            raise refused(self._name, f"a table of {fake.dtype}, {source}")
         if value is not None:
             if value.numel() > _MOST_NUMBERS:
                 raise refused(self._name, f"a computed table of {value.numel():,} numbers, {source}")
@@ -202,6 +222,28 @@ class _Adoption:
             number = sum(n.rstrip("0123456789") == base for n in names)
             names.append(base + (str(number + 1) if number else ""))
         return names
+
+
+def _as_float(graph: Graph, node: Node) -> None:
+    """Have a graph read whole numbers as float32, as all parameters are floating."""
+    value = node.meta["val"]
+    if value.dtype.is_floating_point:
+        return
+    node.meta["val"] = value.float()
+    with graph.inserting_before(_first_call(graph)):
+        whole = graph.call_function(torch.ops.aten.to.dtype, (node, value.dtype))
+    whole.meta["val"] = value
+    node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
+
+
+def _left_alone(recipe: Recipe, unread: Mapping[str, tuple[int, ...]], prefix: str) -> Recipe:
+    """With what a checkpoint has of parameters that nothing reads, so that it fits the plan: the first row of each."""
+    none = {
+        f"unread_{name.replace('.', '_')}": Weight((1, *shape[1:]), expr=Slice(Read((prefix + name,), shape), 0, 0, 1))
+        for name, shape in unread.items()
+        if shape
+    }
+    return recipe._replace(weights={**recipe.weights, **none})
 
 
 def _first_call(graph: Graph) -> Node:

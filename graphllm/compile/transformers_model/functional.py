@@ -41,7 +41,11 @@ def _put_together(graph: Graph, base: Any, shapes: Shapes) -> None:
         end = min(stop, size) if isinstance(stop, int) and isinstance(size, int) else -1
     later = [u for u in base.users if u not in slices]
     order = list(graph.nodes)
-    if not whole or end != width.shape[next(iter(dims))] or any(order.index(u) < order.index(copies[-1]) for u in later):
+    if (
+        not whole
+        or end != width.shape[next(iter(dims))]
+        or any(order.index(u) < order.index(copies[-1]) for u in later)
+    ):
         raise ValueError("copy_ fills a part of what others read")
     parts = []
     with graph.inserting_after(copies[-1]):
@@ -61,9 +65,7 @@ def _like(graph: Graph, before: Node, part: Any, into: Tensor, of: Tensor, shape
     with graph.inserting_before(before):
         if str(into.shape) != str(of.shape):
             missing = into.dim() - of.dim()
-            sizes = [
-                d if i < missing or str(of.shape[i - missing]) != str(d) else -1 for i, d in enumerate(into.shape)
-            ]
+            sizes = [d if i < missing or str(of.shape[i - missing]) != str(d) else -1 for i, d in enumerate(into.shape)]
             if any(not isinstance(d, int) for d in sizes):
                 raise ValueError("copy_ repeats what it copies for each token")
             part = graph.call_function(aten.expand.default, (part, sizes))

@@ -26,6 +26,14 @@ _FAR = 1 << 20  # a position after every window
 _INERT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "dropout"}
 
 
+class MaskReadError(Exception):
+    """A model's code takes a mask for a tensor."""
+
+
+class StateReadError(Exception):
+    """A model's code asks a cache for something other than keys and values."""
+
+
 @dataclass(frozen=True)
 class Mask:
     """What a token sees: itself and tokens before it, ``window`` in all if positive; with causal=False all tokens. It
@@ -35,14 +43,14 @@ class Mask:
     window: int
     known: bool = True
 
-    def _used(self, *_: Any) -> Any:
-        raise refused("attention", "code of its own, which takes its mask apart")
+    def _read(self, *_: Any) -> Any:
+        raise MaskReadError
 
-    __add__ = __radd__ = __mul__ = __rmul__ = __getitem__ = _used
+    __add__ = __radd__ = __mul__ = __rmul__ = __getitem__ = _read
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dtype", "shape", "size", "to", "device", "ndim", "dim", "unsqueeze"):
-            self._used()
+        if hasattr(Tensor, name) and not name.startswith("_"):
+            raise MaskReadError
         raise AttributeError(name)
 
 
@@ -63,6 +71,11 @@ class NoCache(Cache):
 
     def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
         return query_length, 0
+
+    def _state(self, *_: Any, **__: Any) -> Any:
+        raise StateReadError
+
+    get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = update_indexer = _state
 
 
 @contextlib.contextmanager

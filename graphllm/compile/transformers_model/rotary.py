@@ -37,7 +37,9 @@ class _Leaf:
             return type(self._module).forward(self._module, x, position_ids, *([layer_type] if layer_type else []))
         form, exact = self._forms[prefix]
         inv_freq = getattr(self._module, f"{prefix}inv_freq")
-        tables = leaf_ops.rope_table(position_ids, inv_freq, float(getattr(self._module, f"{prefix}attention_scaling", 1)))
+        tables = leaf_ops.rope_table(
+            position_ids, inv_freq, float(getattr(self._module, f"{prefix}attention_scaling", 1))
+        )
         return tuple(leaf_ops.spread(table, form, exact) for table in tables)
 
 

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from graphllm.compile.transformers_model import leaves, rotary
 from graphllm.compile.transformers_model.recipe import MODEL_DTYPE
-from graphllm.compile.transformers_model.refusal import refused, where_of
+from graphllm.compile.transformers_model.refusal import refused
 from graphllm.compile.transformers_model.source import Source
 from graphllm.config import ConfigError
 from graphllm.ir.graph import Shapes
@@ -43,18 +43,21 @@ class Call(NamedTuple):
 
 class Outer(NamedTuple):
     """The traced forward around the layers. graph: its placeholders' targets are "w.<parameter>", "in.token_ids" and
-    "in.positions"; layers are calls of `layer_call`. values: real numbers of buffers, by name."""
+    "in.positions"; layers are calls of `layer_call`. values: real numbers of buffers, by name. unread: shapes of the
+    parameters that nothing reads, by name."""
 
     graph: Graph
     values: dict[str, Tensor]
+    unread: dict[str, tuple[int, ...]]
 
 
 class Traced(NamedTuple):
     """A layer's graph: placeholders "w.<parameter of the layer>", "x" and "given.<i>", the i-th further tensor of its
-    call."""
+    call. values, unread: as of `Outer`."""
 
     graph: Graph
     values: dict[str, Tensor]
+    unread: dict[str, tuple[int, ...]]
 
 
 class Tracer:
@@ -89,7 +92,7 @@ class Tracer:
             graph = self._traced(type(model).__name__, run, [*fakes.values(), *ids])
         _label(graph, [*(f"w.{n}" for n in fakes), "in.token_ids", "in.positions"])
         _count_from_positions(graph, str(T))
-        return Outer(graph, values)
+        return Outer(graph, values, _unread(graph, model))
 
     def layer(self, index: int, given: Sequence[Tensor]) -> Traced:
         """A decoder layer. given: fake values of x and of what else it is called with."""
@@ -104,7 +107,7 @@ class Tracer:
 
         graph = self._traced(type(layer).__name__, run, [*fakes.values(), *given])
         _label(graph, [*(f"w.{n}" for n in fakes), "x", *(f"given.{i}" for i in range(len(given) - 1))])
-        return Traced(graph, values)
+        return Traced(graph, values, _unread(graph, layer))
 
     def fingerprint(self, index: int) -> Any:
         """What a layer's computation depends on, apart from its parameters' values and its index."""
@@ -114,7 +117,7 @@ class Tracer:
             plain = {
                 n: repr(v) for n, v in vars(module).items()
                 if isinstance(v, bool | int | float | str | None | tuple | list)
-                and not (n in _INDEX_NAMES) and n != "training"
+                and n not in _INDEX_NAMES and n != "training"
             }  # fmt: skip
             own = [(n, tuple(p.shape), str(p.dtype)) for n, p in module.named_parameters(recurse=False)]
             buffers = [
@@ -193,6 +196,10 @@ class Tracer:
             return run()
         except ConfigError:
             raise
+        except leaves.MaskReadError as problem:
+            raise refused(name, "attention of its own, which reads its mask", problem) from problem
+        except leaves.StateReadError as problem:
+            raise refused(name, "layers with states other than keys and values", problem) from problem
         except Exception as problem:  # transformers' code raises of every kind
             said = str(problem).strip().split("\n")[0][:200]
             raise refused(name, f"code that cannot be traced: {type(problem).__name__}: {said}", problem) from problem
@@ -222,6 +229,12 @@ def _constant(value: Any) -> Any:
 def _label(graph: Graph, names: Sequence[str]) -> None:
     for node, name in zip(list(graph.find_nodes(op="placeholder")), names, strict=True):
         node.target = name
+
+
+def _unread(graph: Graph, module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of what a checkpoint has of a module and a graph has as an input that nothing reads."""
+    idle = {n.target.removeprefix("w.") for n in graph.find_nodes(op="placeholder") if not n.users}
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items() if name in idle}
 
 
 def _count_from_positions(graph: Graph, T: str) -> None:

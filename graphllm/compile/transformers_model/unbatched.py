@@ -232,7 +232,7 @@ def _by_schema(of: _Rewriter, node: Node, target: Any) -> Value | None:
         isinstance(e, Node) for e in v) for v in named.values()):  # fmt: skip
         return None
     (x,) = tensors
-    made, lacks = of.value(x)
+    lacks = of.value(x).lacks
     dim = named.get("dim", defaults["dim"])
     if dim is None or lacks is None or target.overloadpacket not in _ALONG:
         return None
@@ -259,7 +259,7 @@ _ALONG = _REDUCING | {
 
 
 def _slice(of: _Rewriter, node: Node, target: Any) -> Value | None:
-    _, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    start, end, step = (*node.args[2:], *(None, None, 1)[len(node.args[2:]) :])
     whole = start in (0, None) and (end is None or (isinstance(end, int) and end >= 2**62)) and step == 1
     return of.value(node.args[0]) if whole else _by_schema(of, node, target)  # type: ignore[arg-type]
 
