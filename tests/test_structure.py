@@ -47,7 +47,7 @@ ROOMS = {
     ),
     "weights": (("dtypes",), ("checkpoint", "encodings"), ("plan",), ("adapters", "formats"), ("loading",)),
     "compile": (
-        ("described", "pieces", "tasks"),
+        ("described", "pieces", "tasks", "transformers_model"),
         ("families", "layout", "specialize"),
         ("row_order", "trace"),
         ("rewrites",),

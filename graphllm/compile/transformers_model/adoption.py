@@ -14,11 +14,14 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from graphllm.compile.transformers_model import leaf_ops
+from graphllm.compile.transformers_model.checkpoint.stored import StoredWeights
+from graphllm.compile.transformers_model.experts.leaf import with_experts
 from graphllm.compile.transformers_model.functional import make_functional
 from graphllm.compile.transformers_model.local import local
 from graphllm.compile.transformers_model.positions import are_looked_up, count_from, first_position
 from graphllm.compile.transformers_model.recipe import Recipe
 from graphllm.compile.transformers_model.refusal import refused
+from graphllm.compile.transformers_model.experts.routing import with_routing
 from graphllm.compile.transformers_model.rows import mixing, over_rows
 from graphllm.compile.transformers_model.source import Source, open_source
 from graphllm.compile.transformers_model.tracing import Outer, Tracer, layer_call
@@ -95,10 +98,11 @@ class _Adoption:
         embed = self._embed(outer, calls[0])
         head = self._head(outer, calls[-1], embed)
         config = self._source.config.get_text_config()
+        stored = StoredWeights(self._source.model)
         return Adopted(
-            embed=embed,
-            layers={names[k]: recipe for k, recipe in enumerate(kinds)},
-            head=head,
+            embed=stored.of_recipe(embed),
+            layers={names[k]: stored.of_recipe(r, layer_types.index(k)) for k, r in enumerate(kinds)},
+            head=stored.of_recipe(head),
             layer_types=tuple(names[k] for k in layer_types),
             vocabulary=config.vocab_size,
             max_len=getattr(config, "max_position_embeddings", None) or self._source.longest,
@@ -203,7 +207,7 @@ class _Adoption:
         for number, node in enumerate(_attentions(graph)):
             if number:
                 node.kwargs = {**node.kwargs, "state": f"kv{number}"}
-        return Recipe(graph, weights)
+        return with_routing(with_experts(Recipe(graph, weights)))
 
     def _weight(self, fake: Tensor, value: Tensor | None, source: str, tied: Mapping[str, str]) -> Weight:
         dtype: Any = "float32" if fake.dtype == torch.float32 else "model"

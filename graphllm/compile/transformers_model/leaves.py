@@ -17,6 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from graphllm.compile.transformers_model import leaf_ops
+from graphllm.compile.transformers_model.experts import leaf as experts_leaf
 from graphllm.compile.transformers_model.refusal import refused
 
 NAME = "graphllm"  # of what is ours in transformers' tables of implementations
@@ -136,3 +137,4 @@ def register() -> None:
     """Make these known to transformers under our name."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
+    experts_leaf.register(NAME)

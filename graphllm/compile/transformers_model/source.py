@@ -71,7 +71,7 @@ def open_source(hf: Mapping[str, Any]) -> Source:
         raise refused(cls.__name__, "an encoder and a decoder, of which only decoders alone are traced")
     leaves.register()
     config._attn_implementation = leaves.NAME
-    config._experts_implementation = "batched_mm"
+    config._experts_implementation = leaves.NAME
     with _reported(hf, f"transformers' {cls.__name__}"), torch.device("meta"):
         model = cls._from_config(config, dtype=torch.bfloat16).eval()
     longest = hf.get(MAX_MODEL_LEN) or getattr(config, "max_position_embeddings", None) or 2048

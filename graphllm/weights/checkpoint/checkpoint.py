@@ -30,7 +30,7 @@ from graphllm.weights.dtypes import DTYPES
 
 DRAFT = "draft"  # of a draft model that joins another: its config's field, its graph, and before its tensors' names
 MAIN = "main:"  # before the name of a parameter of the model that a draft model is tied to
-FURTHER = re.compile(r"(model\.mtp_layers|mtp)\.")  # what the names of layers begin with that only draft
+FURTHER = re.compile(r"(model\.mtp_layers|(model\.)?mtp)\.")  # what the names of layers begin with that only draft
 _SINGLE = "model.safetensors"
 _INDEX = f"{_SINGLE}.index.json"
 BIN = "pytorch_model.bin"

@@ -194,7 +194,7 @@ def _entry(name: str, w: Weight, model_dtype: str, layer: int | None) -> Entry:
     elif w.expr is not None:
         expr = renamed(cast(Expr, w.expr), lambda source: _fill_layer(source, layer))
     else:
-        expr = _of_sources(name, w, layer)
+        expr = expr_of_sources(name, w, layer)
     try:
         if not isinstance(expr, Tie) and expr.shape != w.shape:
             raise ValueError(f"its expression gives {expr.shape}, not {w.shape}")
@@ -203,7 +203,7 @@ def _entry(name: str, w: Weight, model_dtype: str, layer: int | None) -> Entry:
     return Entry(name, w.shape, dtype, expr, w.shard, w.segments, w.expert_axis, w.exact, w.heads)
 
 
-def _of_sources(name: str, w: Weight, layer: int | None) -> Expr:
+def expr_of_sources(name: str, w: Weight, layer: int | None) -> Expr:
     """The checkpoint tensors, one after the other."""
     if len(w.sources) == 1:  # segments then only tell sharding where the parts are
         pieces, lead = w.shape[:1] or (1,), 1

@@ -1,0 +1,1 @@
+"""What checkpoints hold of the parameters of traced models."""
