@@ -32,10 +32,11 @@ _MOST_NUMBERS = 1 << 20  # of a computed buffer
 class Adopted(NamedTuple):
     """A model of transformers as recipes.
 
-    layers: by layer type. layer_types: of each layer. states: of each layer type. vocabulary, max_len: see
+    name: of its class. layers: by layer type. layer_types: of each layer. states: of each layer type. vocabulary, max_len: see
     `FamilyConfig`.
     """
 
+    name: str
     embed: Recipe
     layers: dict[str, Recipe]
     head: Recipe
@@ -68,6 +69,7 @@ class _Adoption:
         head = self._head(outer, calls[-1], embed)
         config = self._source.config.get_text_config()
         return Adopted(
+            name=self._name,
             embed=embed,
             layers={names[k]: recipe for k, recipe in enumerate(kinds)},
             head=head,

@@ -11,9 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from graphllm.compile.transformers_model.adoption import Adopted, adopt
+from graphllm.compile.transformers_model.report import ordinary_ops
 from graphllm.compile.transformers_model.source import model_class
 from graphllm.config.fields import MAX_MODEL_LEN, READ, note, strings
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight
+from graphllm.program.manifest import Implementation
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ def adopted(model_config: Mapping[str, Any]) -> Model:
     """The family of a config.json whose model transformers has. Raises ConfigError where it has none that generates
     text, or a repository would bring the code."""
     model_class(model_config)
-    return Model(architectures=strings(model_config, "architectures"), config=_config, graphs=(_GRAPH,))
+    names = strings(model_config, "architectures")
+    return Model(architectures=names, config=_config, graphs=(_GRAPH,), traced=_implementation)
 
 
 def _config(hf: Mapping[str, Any]) -> Config:
@@ -45,6 +48,10 @@ def _config(hf: Mapping[str, Any]) -> Config:
     model = adopt(text, longest)
     note(hf, *fields)
     return Config(model.vocabulary, model.max_len, model.layer_types, text, longest)
+
+
+def _implementation(c: Config) -> Implementation:
+    return Implementation(c.model.name, transformers=True, ordinary=ordinary_ops(c.model))
 
 
 def _layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
