@@ -63,7 +63,7 @@ def _family(model_config: Mapping[str, Any]) -> Model:
     why = "model_impl is 'graphllm', which leaves it out; use auto"
     if wanted != "graphllm":
         try:
-            return _adopted(model_config)
+            return adopted(model_config)
         except ConfigError as problem:
             why = str(problem)
     if own is not None:
@@ -71,13 +71,13 @@ def _family(model_config: Mapping[str, Any]) -> Model:
     raise ConfigError(_unknown(model_config, known, why))
 
 
-def _adopted(model_config: Mapping[str, Any]) -> Model:
+def adopted(model_config: Mapping[str, Any]) -> Model:
     """The family that transformers' own code defines, which is imported only here. Raises ConfigError."""
-    from graphllm.compile.transformers_model.family import adopted
+    from graphllm.compile.transformers_model import family
 
     if switch(model_config, "is_encoder_decoder", False):
         raise ConfigError("config.json: is_encoder_decoder is true: only decoders alone run; use a decoder-only model")
-    return adopted(model_config)
+    return family.adopted(model_config)
 
 
 def _unknown(model_config: Mapping[str, Any], known: Mapping[str, Model], why: str) -> str:

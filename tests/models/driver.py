@@ -35,14 +35,17 @@ class Runner:
             self.executor.do(ResetSlots(fresh))
         return self.executor.run(step)
 
+    def _tables(self, lengths: Sequence[int]) -> list[list[list[int]]]:
+        """Blocks of every cache group, for each sequence, in shuffled order."""
+        layout = self.executor.layout
+        order = torch.randperm(layout.num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
+        return [[[order.pop() for _ in range(-(-n // group.block_size))] for n in lengths] for group in layout.groups]
+
     def forced(self, sequences: Sequence[Sequence[int]], n_tokens: int) -> list[Tensor]:
         """The logits [n_tokens, V] after each of the last tokens of every sequence, the first from its prefill and the
         others from decode steps of all sequences together."""
-        pages = _assign_pages(
-            [len(s) for s in sequences] * len(self.executor.layout.groups), self.executor.layout.num_blocks
-        )
+        tables = self._tables([len(s) for s in sequences])
         count = len(sequences)
-        tables = [pages[g * count : (g + 1) * count] for g in range(len(self.executor.layout.groups))]
         done = [0] * count
         rows: list[list[Tensor]] = [[] for _ in sequences]
         for step in range(n_tokens):
@@ -56,8 +59,7 @@ class Runner:
 
     def chunked(self, prompt: Sequence[int], chunk: int) -> Tensor:
         """The logits [V] after a prompt that is computed so many tokens at a time."""
-        pages = _assign_pages([len(prompt)] * len(self.executor.layout.groups), self.executor.layout.num_blocks)
-        tables = [stack_tables([page]) for page in pages]
+        tables = [stack_tables(table) for table in self._tables([len(prompt)])]
         for start in range(0, len(prompt), chunk):
             result = self._run([prompt[start : start + chunk]], [start], tables)
         return result.logits[0].float().cpu().clone()
@@ -67,9 +69,7 @@ class Runner:
 
         Returns, for each prompt, the logits [V] after its last token, and the n_tokens drawn ones.
         """
-        lengths, groups = [len(p) + n_tokens for p in prompts], len(self.executor.layout.groups)
-        pages = _assign_pages(lengths * groups, self.executor.layout.num_blocks)
-        tables = [pages[g * len(prompts) : (g + 1) * len(prompts)] for g in range(groups)]
+        tables = self._tables([len(p) + n_tokens for p in prompts])
         new, done = [list(p) for p in prompts], [0] * len(prompts)
         prefill: list[Tensor] = []
         tokens: list[list[int]] = [[] for _ in prompts]
@@ -111,14 +111,3 @@ class Driver(Runner):
             self.executor = opened(place, source.checkpoint)
         else:
             self.executor = open_executor(source, place, 512, target)
-
-
-def _assign_pages(lengths: Sequence[int], pages: int) -> list[list[int]]:
-    """Blocks for all sequences, in shuffled order."""
-    order = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).tolist()
-    tables = []
-    for n in lengths:
-        count = -(-n // BLOCK)
-        tables.append(order[:count])
-        order = order[count:]
-    return tables

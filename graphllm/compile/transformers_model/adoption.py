@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from graphllm.compile.transformers_model import leaf_ops
 from graphllm.compile.transformers_model.functional import make_functional
+from graphllm.compile.transformers_model.local import local
 from graphllm.compile.transformers_model.recipe import Recipe
 from graphllm.compile.transformers_model.refusal import refused
 from graphllm.compile.transformers_model.rows import mixing, over_rows
@@ -22,7 +23,7 @@ from graphllm.compile.transformers_model.tracing import Outer, Tracer, layer_cal
 from graphllm.compile.transformers_model.unbatched import Builder, unbatched
 from graphllm.config.fields import MAX_MODEL_LEN
 from graphllm.ir import Weight
-from graphllm.ir.graph import eliminate_dead
+from graphllm.ir.graph import Shapes, eliminate_dead
 from graphllm.ops.attention.paged_attention import kv_state
 from graphllm.program.specs import StateSpec
 
@@ -32,8 +33,8 @@ _MOST_NUMBERS = 1 << 20  # of a computed buffer
 class Adopted(NamedTuple):
     """A model of transformers as recipes.
 
-    name: of its class. layers: by layer type. layer_types: of each layer. states: of each layer type. vocabulary, max_len: see
-    `FamilyConfig`.
+    name: of its class. layers: by layer type. layer_types: of each layer. vocabulary, max_len: see `FamilyConfig`. shapes: the symbols of
+    all graphs.
     """
 
     name: str
@@ -41,9 +42,13 @@ class Adopted(NamedTuple):
     layers: dict[str, Recipe]
     head: Recipe
     layer_types: tuple[str, ...]
-    states: dict[str, tuple[StateSpec, ...]]
     vocabulary: int
     max_len: int
+    shapes: Shapes
+
+    def states(self, layer_type: str) -> tuple[StateSpec, ...]:
+        """What a layer of a type remembers."""
+        return _states(self.layers[layer_type].graph)
 
 
 @functools.lru_cache(maxsize=4)
@@ -52,6 +57,20 @@ def adopt(text: str, longest: int) -> Adopted:
     Raises ConfigError, which says what blocks it, for a model that is not traced."""
     source = open_source({**json.loads(text), MAX_MODEL_LEN: longest})
     return _Adoption(source).run()
+
+
+@functools.lru_cache(maxsize=4)
+def adopt_share(text: str, longest: int, degree: int, experts_apart: bool) -> Adopted:
+    """The recipes of one of ``degree`` tensor-parallel ranks; see `adopt`. experts_apart: experts are divided by
+    number."""
+    whole = adopt(text, longest)
+    if degree == 1:
+        return whole
+    return whole._replace(
+        embed=local(whole.embed, whole.shapes, degree, experts_apart),
+        layers={n: local(recipe, whole.shapes, degree, experts_apart) for n, recipe in whole.layers.items()},
+        head=local(whole.head, whole.shapes, degree, experts_apart),
+    )
 
 
 class _Adoption:
@@ -74,9 +93,9 @@ class _Adoption:
             layers={names[k]: recipe for k, recipe in enumerate(kinds)},
             head=head,
             layer_types=tuple(names[k] for k in layer_types),
-            states={names[k]: _states(recipe.graph) for k, recipe in enumerate(kinds)},
             vocabulary=config.vocab_size,
             max_len=getattr(config, "max_position_embeddings", None) or self._source.longest,
+            shapes=self._tracer.shapes,
         )
 
     def _chain(self, graph: Graph) -> list[Node]:

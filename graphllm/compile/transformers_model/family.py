@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
-from graphllm.compile.transformers_model.adoption import Adopted, adopt
+from graphllm.compile.transformers_model.adoption import Adopted, adopt, adopt_share
 from graphllm.compile.transformers_model.report import ordinary_ops
 from graphllm.compile.transformers_model.source import model_class
 from graphllm.config.fields import MAX_MODEL_LEN, READ, note, strings
@@ -20,26 +20,41 @@ from graphllm.program.manifest import Implementation
 
 @dataclass(frozen=True)
 class Config:
-    """text: the fields of config.json, as JSON with sorted names. longest: the longest context that is compiled for."""
+    """text: the fields of config.json, as JSON with sorted names. longest: the longest context that is compiled for.
+    degree: of how many tensor-parallel ranks it is one. experts_apart: whether they divide experts by number."""
 
     V: int
     max_len: int
     layer_types: tuple[str, ...]
     text: str
     longest: int
+    degree: int = 1
+    experts_apart: bool = False
 
     @property
     def model(self) -> Adopted:
-        """The model as recipes."""
-        return adopt(self.text, self.longest)
+        """The rank's share of the model as recipes."""
+        return adopt_share(self.text, self.longest, self.degree, self.experts_apart)
+
+
+@dataclass(frozen=True)
+class _Traced(Model):
+    """A family whose weights say how ranks divide them."""
+
+    def local(self, c: Config, degree: int, experts_apart: bool = False) -> Config:
+        made = replace(c, degree=degree, experts_apart=experts_apart)
+        assert made.model is not None  # it raises ConfigError for what cannot be divided
+        return made
 
 
 def adopted(model_config: Mapping[str, Any]) -> Model:
     """The family of a config.json whose model transformers has. Raises ConfigError where it has none that generates
     text, or a repository would bring the code."""
     model_class(model_config)
-    names = strings(model_config, "architectures")
-    return Model(architectures=names, config=_config, graphs=(_GRAPH,), traced=_implementation)
+    return _Traced(
+        architectures=strings(model_config, "architectures"), config=_config, graphs=(_GRAPH,), shardable=("degree",),
+        traced=_implementation,
+    )  # fmt: skip
 
 
 def _config(hf: Mapping[str, Any]) -> Config:
@@ -72,7 +87,7 @@ def _head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> T
 
 
 def _states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
-    return c.model.states[layer_type]
+    return c.model.states(layer_type)
 
 
 _GRAPH = Graph(

@@ -25,6 +25,10 @@ _FAR = 1 << 20  # a position after every window
 _INERT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "dropout"}
 
 
+class MaskRead(Exception):
+    """A model's code takes a mask for a tensor."""
+
+
 @dataclass(frozen=True)
 class Mask:
     """What a token sees: itself and tokens before it, ``window`` in all if positive; with causal=False all tokens. It
@@ -34,14 +38,14 @@ class Mask:
     window: int
     known: bool = True
 
-    def _used(self, *_: Any) -> Any:
-        raise refused("attention", "code of its own, which takes its mask apart")
+    def _read(self, *_: Any) -> Any:
+        raise MaskRead
 
-    __add__ = __radd__ = __mul__ = __rmul__ = __getitem__ = _used
+    __add__ = __radd__ = __mul__ = __rmul__ = __getitem__ = _read
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dtype", "shape", "size", "to", "device", "ndim", "dim", "unsqueeze"):
-            self._used()
+        if hasattr(Tensor, name) and not name.startswith("_"):
+            raise MaskRead
         raise AttributeError(name)
 
 

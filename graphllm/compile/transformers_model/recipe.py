@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
 from torch.utils._pytree import tree_map
 
@@ -45,7 +46,8 @@ class Recipe(NamedTuple):
             if node.op == "output":
                 return tuple(args[0])
             args, kwargs = tree_map(lambda v: _placed(v, dtype, device), (args, kwargs))
-            env[node] = _call(node.target, args, kwargs, ctx, dtype)
+            with enable_python_dispatcher():  # else some kernels take a symbolic size for a number
+                env[node] = _call(node.target, args, kwargs, ctx, dtype)
         raise AssertionError("a recipe has no output")
 
     def _made_of(self, w: SimpleNamespace, x: Tensor | None) -> tuple[torch.dtype, torch.device]:

@@ -53,7 +53,7 @@ def model_class(hf: Mapping[str, Any]) -> tuple[type, type]:
     config_class = CONFIG_MAPPING[kind]
     found = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     classes = found if isinstance(found, tuple) else (found,)
-    named = [c for c in classes if not names or c.__name__ in names]
+    named = [c for c in classes if c.__name__ in names]
     if not named:
         there = " or ".join(c.__name__ for c in classes)
         raise ConfigError(f"config.json: architectures is {list(names)}; transformers' model that generates is {there}")

@@ -193,6 +193,8 @@ class Tracer:
             return run()
         except ConfigError:
             raise
+        except leaves.MaskRead as problem:
+            raise refused(name, "attention of its own, which reads its mask", problem) from problem
         except Exception as problem:  # transformers' code raises of every kind
             said = str(problem).strip().split("\n")[0][:200]
             raise refused(name, f"code that cannot be traced: {type(problem).__name__}: {said}", problem) from problem
