@@ -33,8 +33,8 @@ _MOST_NUMBERS = 1 << 20  # of a computed buffer
 class Adopted(NamedTuple):
     """A model of transformers as recipes.
 
-    name: of its class. layers: by layer type. layer_types: of each layer. vocabulary, max_len: see `FamilyConfig`. shapes: the symbols of
-    all graphs.
+    name: of its class. layers: by layer type. layer_types: of each layer. vocabulary, max_len: see `FamilyConfig`.
+    shapes: the symbols of all graphs.
     """
 
     name: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -61,8 +61,16 @@ def _config(hf: Mapping[str, Any]) -> Config:
     fields = {n: v for n, v in hf.items() if n not in (READ, MAX_MODEL_LEN)}
     text, longest = json.dumps(fields, sort_keys=True), hf.get(MAX_MODEL_LEN) or 0
     model = adopt(text, longest)
-    note(hf, *fields)
+    note(hf, *_names(fields))
     return Config(model.vocabulary, model.max_len, model.layer_types, text, longest)
+
+
+def _names(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Of all fields, and of those within them."""
+    for name, value in fields.items():
+        yield name
+        if isinstance(value, Mapping):
+            yield from _names(value)
 
 
 def _implementation(c: Config) -> Implementation:

@@ -19,15 +19,22 @@ if TYPE_CHECKING:
     from graphllm.compile.transformers_model.adoption import Adopted
 
 
+_MUCH = 0.01  # of a step's bytes
+
+
 def ordinary_ops(model: Adopted) -> tuple[OrdinaryOps, ...]:
-    """The notes of all recipes, alike ones as one, those that read and write most first."""
+    """The notes of all recipes and what reads or writes much without one, alike calls as one, the largest first."""
     runs = Counter(model.layer_types)
     units = [("embed", model.embed, 1), *((n, r, runs[n]) for n, r in model.layers.items()), ("head", model.head, 1)]
     whole = sum(times * sum(map(_bytes, recipe.graph.nodes)) for _, recipe, times in units)
     found: dict[tuple[str, str, str], tuple[int, float]] = {}
     for unit, recipe, times in units:
         nodes = {node.name: node for node in recipe.graph.nodes}
-        for what, why in recipe.notes:
+        noted = dict(recipe.notes)
+        for node in nodes.values():
+            if node.name not in noted and op_of(node.target) is None and times * _bytes(node) >= _MUCH * whole:
+                noted[node.name] = "no op does the same"
+        for what, why in noted.items():
             node = nodes.get(what)
             key = (unit, what if node is None else _said(node), why)
             count, share = found.get(key, (0, 0.0))
