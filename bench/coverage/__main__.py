@@ -20,9 +20,9 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from bench.coverage.check import Row, check
+from bench.coverage.check import check, warm
 from bench.coverage.page import PAGE, Table, page
-from graphllm.ir.registry import load_models, load_ops, load_passes
+from bench.coverage.row import Row
 
 _SECONDS, _BYTES = 180, 24 << 30  # of one type; most of the addresses are libraries
 
@@ -63,7 +63,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    load_ops(), load_models(), load_passes()  # once, for all processes
+    warm()
     table = Table.read()
     if table.transformers != transformers.__version__:
         table = Table(transformers.__version__)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -18,7 +20,8 @@ from bench.coverage.row import Result, Row
 from bench.coverage.tiny import FIRST_TOKEN, tiny
 from graphllm import LLM, SamplingParams
 from graphllm.config import ConfigError
-from graphllm.ir.registry import load_models
+from graphllm.config.fields import MAX_MODEL_LEN
+from graphllm.ir.registry import load_models, load_ops, load_passes
 from graphllm.program.artifact import Artifact
 
 BATCH, PROMPT, PREFIX, TAIL, DRAWN = (1, 7, 20), 90, 64, 9, 8  # tokens
@@ -49,6 +52,18 @@ def check(model_type: str) -> Row:
             row.ours = compare.run("graphllm")
         row.traced = compare.run("transformers")
     return row
+
+
+def warm() -> None:
+    """Import and trace once what every check needs, for processes that are forked from this one. It starts no
+    thread."""
+    pipeline = importlib.import_module("graphllm.compile.pipeline")
+    importlib.import_module("graphllm.loading.artifact.compiling")
+    load_ops(), load_models(), load_passes()
+    model = _tiny_model("olmo2")
+    _generated(model, [FIRST_TOKEN] * 3)
+    fields = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
+    pipeline.find_model(fields).config({**fields, MAX_MODEL_LEN: 2})
 
 
 class Comparison:
