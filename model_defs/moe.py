@@ -136,7 +136,7 @@ GRAPH = replace(llama.GRAPH, layer_weights=layer_weights, layer=layer, states=st
 MODEL = register_model(
     replace(
         llama.MODEL,
-        architectures=tuple(f"{name}ForCausalLM" for name in _LIKE),
+        architectures=("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM"),
         config=from_hf,
         graphs=(GRAPH,),
         shardable=("H", "K", "F", "F_expert", "F_shared"),

@@ -51,7 +51,7 @@ _MODEL = "Checkpoint folder, or name on the Hugging Face hub; without it, the em
 ModelArgument = Annotated[str | None, typer.Argument(help=_MODEL)]
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=_MODEL)]
 _FILES = (  # that a compilation depends on
-    "revision", "download_dir", "hf_token", "hf_config_path", "hf_overrides", "runner", "convert",
+    "revision", "download_dir", "hf_token", "hf_config_path", "hf_overrides", "runner", "convert", "model_impl",
 )  # fmt: skip
 _CHAT_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop")
 

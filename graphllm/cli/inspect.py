@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from graphllm.cli.inspect_adapter import inspect_adapter, is_adapter
 from graphllm.config import Bucket
 from graphllm.config.setting import size_text
 from graphllm.program import artifact, baked_table
+from graphllm.program.manifest import OrdinaryOps
 
 
 def inspect(folder: Path, json: bool) -> None:
@@ -43,6 +45,7 @@ def inspect(folder: Path, json: bool) -> None:
         f"model     {', '.join(factors.model.get('architectures', ['?']))}, {compiled.dtype}{rounded}{cache}, "
         f"backend {compiled.backend}"
     )
+    console.print(f"code      {manifest.implementation}")
     console.print(
         f"limits    {compiled.max_model_len} tokens of context, {compiled.max_num_seqs} sequences and "
         f"{compiled.max_num_batched_tokens} tokens a step, blocks of {compiled.block_size}"
@@ -62,6 +65,8 @@ def inspect(folder: Path, json: bool) -> None:
     for name, buckets in manifest.pieces.items():
         pieces.add_row(name, *(_kernels(chosen) for chosen in buckets.values()))
     console.print(pieces)
+    if ordinary := manifest.implementation.ordinary:
+        console.print(_ordinary(ordinary))
     passes = Table("pass", "numerics", "unit", "changed", "ms", title="passes")
     for p in manifest.passes:
         passes.add_row(p["pass"], p["numerics"], p["unit"], str(p["changed"]), str(p["ms"]))
@@ -88,6 +93,15 @@ def inspect(folder: Path, json: bool) -> None:
         )
     if compilers := ", ".join(f"{k} {v:.1f}" for k, v in manifest.compilers.items()):
         console.print(f"C++ compilers in parallel, in seconds: {compilers}")
+
+
+def _ordinary(calls: Sequence[OrdinaryOps]) -> Table:
+    """What of transformers' code became no op of graphllm."""
+    found = Table("unit", "call", "why", "times a step", "of its bytes", title="ordinary ops, compiled by Inductor")
+    for c in calls:
+        share = "?" if c.share is None else f"{c.share:.1%}"
+        found.add_row(c.unit, c.what, c.why, str(c.times), share)
+    return found
 
 
 def _ranges(numbers: list[int]) -> str:

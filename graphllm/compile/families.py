@@ -7,7 +7,7 @@ from typing import Any
 
 from graphllm.compile.tasks.draft_family import joined
 from graphllm.config import ConfigError
-from graphllm.config.fields import strings
+from graphllm.config.fields import MODEL_IMPL, raw, strings, switch
 from graphllm.ir.model import Model, derived_model
 from graphllm.ir.registry import load_models
 from graphllm.weights.checkpoint.checkpoint import DRAFT
@@ -53,18 +53,41 @@ def _drafter(model_config: Mapping[str, Any], drafts: Mapping[str, Any]) -> Mode
 
 
 def _family(model_config: Mapping[str, Any]) -> Model:
+    """By the field "model_impl": "transformers" is transformers' code, "graphllm" never that, and without the field
+    it is what is taken where no family has the architecture."""
     names, known = strings(model_config, "architectures"), load_models()
-    if names and (model := known.get(names[0]) or derived_model(names[0])) is not None:
-        return model
-    try:
-        return adopted(model_config)
-    except ConfigError as problem:
-        why = str(problem)
+    wanted = raw(model_config, MODEL_IMPL)
+    own = (known.get(names[0]) or derived_model(names[0])) if names else None
+    if own is not None and wanted != "transformers":
+        return own
+    why = "model_impl is 'graphllm', which leaves it out; use auto"
+    if wanted != "graphllm":
+        try:
+            return adopted(model_config)
+        except ConfigError as problem:
+            why = str(problem)
+    if own is not None:
+        raise ConfigError(f"model_impl is 'transformers': {why}; use auto, which takes graphllm's own {names[0]}")
+    raise ConfigError(_unknown(model_config, known, why))
+
+
+def adopted(model_config: Mapping[str, Any]) -> Model:
+    """The family that transformers' own code defines, which is imported only here. Raises ConfigError."""
+    from graphllm.compile.transformers_model import family
+
+    if switch(model_config, "is_encoder_decoder", False):
+        raise ConfigError("config.json: is_encoder_decoder is true: only decoders alone run; use a decoder-only model")
+    return family.adopted(model_config)
+
+
+def _unknown(model_config: Mapping[str, Any], known: Mapping[str, Model], why: str) -> str:
+    """What is said of an architecture that nobody has. why: transformers' code does not serve."""
+    names, kind = strings(model_config, "architectures"), model_config.get("model_type")
     if "auto_map" in model_config:
-        raise ConfigError(
-            f"config.json: auto_map says that {(names or [model_config.get('model_type')])[0]} is code of the "
-            "repository's own, which never runs, with trust_remote_code neither; use a model of a known architecture, "
-            "or write it as docs/adding-a-model.md shows"
+        return (
+            f"config.json: auto_map says that {(names or [kind])[0]} is code of the repository's own, which never runs, "
+            f"with trust_remote_code neither. Of transformers' own code: {why}. Use a model of a known architecture, or "
+            "write it as docs/adding-a-model.md shows"
         )
     kinds: dict[str, list[str]] = {"generating text": [], "giving vectors": [], "drafting": []}
     for name, model in sorted(known.items()):
@@ -72,15 +95,8 @@ def _family(model_config: Mapping[str, Any]) -> Model:
         kinds["drafting" if model.method else task].append(name)
     listed = "; ".join(f"for {kind} {', '.join(of)}" for kind, of in kinds.items())
     inner = ", nor is it one of the multimodal models that run as text" if "text_config" in model_config else ""
-    raise ConfigError(
-        f"config.json architectures: {list(names) or 'missing'} (model_type {model_config.get('model_type')!r:.80}) is "
-        f"not supported{inner}. Of transformers' models: {why}. Known: {listed}. docs/adding-a-model.md shows how to "
-        "add one in a file of your own"
+    return (
+        f"config.json architectures: {list(names) or 'missing'} (model_type {kind!r:.80}) is not supported{inner}. "
+        f"Of transformers' own code: {why}. Known: {listed}. docs/adding-a-model.md shows how to add one in a file of "
+        "your own"
     )
-
-
-def adopted(model_config: Mapping[str, Any]) -> Model:
-    """The family that transformers' own code defines, which is imported only here. Raises ConfigError."""
-    from graphllm.compile.transformers_model import family
-
-    return family.adopted(model_config)

@@ -72,7 +72,8 @@ def compile_model(
     whole = find_model(fields)
     with _removed_if_it_fails(artifact.begin(folder)) as building:
         progress("trace", 0, 1)
-        plan, source = make_plan(whole, whole.config(fields), config.dtype), PlanSource(model_config, stored, config)
+        c = whole.config(fields)
+        plan, source = make_plan(whole, c, config.dtype), PlanSource(model_config, stored, config)
         for plan_pass in listed.plan:
             plan = plan_pass(plan, source)
         layout = plan_layout(*local_model(fields, config.tensor_parallel_size, config.enable_expert_parallel), config)
@@ -103,6 +104,7 @@ def compile_model(
     manifest = Manifest(
         factors=artifact.key_factors(model_config, tensors, config),
         origin=dict(origin),
+        implementation=whole.implementation(c),
         unread=unread_fields(fields),
         passes=pass_reports(model),
         pieces=kernels_of_pieces(model),

@@ -19,6 +19,7 @@ class EngineSettings(TypedDict, total=False):
     hf_token: str | bool | None
     hf_config_path: str | Path | None
     hf_overrides: dict[str, Any] | str | None
+    model_impl: Literal["auto", "graphllm", "transformers"]
     pooling_type: Literal["LAST", "CLS", "MEAN", "ALL"] | None
     runner: Literal["auto", "generate", "pooling"]
     convert: Literal["auto", "none", "embed", "classify"]
@@ -128,6 +129,7 @@ class EngineArgs:
     hf_token: str | bool | None
     hf_config_path: str | Path | None
     hf_overrides: dict[str, Any] | None
+    model_impl: Literal["auto", "graphllm", "transformers"]
     pooling_type: Literal["LAST", "CLS", "MEAN", "ALL"] | None
     runner: Literal["auto", "generate", "pooling"]
     convert: Literal["auto", "none", "embed", "classify"]

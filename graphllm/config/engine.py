@@ -93,6 +93,12 @@ class FilesConfig:
         help="Fields in place of those in config.json, as JSON.",
         key=_FILES,
     )
+    model_impl: Literal["auto", "graphllm", "transformers"] = setting(
+        "auto",
+        help="Whose code defines the model. auto: graphllm's model_defs, and transformers' where that has no file of the "
+        "architecture. graphllm: never transformers'. transformers: also where graphllm has a file.",
+        key="the config.json that is in the key has it",
+    )
     pooling_type: PoolingType | None = setting(
         None,
         help="Of which hidden states a model that gives vectors makes them: LAST, CLS (the first), MEAN, or ALL (one "

@@ -17,6 +17,8 @@ from graphllm.config.parameter import SWITCH, Check, is_int, is_number, is_strin
 
 MOST = 2**31 - 1  # of what is counted in 32 bits
 MAX_MODEL_LEN = "max_model_len"  # a field in addition to config.json's: tokens of the engine's longest context
+DRAFT = "draft"  # a field in addition to config.json's: the config.json of a draft model that joins the model
+MODEL_IMPL = "model_impl"  # a field in addition to config.json's: the setting, where it is not auto
 READ = "\0read"  # a field in addition to config.json's: the set of the names that were asked for, which copies share
 _LARGEST = 2**24  # width, number of heads or vocabulary of a model
 _DEEPEST = 64  # levels of lists and objects in a file

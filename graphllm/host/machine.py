@@ -8,7 +8,7 @@ import importlib.util
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Literal
 
@@ -103,14 +103,23 @@ def plugins() -> dict[str, str]:
     """The installed plugins by entry point, each with a digest of its package's source. None of them is imported."""
     found = {}
     for plugin in entry_points(group=PLUGIN_GROUP):
-        spec = importlib.util.find_spec(plugin.module.partition(".")[0])
-        roots = [] if spec is None else spec.submodule_search_locations or [spec.origin or ""]
         digest = hashlib.sha256()
-        for root in map(Path, roots):
-            for file in source_files(root) if root.is_dir() else [root]:
-                digest.update(str(file.relative_to(root.parent)).encode() + b"\0" + file.read_bytes())
+        for root, file in _files_of(plugin):
+            digest.update(str(file.relative_to(root.parent)).encode() + b"\0" + file.read_bytes())
         found[plugin.name] = f"{plugin.value} {digest.hexdigest()[:16]}"
     return found
+
+
+def plugin_files() -> list[Path]:
+    """The source of all installed plugins."""
+    return [file for plugin in entry_points(group=PLUGIN_GROUP) for _, file in _files_of(plugin)]
+
+
+def _files_of(plugin: EntryPoint) -> list[tuple[Path, Path]]:
+    """The files of a plugin's package, each after the folder or file that the package is."""
+    spec = importlib.util.find_spec(plugin.module.partition(".")[0])
+    roots = [] if spec is None else spec.submodule_search_locations or [spec.origin or ""]
+    return [(root, file) for root in map(Path, roots) for file in (source_files(root) if root.is_dir() else [root])]
 
 
 def source_files(folder: Path) -> list[Path]:

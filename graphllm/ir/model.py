@@ -14,6 +14,7 @@ from torch import Tensor
 
 from graphllm.config import Bucket, ConfigError
 from graphllm.ir.weight import Weight
+from graphllm.program.manifest import Implementation
 from graphllm.program.specs import InputSpec, StateSpec
 
 _models: dict[str, Model] = {}
@@ -155,6 +156,8 @@ class Model:
     what users call it. part_of: the architectures with it in their checkpoints; empty where it has a checkpoint of its
     own.
 
+    traced: of a family that is made from other code than its file, what that is and what stayed of it.
+
     Of the shardable fields, shared: heads that several ranks may have the same of, where they are fewer than ranks;
     of_experts: what stays whole where experts are divided by number. inner: the field of Config that has all of them,
     "" for Config itself.
@@ -170,6 +173,15 @@ class Model:
     shared: tuple[str, ...] = ()
     of_experts: tuple[str, ...] = ()
     inner: str = ""
+    traced: Callable[[Any], Implementation] | None = None
+
+    def implementation(self, c: Any) -> Implementation:
+        """Whose code it is."""
+        if self.traced is not None:
+            return self.traced(c)
+        module = getattr(self.config, "func", self.config).__module__
+        own = module.removeprefix("graphllm.model_defs.")
+        return Implementation(module if own == module else f"model_defs/{own}.py")
 
     def local(self, c: Any, degree: int, experts_apart: bool = False) -> Any:
         """The Config of one of ``degree`` tensor-parallel ranks: its shares of heads and feed-forward width.

@@ -26,6 +26,7 @@ from graphllm.host.libraries import Libraries
 from graphllm.host.machine import detect_target, plugins, source_files, versions
 from graphllm.host.prebuilt import find_library
 from graphllm.program import baked_table
+from graphllm.program.implementation import versions_of_model
 from graphllm.program.manifest import Factors, Manifest, MemoryTable
 from graphllm.program.program import Program, read_program
 
@@ -68,7 +69,7 @@ def key_factors(model_config: Mapping[str, Any], tensors: str, config: CompileCo
         format=FORMAT,
         graphllm={"version": version.__version__, "source": source_digest()},
         plugins=plugins(),
-        versions=versions(config.target),
+        versions=versions(config.target) | versions_of_model(model_config),
         compile=config,
         model=_computing(model_config),
         checkpoint=tensors,
@@ -316,7 +317,8 @@ class Artifact:
             raise ArtifactError(f"{self.folder} was made for {made_for}, which is not here; compile again") from none
         here = {"versions": versions(target), "target": {"device": target.device, "arch": list(target.arch)}}
         there = {"device": compiled.device, "arch": list(compiled.arch)}
-        found = differences(here, {"versions": factors.versions, "target": there})
+        called = {name: v for name, v in factors.versions.items() if name != "transformers"}  # which made it
+        found = differences(here, {"versions": called, "target": there})
         if found:
             raise ArtifactError(
                 f"{self.folder} was made for another machine or version; compile again. {'; '.join(found)}"

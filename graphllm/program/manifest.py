@@ -72,11 +72,50 @@ class Cost(msgspec.Struct, frozen=True):
     flops: float
 
 
+class OrdinaryOps(msgspec.Struct, frozen=True):
+    """Calls of a traced model that became no op of graphllm; Inductor compiles them.
+
+    unit: embed, head, or the name of a layer type.
+    what: the call, such as "aten.bmm".
+    why: what it would have been, or why it stays.
+    times: how often a step runs it, in all layers of the type.
+    share: of the bytes that a step of one token reads and writes apart from the cache; None where that is not known.
+    """
+
+    unit: str
+    what: str
+    why: str
+    times: int
+    share: float | None = None
+
+
+class Implementation(msgspec.Struct, frozen=True):
+    """Whose code defines the model.
+
+    name: a file of model_defs, a plugin's module, or transformers' class.
+    transformers: whether it was traced from that.
+    ordinary: what then stayed; empty where all became ops.
+    """
+
+    name: str
+    transformers: bool = False
+    ordinary: tuple[OrdinaryOps, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.transformers:
+            return self.name
+        count = sum(found.times for found in self.ordinary)
+        return f"transformers' {self.name}, " + (
+            f"{count} of its ops stay ordinary ones" if count else "all as own ops"
+        )
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """All of ``manifest.json``.
 
     factors: what the key is made of.
     origin: name of the model, commit of its repository.
+    implementation: whose code defines the model.
     unread: fields of config.json that nothing read.
     passes: a report of each pass on each unit.
     pieces: by piece and bucket, the kernels that were chosen.
@@ -92,6 +131,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     factors: Factors
     origin: dict[str, str | None]
+    implementation: Implementation
     unread: list[str]
     passes: list[dict[str, Any]]
     pieces: dict[str, dict[str, list[str]]]

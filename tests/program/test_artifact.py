@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from graphllm.config import CompileConfig, Target
 from graphllm.program import artifact
 from graphllm.program.artifact import Artifact, ArtifactError
-from graphllm.program.manifest import Manifest, MemoryTable
+from graphllm.program.manifest import Implementation, Manifest, MemoryTable
 from tests.artifacts import compiled_twice
 from tests.tiers import draws
 from tests.waiting import until
@@ -163,7 +163,7 @@ def _manifest(checkpoint: str) -> Manifest:
     config = CompileConfig(Target("cpu", ("x86_64",)))
     memory = MemoryTable(0, 0, {}, 0, 0, 0, 0, 0, 0, 0)
     factors = artifact.key_factors({}, checkpoint, config)
-    return Manifest(factors, {}, [], [], {}, [], memory, {}, {}, {}, {}, {})
+    return Manifest(factors, {}, Implementation("model_defs/llama.py"), [], [], {}, [], memory, {}, {}, {}, {}, {})
 
 
 def test_same_artifact_made_meanwhile_stays(tmp_path: Path) -> None:

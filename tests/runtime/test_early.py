@@ -17,7 +17,7 @@ from graphllm.config import CompileConfig, CoreConfig, LoadConfig, ModelConfig, 
 from graphllm.loading.core.early_start import begin_early
 from graphllm.loading.core.stored_weights import StoredWeights
 from graphllm.program.artifact import Artifact
-from graphllm.program.manifest import Factors, Manifest, MemoryTable
+from graphllm.program.manifest import Factors, Implementation, Manifest, MemoryTable
 folder, artifact, device, ranks, stages, peers = sys.argv[1:]
 parallel = ParallelConfig(pipeline_parallel_size=int(stages))
 config = CoreConfig(ModelConfig(folder), LoadConfig(artifact), parallel=parallel)
@@ -26,7 +26,7 @@ if int(peers):
 compiled = CompileConfig(Target(device, ()), tensor_parallel_size=int(ranks))
 factors = Factors(5, {}, {}, {}, compiled, {}, "")
 memory = MemoryTable(0, 0, {}, 0, 0, 0, 0, 0, 0, 0)
-manifest = Manifest(factors, {}, [], [], {}, [], memory, {}, {}, {}, {}, {})
+manifest = Manifest(factors, {}, Implementation("model_defs/llama.py"), [], [], {}, [], memory, {}, {}, {}, {}, {})
 begun = begin_early(StoredWeights(config, Artifact(Path(artifact), manifest)))
 if begun.functions is not None:
     print(bool(begun.functions.get({"cubin": "one.cubin", "symbol": "f", "shared": 0})))

@@ -16,12 +16,13 @@ from torch.fx import Graph, Node
 from graphllm.compile.transformers_model import leaf_ops
 from graphllm.compile.transformers_model.checkpoint.stored import StoredWeights
 from graphllm.compile.transformers_model.experts.leaf import with_experts
+from graphllm.compile.transformers_model.experts.routing import with_routing
 from graphllm.compile.transformers_model.functional import make_functional
 from graphllm.compile.transformers_model.local import local
 from graphllm.compile.transformers_model.positions import are_looked_up, count_from, first_position
 from graphllm.compile.transformers_model.recipe import Recipe
+from graphllm.compile.transformers_model.recognize import recognized
 from graphllm.compile.transformers_model.refusal import refused
-from graphllm.compile.transformers_model.experts.routing import with_routing
 from graphllm.compile.transformers_model.rows import mixing, over_rows
 from graphllm.compile.transformers_model.source import Source, open_source
 from graphllm.compile.transformers_model.tracing import Outer, Tracer, layer_call
@@ -39,10 +40,11 @@ _MOST_NUMBERS = 1 << 20  # of a computed buffer
 class Adopted(NamedTuple):
     """A model of transformers as recipes.
 
-    layers: by layer type. layer_types: of each layer. vocabulary, max_len: see `FamilyConfig`. shapes: the symbols of
-    all graphs.
+    name: of its class. layers: by layer type. layer_types: of each layer. vocabulary, max_len: see `FamilyConfig`.
+    shapes: the symbols of all graphs.
     """
 
+    name: str
     embed: Recipe
     layers: dict[str, Recipe]
     head: Recipe
@@ -82,6 +84,7 @@ class _Adoption:
     def __init__(self, source: Source) -> None:
         self._source, self._tracer = source, Tracer(source)
         self._name = type(source.model).__name__
+        self._plan: dict[str, str] = dict(getattr(source.model, "_tp_plan", None) or {})
         self._shared: list[Node] = []  # nodes of the outer graph that layers read of embed
 
     def run(self) -> Adopted:
@@ -100,6 +103,7 @@ class _Adoption:
         config = self._source.config.get_text_config()
         stored = StoredWeights(self._source.model)
         return Adopted(
+            name=self._name,
             embed=stored.of_recipe(embed),
             layers={names[k]: stored.of_recipe(r, layer_types.index(k)) for k, r in enumerate(kinds)},
             head=stored.of_recipe(head),
@@ -207,7 +211,7 @@ class _Adoption:
         for number, node in enumerate(_attentions(graph)):
             if number:
                 node.kwargs = {**node.kwargs, "state": f"kv{number}"}
-        return with_routing(with_experts(Recipe(graph, weights)))
+        return recognized(with_routing(with_experts(Recipe(graph, weights))), self._plan)
 
     def _weight(self, fake: Tensor, value: Tensor | None, source: str, tied: Mapping[str, str]) -> Weight:
         dtype: Any = "float32" if fake.dtype == torch.float32 else "model"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from graphllm.compile.transformers_model.adoption import Adopted, adopt, adopt_share
+from graphllm.compile.transformers_model.report import ordinary_ops
 from graphllm.compile.transformers_model.source import model_class
 from graphllm.config.fields import MAX_MODEL_LEN, READ, note, strings
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight
+from graphllm.program.manifest import Implementation
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,29 @@ def adopted(model_config: Mapping[str, Any]) -> Model:
     text, or a repository would bring the code."""
     model_class(model_config)
     return _Traced(
-        architectures=strings(model_config, "architectures"), config=_config, graphs=(_GRAPH,), shardable=("degree",)
-    )
+        architectures=strings(model_config, "architectures"), config=_config, graphs=(_GRAPH,), shardable=("degree",),
+        traced=_implementation,
+    )  # fmt: skip
 
 
 def _config(hf: Mapping[str, Any]) -> Config:
     fields = {n: v for n, v in hf.items() if n not in (READ, MAX_MODEL_LEN)}
     text, longest = json.dumps(fields, sort_keys=True), hf.get(MAX_MODEL_LEN) or 0
     model = adopt(text, longest)
-    note(hf, *fields)
+    note(hf, *_names(fields))
     return Config(model.vocabulary, model.max_len, model.layer_types, text, longest)
+
+
+def _names(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Of all fields, and of those within them."""
+    for name, value in fields.items():
+        yield name
+        if isinstance(value, Mapping):
+            yield from _names(value)
+
+
+def _implementation(c: Config) -> Implementation:
+    return Implementation(c.model.name, transformers=True, ordinary=ordinary_ops(c.model))
 
 
 def _layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:

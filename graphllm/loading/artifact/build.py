@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from graphllm.config import Bucket, CompileConfig, ConfigError, EngineArgs, Env, ParallelConfig, definitions
+from graphllm.config.fields import MODEL_IMPL
 from graphllm.config.setting import assemble, key_fields, plain
 from graphllm.embedded import ARTIFACT_DIR, MODEL_DIR
 from graphllm.host.build_lock import build_lock
@@ -67,6 +68,8 @@ def find_or_build(
     its weights. room: see `graphllm.loading.artifact.compiling.build`.
     """
     found = _found_or_built(source, config, env, policy, progress, folder, bake, room)
+    if (made := found.manifest.implementation).transformers:
+        _log.warning("model: %s; graphllm inspect %s tells more", made, found.folder)
     if unread := found.manifest.unread:
         _log.warning("config.json: %s: not read, and without effect here", ", ".join(unread))
     return found
@@ -230,7 +233,8 @@ def begins_prebuilt(source: Source, config: CompileConfig, env: Env) -> bool:
 def shipped(source: Source, config: CompileConfig) -> Artifact | None:
     """The artifact of prebuilt kernels that comes with the embedded model; None where the settings are others, and
     where its kernels are not there."""
-    if source.folder != MODEL_DIR or not (ARTIFACT_DIR / "manifest.json").exists():
+    other = source.folder != MODEL_DIR or MODEL_IMPL in source.config
+    if other or not (ARTIFACT_DIR / "manifest.json").exists():
         return None
     found = Artifact.open(ARTIFACT_DIR)
     wanted, there = (

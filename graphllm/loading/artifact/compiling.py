@@ -13,6 +13,7 @@ from typing import Any
 from graphllm.compile.codegen.objects import Objects
 from graphllm.compile.tuning.workers import open_workers
 from graphllm.config import CompileConfig, ConfigError, Env
+from graphllm.config.fields import MAX_MODEL_LEN
 from graphllm.host.garbage_collection import keep_all, no_collections
 from graphllm.loading.checkpoint.source import Source
 from graphllm.program.artifact import libraries_of
@@ -65,7 +66,7 @@ def _bake(source: Source, building: Path) -> None:
 
 def _check(model: Any, source: Source, config: CompileConfig) -> None:
     """Raise ConfigError where the checkpoint, or the longest context, does not fit the model."""
-    c = model.config(source.config)
+    c = model.config({**source.config, MAX_MODEL_LEN: config.max_model_len})
     if source.checkpoint is not None:
         plan = as_quantized(make_plan(model, c, config.dtype), source.config, source.checkpoint.tensors)
         check_checkpoint(plan, source.checkpoint)

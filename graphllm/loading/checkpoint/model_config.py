@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import Fields
+from graphllm.config.fields import MODEL_IMPL, Fields
 from graphllm.config.pooling_config import POOLING
 from graphllm.loading.checkpoint.model_files import ModelFiles
+from graphllm.program.implementation import is_named
 from graphllm.weights.checkpoint.checkpoint import DRAFT, Checkpoint
 from graphllm.weights.checkpoint.multimodal import text_config
 from graphllm.weights.checkpoint.own_head import HEAD, has_own_head
@@ -113,6 +114,15 @@ def _token_ids(tokens: Any, files: ModelFiles) -> list[int]:
     if missing := [token for token in tokens if token not in known]:
         raise ConfigError(f"classifier_from_token: {missing[0]!r:.80} is no token of the model; give one that is")
     return [known[token] for token in tokens]
+
+
+def with_implementation(config: dict[str, Any], model_impl: str) -> dict[str, Any]:
+    """A config.json with the field "model_impl", where the setting decides something: transformers' code is wanted, or
+    must not be taken although no family here has the architecture."""
+    plain = {n: v for n, v in config.items() if n != MODEL_IMPL}
+    if model_impl == "auto" or (model_impl == "graphllm" and is_named(config)):
+        return plain
+    return {**plain, MODEL_IMPL: model_impl}
 
 
 def with_own_head(config: dict[str, Any], checkpoint: Checkpoint | None, prefix: str = "") -> dict[str, Any]:

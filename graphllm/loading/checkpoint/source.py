@@ -19,6 +19,7 @@ from graphllm.loading.checkpoint.model_config import (
     stored_config,
     text_of,
     with_architecture,
+    with_implementation,
     with_own_head,
     with_pooling,
     with_quantization,
@@ -84,7 +85,7 @@ def find_source(args: EngineArgs) -> Source:
         config = hub.locate("hf_config_path", args.hf_config_path, None, CONFIG).folder
     source = open_source(
         model.folder if model else None, args.load_format, draft, config, args.hf_overrides, args.speculative_method,
-        args.pooling_type, args.runner, args.convert,
+        args.pooling_type, args.runner, args.convert, args.model_impl,
     )  # fmt: skip
     return replace(source, name=model.name, commit=model.commit) if model else source
 
@@ -152,6 +153,7 @@ def open_source(
     pooling_type: str | None = None,
     runner: str = "auto",
     convert: str = "auto",
+    model_impl: str = "auto",
 ) -> Source:
     """Read a checkpoint folder.
 
@@ -164,6 +166,7 @@ def open_source(
     method: how the draft model drafts, where its config.json leaves that open.
     pooling_type: in place of what the checkpoint says; how vectors are made becomes the field "pooling".
     runner, convert: see `with_runner`.
+    model_impl: see `with_implementation`; a draft model has its own family where there is one.
 
     Without tensors the folder may still do, for an artifact that holds its weights. Raises ConfigError naming what else
     is missing or unreadable.
@@ -173,7 +176,7 @@ def open_source(
         "draft": None if draft is None else str(Path(draft).resolve()),
         "config_folder": None if config_folder is None else str(Path(config_folder).resolve()),
         "overrides": None if overrides is None else dict(overrides), "method": method, "pooling_type": pooling_type,
-        "runner": runner, "convert": convert,
+        "runner": runner, "convert": convert, "model_impl": model_impl,
     }  # fmt: skip
     files = _read(folder, runner)
     config = stored_config(ModelFiles.read(Path(config_folder)) if config_folder else files)
@@ -181,7 +184,7 @@ def open_source(
     config = with_architecture(text_of(config, overrides or {}))
     config = with_quantization(config, files)
     config = with_pooling(config, files, pooling_type)
-    config = with_runner(config, files, runner, convert)
+    config = with_implementation(with_runner(config, files, runner, convert), model_impl)
     drafter = None
     if draft is not None:
         drafter = files if Path(draft) == files.folder else ModelFiles.read(Path(draft))

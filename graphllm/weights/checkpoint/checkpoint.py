@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from graphllm.config import ConfigError
+from graphllm.config.fields import DRAFT as DRAFT  # also its graph's name, and before its tensors' names
 from graphllm.config.fields import check_no_pointer, read_json, section
 from graphllm.config.parameter import is_strings
 from graphllm.weights.checkpoint.gguf import read_gguf
@@ -28,7 +29,6 @@ from graphllm.weights.checkpoint.tensor_info import TensorInfo as TensorInfo
 from graphllm.weights.checkpoint.tensor_info import WeightError as WeightError
 from graphllm.weights.dtypes import DTYPES
 
-DRAFT = "draft"  # of a draft model that joins another: its config's field, its graph, and before its tensors' names
 MAIN = "main:"  # before the name of a parameter of the model that a draft model is tied to
 FURTHER = re.compile(r"(model\.mtp_layers|(model\.)?mtp)\.")  # what the names of layers begin with that only draft
 _SINGLE = "model.safetensors"

@@ -1,0 +1,1 @@
+"""Which models of transformers run, measured type by type: `python -m bench.coverage` writes docs/models.md."""
