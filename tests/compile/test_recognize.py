@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphllm.compile.trace import trace_unit
 from graphllm.compile.transformers_model import leaf_ops
-from graphllm.compile.transformers_model.adoption import Adopted, adopt
+from graphllm.compile.transformers_model.adoption import Adopted, traced
 from graphllm.compile.transformers_model.recipe import Recipe
 from graphllm.compile.transformers_model.recognize import recognized
 from graphllm.ir import ForwardContext, Graph, Model, Weight
@@ -66,7 +66,7 @@ def _adopted(kind: str) -> Adopted:
     config = tiny(kind, **OWN.get(kind, {}))
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     config.architectures = [(found[0] if isinstance(found, tuple) else found).__name__]
-    return adopt(config.to_json_string(), 512)
+    return traced(config.to_json_string(), 512)
 
 
 def _units(model: Adopted) -> dict[str, Recipe]:

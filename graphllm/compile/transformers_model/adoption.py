@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -63,7 +63,13 @@ def adopt(text: str, longest: int) -> Adopted:
     """The recipes of a config.json. text: its JSON. longest: the longest context that is compiled for, in tokens.
     Raises ConfigError, which says what blocks it, for a model that is not traced."""
     source = open_source({**json.loads(text), MAX_MODEL_LEN: longest})
-    return _Adoption(source).run()
+    plan: dict[str, str] = dict(getattr(source.model, "_tp_plan", None) or {})
+    return _Adoption(source, lambda recipe: recognized(recipe, plan)).run()
+
+
+def traced(text: str, longest: int) -> Adopted:
+    """The same with recipes as they were traced, before our ops are recognized in them; see `adopt`."""
+    return _Adoption(open_source({**json.loads(text), MAX_MODEL_LEN: longest}), lambda recipe: recipe).run()
 
 
 @functools.lru_cache(maxsize=4)
@@ -81,10 +87,11 @@ def adopt_share(text: str, longest: int, degree: int, experts_apart: bool) -> Ad
 
 
 class _Adoption:
-    def __init__(self, source: Source) -> None:
-        self._source, self._tracer = source, Tracer(source)
+    """finish: what is done to each recipe once it is traced."""
+
+    def __init__(self, source: Source, finish: Callable[[Recipe], Recipe]) -> None:
+        self._source, self._tracer, self._finish = source, Tracer(source), finish
         self._name = type(source.model).__name__
-        self._plan: dict[str, str] = dict(getattr(source.model, "_tp_plan", None) or {})
         self._shared: list[Node] = []  # nodes of the outer graph that layers read of embed
 
     def run(self) -> Adopted:
@@ -211,7 +218,7 @@ class _Adoption:
         for number, node in enumerate(_attentions(graph)):
             if number:
                 node.kwargs = {**node.kwargs, "state": f"kv{number}"}
-        return recognized(with_routing(with_experts(Recipe(graph, weights))), self._plan)
+        return self._finish(with_routing(with_experts(Recipe(graph, weights))))
 
     def _weight(self, fake: Tensor, value: Tensor | None, source: str, tied: Mapping[str, str]) -> Weight:
         dtype: Any = "float32" if fake.dtype == torch.float32 else "model"

@@ -17,8 +17,8 @@ CONFIG: Reasons = {
         "where texts begin and end"
     ),
     "dtype torch_dtype": "the default of `--dtype`",
-    "quantization_config pooling draft method tensors max_model_len model_impl sentence_transformers matryoshka_dimensions "
-    "sbert_ce_default_activation_function id2label label2id problem_type num_labels classifier_* "
+    "quantization_config pooling draft method tensors max_model_len model_impl sentence_transformers "
+    "matryoshka_dimensions sbert_ce_default_activation_function id2label label2id problem_type num_labels classifier_* "
     "is_original_qwen3_reranker num_speculative_tokens block_size": "have readers of their own",
     "*dropout* *_pdrop layerdrop *initializer_* init_std seq_aux router_aux_loss_coef output_router_logits "
     "*_jitter_noise label_smoothing *_loss_* *_init_* time_step_scale time_step_min time_step_max time_step_floor "
