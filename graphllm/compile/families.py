@@ -86,8 +86,8 @@ def _unknown(model_config: Mapping[str, Any], known: Mapping[str, Model], why: s
     if "auto_map" in model_config:
         return (
             f"config.json: auto_map says that {(names or [kind])[0]} is code of the repository's own, which never "
-            f"runs, with trust_remote_code neither. Of transformers' own code: {why}. Use a model of a known architecture, or "
-            "write it as docs/adding-a-model.md shows"
+            f"runs, with trust_remote_code neither. Of transformers' own code: {why}. Use a model of a known "
+            "architecture, or write it as docs/adding-a-model.md shows"
         )
     kinds: dict[str, list[str]] = {"generating text": [], "giving vectors": [], "drafting": []}
     for name, model in sorted(known.items()):

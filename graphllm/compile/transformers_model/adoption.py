@@ -64,11 +64,16 @@ def adopt(text: str, longest: int) -> Adopted:
     Raises ConfigError, which says what blocks it, for a model that is not traced."""
     source = open_source({**json.loads(text), MAX_MODEL_LEN: longest})
     plan: dict[str, str] = dict(getattr(source.model, "_tp_plan", None) or {})
-    return _Adoption(source, lambda recipe: recognized(recipe, plan)).run()
+    model, stored = _Adoption(source, lambda recipe: recognized(recipe, plan)).run(), StoredWeights(source.model)
+    return model._replace(
+        embed=stored.of_recipe(model.embed),
+        layers={name: stored.of_recipe(r, model.layer_types.index(name)) for name, r in model.layers.items()},
+        head=stored.of_recipe(model.head),
+    )
 
 
 def traced(text: str, longest: int) -> Adopted:
-    """The same with recipes as they were traced, before our ops are recognized in them; see `adopt`."""
+    """The same as traced: without our ops, and with weights by the names of the model's parameters; see `adopt`."""
     return _Adoption(open_source({**json.loads(text), MAX_MODEL_LEN: longest}), lambda recipe: recipe).run()
 
 
@@ -108,12 +113,11 @@ class _Adoption:
         embed = self._embed(outer, calls[0])
         head = self._head(outer, calls[-1], embed)
         config = self._source.config.get_text_config()
-        stored = StoredWeights(self._source.model)
         return Adopted(
             name=self._name,
-            embed=stored.of_recipe(embed),
-            layers={names[k]: stored.of_recipe(r, layer_types.index(k)) for k, r in enumerate(kinds)},
-            head=stored.of_recipe(head),
+            embed=embed,
+            layers={names[k]: recipe for k, recipe in enumerate(kinds)},
+            head=head,
             layer_types=tuple(names[k] for k in layer_types),
             vocabulary=config.vocab_size,
             max_len=getattr(config, "max_position_embeddings", None) or self._source.longest,
