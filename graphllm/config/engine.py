@@ -95,8 +95,8 @@ class FilesConfig:
     )
     model_impl: Literal["auto", "graphllm", "transformers"] = setting(
         "auto",
-        help="Whose code defines the model. auto: graphllm's model_defs, and transformers' where that has no file of the "
-        "architecture. graphllm: never transformers'. transformers: also where graphllm has a file.",
+        help="Whose code defines the model. auto: graphllm's model_defs, and transformers' where that has no file of "
+        "the architecture. graphllm: never transformers'. transformers: also where graphllm has a file.",
         key="the config.json that is in the key has it",
     )
     pooling_type: PoolingType | None = setting(
