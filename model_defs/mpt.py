@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -43,6 +42,7 @@ def from_hf(hf: HF) -> Config:
     only(hf, "logit_scale", None)
     only(hf, "norm_type", "low_precision_layernorm", "layernorm")
     only(attention, "alibi", True)
+    only(attention, "alibi_bias_max", 8)
     only(attention, "attn_type", "multihead_attention")
     for name in ("prefix_lm", "qk_ln", "attn_uses_sequence_id"):
         only(attention, name, False)
@@ -60,15 +60,15 @@ def from_hf(hf: HF) -> Config:
         scale=number(attention, "softmax_scale", E**-0.5, E**-0.5, gt=0),
         activation="gelu",
         tied=switch(hf, "tie_word_embeddings", True),
-        slopes=_slopes(H, whole(attention, "alibi_bias_max", 8)),
+        slopes=_slopes(H),
         clip=number(attention, "clip_qkv", 0.0, 0.0, ge=0),
     )
 
 
-def _slopes(H: int, most: int) -> tuple[float, ...]:
-    """Those of the next power of two; of them every other one first."""
-    count = 2 ** math.ceil(math.log2(H))
-    found = [2 ** (-most * i / count) for i in range(1, count + 1)]
+def _slopes(H: int) -> tuple[float, ...]:
+    """The slope of each of H heads: those of the next power of two, of which every other one comes first."""
+    count = 1 << (H - 1).bit_length()
+    found = [2 ** (-8 * i / count) for i in range(1, count + 1)]
     return tuple(found if count == H else (found[1::2] + found[::2])[:H])
 
 

@@ -51,7 +51,7 @@ GPT_NEO = IDS | {
 }  # fmt: skip
 DENSE = IDS | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3}
 # Of transformers, eager attention adds the bias twice: in the mask and to the scores.
-FALCON_ALIBI = DENSE | {"alibi": True, "attn_implementation": "sdpa"}
+FALCON_ALIBI = DENSE | {"alibi": True, "attn_implementation": "sdpa", "initializer_range": 0.2}
 BLOOM = IDS | {"hidden_size": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
 MPT = IDS | {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 512, "initializer_range": 0.3}
 JAMBA = LLAMA | {"num_hidden_layers": 5, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 6}
@@ -276,11 +276,11 @@ ARCHS = (
          FALCON_ALIBI | {"multi_query": False, "parallel_attn": False, "bias": True}),
     Arch("falcon_alibi_single", "Falcon", FALCON_ALIBI | {"num_attention_heads": 8}),
     Arch("bloom", "Bloom", BLOOM),
-    Arch("bloom_odd", "Bloom", BLOOM | {"n_head": 6, "hidden_size": 60, "tie_word_embeddings": False}),
+    Arch("bloom_odd", "Bloom", BLOOM | {"n_head": 12, "hidden_size": 72, "tie_word_embeddings": False}),
     Arch("mpt", "Mpt", MPT),
     Arch("mpt_clipped", "Mpt",
-         MPT | {"n_heads": 6, "d_model": 72, "initializer_range": 0.25, "tie_word_embeddings": False,
-                "attn_config": {"clip_qkv": 1.5, "softmax_scale": 0.2, "alibi_bias_max": 4}}),
+         MPT | {"n_heads": 12, "d_model": 72, "tie_word_embeddings": False,
+                "attn_config": {"clip_qkv": 1.5, "softmax_scale": 0.2}}),
     Arch("mamba", "Mamba", MAMBA),
     Arch("mamba_biases_untied", "Mamba",
          MAMBA | {"use_bias": True, "use_conv_bias": False, "tie_word_embeddings": False, "state_size": 8,
