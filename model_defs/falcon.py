@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import MOST, number, raw, switch, whole
+from graphllm.config.fields import MOST, number, switch, whole
 from graphllm.ir import ForwardContext, StateSpec, Weight, register_model
 from graphllm.model_defs import gpt2
 from graphllm.model_defs.alibi import (
@@ -95,15 +95,14 @@ def from_hf(hf: HF) -> Config:
 
 
 def _norms(hf: HF, new: bool) -> Literal["one", "two", "in turn"]:
-    parallel, count = switch(hf, "parallel_attn", True), raw(hf, "num_ln_in_parallel_attn")
-    if new:
-        only(hf, "parallel_attn", True)
-        return "one" if only(hf, "num_ln_in_parallel_attn", None, 1, 2) == 1 else "two"
-    if parallel and count == 2:
-        raise ConfigError(
-            "config.json: num_ln_in_parallel_attn is 2, which needs new_decoder_architecture; leave one of them out"
-        )
-    return "one" if parallel else "in turn"
+    count, parallel = (
+        only(hf, "num_ln_in_parallel_attn", None, 1, *((2,) if new else ())),
+        switch(hf, "parallel_attn", True),
+    )
+    if not new:
+        return "one" if parallel else "in turn"
+    only(hf, "parallel_attn", True)
+    return "one" if count == 1 else "two"
 
 
 def embed_weights(c: Config) -> dict[str, Weight]:

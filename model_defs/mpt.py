@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from torch import Tensor
 
-from graphllm.config.fields import number, section, switch, whole
+from graphllm.config.fields import READ, note, number, section, switch, whole
 from graphllm.ir import ForwardContext, StateSpec, Weight, register_model, select_rows
 from graphllm.model_defs import gpt2
 from graphllm.model_defs.alibi import alibi_attention, alibi_state, position_channels, position_range, slope_weight
@@ -37,7 +37,8 @@ def from_hf(hf: HF) -> Config:
     """The config of a ``config.json``. Raises ConfigError for settings that are not supported."""
     check_plain(hf)
     hf = also_named(hf, d_model="hidden_size", n_heads="num_attention_heads", n_layers="num_hidden_layers")
-    attention = section(hf, "attn_config")
+    attention = {**section(hf, "attn_config"), READ: hf.get(READ, set())}
+    note(hf, "learned_pos_emb")  # not where there is ALiBi
     only(hf, "no_bias", True)
     only(hf, "logit_scale", None)
     only(hf, "norm_type", "low_precision_layernorm", "layernorm")
