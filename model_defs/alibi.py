@@ -70,7 +70,7 @@ def slope_weight(slopes: tuple[float, ...], E: int, scale: float) -> Weight:
 
 
 def _channels(slope: float, count: int) -> list[float]:
-    pieces = []
+    pieces: list[float] = []
     for _ in range(_PIECES):
         mantissa, exponent = math.frexp(slope - sum(pieces))
         pieces.append(math.ldexp(round(mantissa * 256), exponent - 8))
@@ -90,11 +90,11 @@ def position_channels(positions_T: Tensor, E: int, dtype: torch.dtype) -> Tensor
 
 
 def alibi_attention(
-    heads: tuple[Tensor, Tensor, Tensor], slopes_HC: Tensor, channels_TC: Tensor, ctx: ForwardContext, scale: float
+    heads: tuple[Tensor, Tensor, Tensor], slopes_HC: Tensor, ctx: ForwardContext, scale: float
 ) -> Tensor:
     """`paged_attention` with slope * j in its scores, [T, H, E]. heads: queries, keys and values. slopes_HC: of
-    `slope_weight`. channels_TC: of `position_channels`."""
-    q_THE, k_TKE, v_TKE = heads
+    `slope_weight`. ctx: ``shared`` are the `position_channels` alone."""
+    (q_THE, k_TKE, v_TKE), (channels_TC,) = heads, ctx.shared
     q = torch.cat((q_THE, slopes_HC.expand(q_THE.shape[0], -1, -1)), 2)
     k = torch.cat((k_TKE, channels_TC[:, None].expand(-1, k_TKE.shape[1], -1)), 2)
     v = torch.cat((v_TKE, v_TKE.new_zeros(*v_TKE.shape[:2], channels_TC.shape[1])), 2)

@@ -98,7 +98,7 @@ def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, t
 
 def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
     qkv_TO = linear(layer_norm(x_TD, w.attn_norm, w.attn_norm_bias, c.eps), w.qkv, w.qkv_bias)
-    a_THE = alibi_attention(split_heads(qkv_TO, c.H, c.K, c.E), w.slopes, *ctx.shared, ctx, c.scale)
+    a_THE = alibi_attention(split_heads(qkv_TO, c.H, c.K, c.E), w.slopes, ctx, c.scale)
     x_TD = x_TD + linear(a_THE.flatten(1), w.o, w.o_bias)
     return x_TD + gpt2.mlp(c, w, layer_norm(x_TD, w.ffn_norm, w.ffn_norm_bias, c.eps))
 

@@ -169,13 +169,14 @@ def named_too(weights: Mapping[str, Weight], start: str, *others: str) -> dict[s
     }
 
 
-def by_turns(sources: tuple[str, ...], turns: int, rows: Sequence[int], *width: int) -> Expr:
+def by_turns(source: str | tuple[str, ...], turns: int, rows: Sequence[int], *width: int) -> Expr:
     """A projection whose parts are stored by turns, as one part after the other: [turns * sum(rows), *width].
 
-    sources: names of the tensor, of which the first one present is taken. turns: how often each part comes. rows: of
-    each part in a turn. width: of a matrix; a bias has none.
+    source: name of the tensor, or several, of which the first one present is taken. turns: how often each part comes.
+    rows: of each part in a turn. width: of a matrix; a bias has none.
     """
-    stored = Read(sources, (turns * sum(rows), *width))
+    names = (source,) if isinstance(source, str) else source
+    stored = Read(names, (turns * sum(rows), *width))
     by_turn = Reshape(stored, (turns, sum(rows), *width))
     ends = [sum(rows[: i + 1]) for i in range(len(rows))]
     parts = (Slice(by_turn, 1, end - count, end) for end, count in zip(ends, rows, strict=True))

@@ -150,7 +150,7 @@ def _attend(c: Config, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) ->
     """From normalized rows to what is added to the stream."""
     q_THE, k_TKE, v_TKE = split_heads(linear(h_TD, w.qkv, getattr(w, "qkv_bias", None)), c.H, c.K, c.E)
     if c.rope is None:
-        a_THE = alibi_attention((q_THE, k_TKE, v_TKE), w.slopes, *ctx.shared, ctx, c.scale)
+        a_THE = alibi_attention((q_THE, k_TKE, v_TKE), w.slopes, ctx, c.scale)
     else:
         q_THE, k_TKE = rope(q_THE, *ctx.shared), rope(k_TKE, *ctx.shared)
         a_THE = paged_attention(q_THE, k_TKE, v_TKE, ctx.state.kv, *ctx.attn, scale=c.scale)

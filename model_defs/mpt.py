@@ -111,7 +111,7 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
     qkv_TO = linear(layer_norm(x_TD, w.attn_norm, None, c.eps), w.qkv)
     if c.clip:
         qkv_TO = qkv_TO.clamp(-c.clip, c.clip)
-    a_THE = alibi_attention(split_heads(qkv_TO, c.H, c.K, c.E), w.slopes, *ctx.shared, ctx, c.scale)
+    a_THE = alibi_attention(split_heads(qkv_TO, c.H, c.K, c.E), w.slopes, ctx, c.scale)
     x_TD = x_TD + linear(a_THE.flatten(1), w.o)
     return x_TD + gpt2.mlp(c, w, layer_norm(x_TD, w.ffn_norm, None, c.eps))
 

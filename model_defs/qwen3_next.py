@@ -164,11 +164,11 @@ def _delta_weights(c: Config) -> dict[str, Weight]:
     return {
         "qkvz": Weight(
             (q + k + 2 * v, c.D), (), (q, k, v, v), shard="output", heads=(*kinds, c.H_delta),
-            expr=by_turns((delta + "in_proj_qkvz.weight",), c.G, (key_rows, key_rows, value_rows, value_rows), c.D),
+            expr=by_turns(delta + "in_proj_qkvz.weight", c.G, (key_rows, key_rows, value_rows, value_rows), c.D),
         ),
         "beta_gate": Weight(
             (2 * c.H_delta, c.D), (), (c.H_delta, c.H_delta), shard="output", heads=(c.H_delta, c.H_delta),
-            expr=by_turns((delta + "in_proj_ba.weight",), c.G, (share, share), c.D),
+            expr=by_turns(delta + "in_proj_ba.weight", c.G, (share, share), c.D),
         ),
         "conv": Weight(
             (q + k + v, c.taps), (), (q, k, v), shard="output", heads=kinds, exact=True,

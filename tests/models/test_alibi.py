@@ -89,9 +89,9 @@ def _error(q_THE: Tensor, k_LKE: Tensor, v_LKE: Tensor, slopes: tuple[float, ...
     attn = AttentionMetadata(
         torch.arange(len(cache), dtype=torch.int32)[None], torch.tensor([0, n]).int(), torch.tensor([length]).int()
     )
-    ctx = ForwardContext(SimpleNamespace(), SimpleNamespace(kv=cache), attn)
+    ctx = ForwardContext(SimpleNamespace(), SimpleNamespace(kv=cache), attn, (channels[own],))
     numbers = torch.tensor(weight.value).view(weight.shape).to(dtype)
-    found = alibi_attention((q_THE, k_LKE[own], v_LKE[own]), numbers, channels[own], ctx, scale)
+    found = alibi_attention((q_THE, k_LKE[own], v_LKE[own]), numbers, ctx, scale)
 
     keys, values = (t.double().repeat_interleave(H // K, 1) for t in (k_LKE, v_LKE))
     scores = torch.einsum("the,lhe->htl", q_THE.double(), keys) * scale
