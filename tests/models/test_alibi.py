@@ -11,14 +11,15 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from graphllm.config import ConfigError
+from graphllm.compile.layout import plan_layout
+from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.fields import MAX_MODEL_LEN
 from graphllm.ir import AttentionMetadata, ForwardContext
 from graphllm.ir.registry import load_models
+from graphllm.loading.artifact.resolve import compile_config
 from graphllm.model_defs.alibi import (
     LONGEST,
     alibi_attention,
-    alibi_state,
     position_channels,
     slope_weight,
     slopes_of,
@@ -103,11 +104,12 @@ def _error(q_THE: Tensor, k_LKE: Tensor, v_LKE: Tensor, slopes: tuple[float, ...
     return ((found.double() - expected).abs().max() / expected.abs().max()).item()
 
 
-def test_the_cache_is_not_rounded() -> None:
-    """Its dtype is the model's whatever `kv_cache_dtype` is: layouts refuse another one."""
-    state = alibi_state(2, 64)
-    assert state.typed({"model": "bfloat16", "cache": "float8_e4m3fn"}).dtype == "bfloat16"
-    assert state.shape[-1] == 80
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_the_cache_is_not_rounded(dtype: str) -> None:
+    """Digits would not be exact."""
+    config = compile_config(BLOOM, EngineArgs(target="cpu", max_model_len=64, kv_cache_dtype=dtype))
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype is {dtype}.*that can be rounded; use auto"):
+        plan_layout(load_models()["BloomForCausalLM"], _config(BLOOM), config)
 
 
 @pytest.mark.parametrize(
