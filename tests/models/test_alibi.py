@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -105,7 +105,7 @@ def _error(q_THE: Tensor, k_LKE: Tensor, v_LKE: Tensor, slopes: tuple[float, ...
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
-def test_the_cache_is_not_rounded(dtype: str) -> None:
+def test_the_cache_is_not_rounded(dtype: Literal["fp8", "int8"]) -> None:
     """Digits would not be exact."""
     config = compile_config(BLOOM, EngineArgs(target="cpu", max_model_len=64, kv_cache_dtype=dtype))
     with pytest.raises(ConfigError, match=f"kv_cache_dtype is {dtype}.*that can be rounded; use auto"):
