@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import raw, whole
+from graphllm.config.fields import note, raw, whole
 from graphllm.ir import Weight
 from graphllm.ir.weight import Shard
 from graphllm.weights.checkpoint.checkpoint import MAIN
 from graphllm.weights.checkpoint.own_head import HEAD
-from graphllm.weights.plan.expr import Expr, Read, map_parts
+from graphllm.weights.plan.expr import Concat, Expr, Read, Reshape, Slice, map_parts
 
 HF = Mapping[str, Any]
 C = TypeVar("C")
@@ -37,6 +37,13 @@ def extended(config: type[C], base: Any, **fields: Any) -> C:
     """A ``config`` with every field of ``base``, an instance of the class that it extends. fields: what it adds, or has
     in place of the base's."""
     return config(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)} | fields)
+
+
+def also_named(hf: HF, **others: str) -> HF:
+    """The fields of a file that may have some of them under a second name, as transformers reads them. others: that
+    name of each field."""
+    note(hf, *others.values())
+    return {name: hf[other] for name, other in others.items() if other in hf} | dict(hf)
 
 
 def check_plain(hf: HF) -> None:
@@ -66,10 +73,10 @@ def head_dim(hf: HF) -> int:
     return D // H
 
 
-def widths(hf: HF, width: str, heads: str) -> tuple[int, int, int]:
-    """D, H and E = D / H. width, heads: the fields' names; without them, D is 768 and H is 12, as in GPT-2 and BERT.
-    Raises ConfigError when E is no whole number."""
-    D, H = whole(hf, width, 768), whole(hf, heads, 12)
+def widths(hf: HF, width: str, heads: str, usual: tuple[int, int] = (768, 12)) -> tuple[int, int, int]:
+    """D, H and E = D / H. width, heads: the fields' names. usual: D and H of files without them; default: those of
+    GPT-2 and BERT. Raises ConfigError when E is no whole number."""
+    D, H = whole(hf, width, usual[0]), whole(hf, heads, usual[1])
     if D % H:
         raise ConfigError(f"config.json: {width} is {D}, no multiple of {heads} = {H}; correct one of them")
     return D, H, D // H
@@ -160,6 +167,20 @@ def named_too(weights: Mapping[str, Weight], start: str, *others: str) -> dict[s
         )
         for n, w in weights.items()
     }
+
+
+def by_turns(source: str | tuple[str, ...], turns: int, rows: Sequence[int], *width: int) -> Expr:
+    """A projection whose parts are stored by turns, as one part after the other: [turns * sum(rows), *width].
+
+    source: name of the tensor, or several, of which the first one present is taken. turns: how often each part comes.
+    rows: of each part in a turn. width: of a matrix; a bias has none.
+    """
+    names = (source,) if isinstance(source, str) else source
+    stored = Read(names, (turns * sum(rows), *width))
+    by_turn = Reshape(stored, (turns, sum(rows), *width))
+    ends = [sum(rows[: i + 1]) for i in range(len(rows))]
+    parts = (Slice(by_turn, 1, end - count, end) for end, count in zip(ends, rows, strict=True))
+    return Concat(tuple(Reshape(part, (turns * count, *width)) for part, count in zip(parts, rows, strict=True)))
 
 
 def split_heads(qkv_TO: Tensor, H: int, K: int, E: int) -> tuple[Tensor, Tensor, Tensor]:

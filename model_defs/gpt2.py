@@ -28,7 +28,9 @@ from graphllm.ops.embeddings.embedding import embedding
 from graphllm.ops.gemm.linear import linear
 from graphllm.ops.norms.layer_norm import layer_norm
 
-_GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+_ACTIVATIONS = {
+    "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,28 +68,36 @@ def from_hf(hf: HF) -> Config:
         max_len=whole(hf, "n_positions", 1024, le=MOST),
         eps=number(hf, "layer_norm_epsilon", 1e-5, ge=0, le=1),
         scale=E**-0.5 if switch(hf, "scale_attn_weights", True) else 1.0,
-        activation=_GELU[only(hf, "activation_function", *_GELU)],
+        activation=activation_of(hf, "activation_function"),
         tied=switch(hf, "tie_word_embeddings", True),
     )
 
 
-def _names(name: str) -> tuple[tuple[str, ...]]:
-    return (("transformer." + name, name),)
+def activation_of(hf: HF, field: str, usual: str = "gelu_new") -> str:
+    """The `Config.activation` that a field asks for. usual: the field's value in files without it. Raises
+    ConfigError."""
+    return _ACTIVATIONS[only({field: usual} | dict(hf), field, *_ACTIVATIONS)]
+
+
+def named(*names: str) -> tuple[tuple[str, ...], ...]:
+    """Tensors of the model without a head, which some checkpoints are saved as."""
+    return tuple(("transformer." + name, name) for name in names)
+
+
+def in_layer(*names: str) -> Callable[[str], Sources]:
+    """Tensors of a layer by the end of their names, "weight" or "bias"."""
+    return lambda leaf: named(*(f"h.{{layer}}.{name}.{leaf}" for name in names))
 
 
 def embed_weights(c: Config) -> dict[str, Weight]:
     return {
-        "tokens": token_table(c, *_names("wte.weight")[0]),
-        "positions": Weight((c.max_len, c.D), _names("wpe.weight")),
+        "tokens": token_table(c, *named("wte.weight")[0]),
+        "positions": Weight((c.max_len, c.D), named("wpe.weight")),
     }
 
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
-    inner = c.H * c.E
-
-    def of(name: str) -> Callable[[str], Sources]:
-        return lambda leaf: _names(f"h.{{layer}}.{name}.{leaf}")
-
+    inner, of = c.H * c.E, in_layer
     return {
         **with_bias("attn_norm", (c.D,), of("ln_1")),
         **with_bias("qkv", (3 * inner, c.D), of("attn.c_attn"), (inner,) * 3, "output", transpose=True),
@@ -99,7 +109,7 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
 
 
 def head_weights(c: Config) -> dict[str, Weight]:
-    return {**with_bias("norm", (c.D,), lambda leaf: _names(f"ln_f.{leaf}")), "lm_head": head_matrix(c)}
+    return {**with_bias("norm", (c.D,), lambda leaf: named(f"ln_f.{leaf}")), "lm_head": head_matrix(c)}
 
 
 def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
@@ -117,13 +127,18 @@ def activate(name: str, x: Tensor) -> Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
+def mlp(c: Config, w: SimpleNamespace, h_TD: Tensor) -> Tensor:
+    """The feed-forward part, from normalized rows to what is added to the stream. Biases are optional."""
+    up_TF = linear(h_TD, w.up, getattr(w, "up_bias", None))
+    return linear(activate(c.activation, up_TF), w.down, getattr(w, "down_bias", None))
+
+
 def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
     h_TD = layer_norm(x_TD, w.attn_norm, w.attn_norm_bias, c.eps)
     q_THE, k_TKE, v_TKE = split_heads(linear(h_TD, w.qkv, w.qkv_bias), c.H, c.K, c.E)
     a_THE = paged_attention(q_THE, k_TKE, v_TKE, ctx.state.kv, *ctx.attn, c.scale)
     x_TD = x_TD + linear(a_THE.flatten(1), w.o, w.o_bias)
-    h_TD = layer_norm(x_TD, w.ffn_norm, w.ffn_norm_bias, c.eps)
-    return x_TD + linear(activate(c.activation, linear(h_TD, w.up, w.up_bias)), w.down, w.down_bias)
+    return x_TD + mlp(c, w, layer_norm(x_TD, w.ffn_norm, w.ffn_norm_bias, c.eps))
 
 
 def norm(c: Config, w: SimpleNamespace, x_TD: Tensor) -> Tensor:
@@ -131,7 +146,8 @@ def norm(c: Config, w: SimpleNamespace, x_TD: Tensor) -> Tensor:
 
 
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
-    return linear(norm(c, w, select_rows(x_TD, ctx.inputs.logits_indices)), w.lm_head)
+    h_RD = norm(c, w, select_rows(x_TD, ctx.inputs.logits_indices))
+    return linear(h_RD, w.lm_head, getattr(w, "lm_head_bias", None))
 
 
 GRAPH = Graph(

@@ -21,6 +21,7 @@ from graphllm.model_defs.common import (
     HF,
     LARGEST_HEAD,
     MOST_LAYERS,
+    by_turns,
     check_plain,
     experts_per_token,
     heads,
@@ -36,7 +37,7 @@ from graphllm.ops.norms.rms_norm import rms_norm
 from graphllm.ops.recurrent.causal_conv import causal_conv
 from graphllm.ops.recurrent.gated_delta import gated_delta
 from graphllm.ops.recurrent.slots import Slots
-from graphllm.weights.plan.expr import Concat, Each, Expr, Read, Reshape, Slice
+from graphllm.weights.plan.expr import Each, Read, Reshape
 
 _KEY_EPS = 1e-6  # under the root that queries and keys of a delta net are divided by
 _LAYER_TYPES = {"full_attention": "full", "linear_attention": "linear"}
@@ -163,11 +164,11 @@ def _delta_weights(c: Config) -> dict[str, Weight]:
     return {
         "qkvz": Weight(
             (q + k + 2 * v, c.D), (), (q, k, v, v), shard="output", heads=(*kinds, c.H_delta),
-            expr=_sorted(delta + "in_proj_qkvz.weight", c.G, (key_rows, key_rows, value_rows, value_rows), c.D),
+            expr=by_turns(delta + "in_proj_qkvz.weight", c.G, (key_rows, key_rows, value_rows, value_rows), c.D),
         ),
         "beta_gate": Weight(
             (2 * c.H_delta, c.D), (), (c.H_delta, c.H_delta), shard="output", heads=(c.H_delta, c.H_delta),
-            expr=_sorted(delta + "in_proj_ba.weight", c.G, (share, share), c.D),
+            expr=by_turns(delta + "in_proj_ba.weight", c.G, (share, share), c.D),
         ),
         "conv": Weight(
             (q + k + v, c.taps), (), (q, k, v), shard="output", heads=kinds, exact=True,
@@ -178,14 +179,6 @@ def _delta_weights(c: Config) -> dict[str, Weight]:
         "delta_norm": Weight((c.V_delta,), (delta + "norm.weight",)),
         "o": Weight((c.D, v), (delta + "out_proj.weight",), shard="input"),
     }  # fmt: skip
-
-
-def _sorted(name: str, G: int, rows: tuple[int, ...], D: int) -> Expr:
-    """A matrix whose parts are stored by turns, so many rows of each for each key head: one part after the other."""
-    by_head = Reshape(Read((name,), (G * sum(rows), D)), (G, sum(rows), D))
-    ends = [sum(rows[: i + 1]) for i in range(len(rows))]
-    parts = (Slice(by_head, 1, end - count, end) for end, count in zip(ends, rows, strict=True))
-    return Concat(tuple(Reshape(part, (G * count, D)) for part, count in zip(parts, rows, strict=True)))
 
 
 def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:

@@ -11,6 +11,7 @@ from graphllm.weights.checkpoint.inert_fields import CONFIG, QUANTIZATION, ROPE,
 from graphllm.weights.plan.schemes import unread_settings
 
 _ROPES = ("rope_parameters", "rope_scaling")
+_ATTENTION = "attn_config"  # of MPT
 
 
 def described(model_config: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
@@ -34,6 +35,8 @@ def _unread(described: Mapping[str, Any], owner: str) -> list[str]:
         for rope in (ropes, *(v for v in ropes.values() if isinstance(v, Mapping))):
             plain = {n: v for n, v in rope.items() if not isinstance(v, Mapping)}
             names += [f"{name}.{n}" for n in unknown_fields(plain, ROPE, used)]
+    inner = section(described, _ATTENTION)
+    names += [f"{_ATTENTION}.{n}" for n in unknown_fields(inner, CONFIG, used)]
     quantized = unread_settings(described)
     names += [f"quantization_config.{n}" for n in unknown_fields(quantized, QUANTIZATION)]
     return [f"{owner}{name}" for name in dict.fromkeys(names)]

@@ -85,7 +85,7 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
         ("kv_cache_dtype", "cache", "keys and values"), ("mamba_ssm_cache_dtype", "recurrent", "recurrent states")
     ):  # fmt: skip
         if (chosen := getattr(config, setting)) != "auto" and dtype not in used:
-            raise ConfigError(f"{setting} is {chosen}: this model has no {what} to round; use auto")
+            raise ConfigError(f"{setting} is {chosen}: this model has no {what} that can be rounded; use auto")
     for task in tasks:
         task.check(layers)
     blocks, versions = plan_blocks(layers, config.block_size, config.max_model_len), config.longest_query

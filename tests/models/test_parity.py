@@ -6,6 +6,7 @@ The eager backend runs all of them; compiled, a few run here and the rest under 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from tests.models import driver
 from tests.tiers import ON_GPU, both_tiers, draws
@@ -33,6 +35,7 @@ DELTA = {
     "shared_expert_intermediate_size": 48,
 }  # fmt: skip
 SCALES = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 2.0}
+IDS = {"vocab_size": V, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 GPT2 = {
     "vocab_size": V, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "initializer_range": 0.35,
     "bos_token_id": None, "eos_token_id": None,
@@ -41,8 +44,17 @@ OPT = {
     "vocab_size": V, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 512, "init_std": 0.35, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+GPTJ = GPT2 | {"rotary_dim": 8}
+GPT_NEO = IDS | {
+    "hidden_size": 64, "num_layers": 3, "num_heads": 4, "max_position_embeddings": 512, "window_size": 40,
+    "attention_types": [[["global", "local"], 1], [["local"], 1]], "initializer_range": 0.25,
+}  # fmt: skip
+DENSE = IDS | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3}
+# Of transformers, eager attention adds the bias twice: in the mask and to the scores.
+FALCON_ALIBI = DENSE | {"alibi": True, "attn_implementation": "sdpa", "initializer_range": 0.2}
+BLOOM = IDS | {"hidden_size": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
+MPT = IDS | {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 512, "initializer_range": 0.3}
 JAMBA = LLAMA | {"num_hidden_layers": 5, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 6}
-IDS = {"vocab_size": V, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 MAMBA = IDS | {"hidden_size": 40, "num_hidden_layers": 3, "initializer_range": 0.3}
 MAMBA2 = IDS | {
     "hidden_size": 48, "num_heads": 12, "head_dim": 8, "n_groups": 2, "state_size": 24, "num_hidden_layers": 3,
@@ -248,6 +260,27 @@ ARCHS = (
     Arch("gpt2", "GPT2", GPT2),
     Arch("gpt2_untied", "GPT2", GPT2 | {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
     Arch("opt", "OPT", OPT),
+    Arch("gptj", "GPTJ", GPTJ),
+    Arch("gptj_tied", "GPTJ", GPTJ | {"tie_word_embeddings": True, "n_inner": 80, "rotary_dim": 16}),
+    Arch("codegen", "CodeGen", GPTJ | {"n_head": 8, "rotary_dim": 6}),
+    Arch("gpt_neo", "GPTNeo", GPT_NEO),
+    Arch("gpt_neo_untied", "GPTNeo",
+         GPT_NEO | {"tie_word_embeddings": False, "intermediate_size": 80, "num_layers": 2,
+                    "attention_types": [[["global"], 2]]}),
+    Arch("falcon", "Falcon", DENSE),
+    Arch("falcon_grouped", "Falcon", DENSE | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    Arch("falcon_grouped_one_norm", "Falcon",
+         DENSE | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1,
+                  "ffn_hidden_size": 80, "tie_word_embeddings": False}),
+    Arch("falcon_alibi", "Falcon",
+         FALCON_ALIBI | {"multi_query": False, "parallel_attn": False, "bias": True}),
+    Arch("falcon_alibi_single", "Falcon", FALCON_ALIBI | {"num_attention_heads": 8}),
+    Arch("bloom", "Bloom", BLOOM),
+    Arch("bloom_odd", "Bloom", BLOOM | {"n_head": 12, "hidden_size": 72, "tie_word_embeddings": False}),
+    Arch("mpt", "Mpt", MPT),
+    Arch("mpt_clipped", "Mpt",
+         MPT | {"n_heads": 12, "d_model": 72, "tie_word_embeddings": False,
+                "attn_config": {"clip_qkv": 1.5, "softmax_scale": 0.2}}),
     Arch("mamba", "Mamba", MAMBA),
     Arch("mamba_biases_untied", "Mamba",
          MAMBA | {"use_bias": True, "use_conv_bias": False, "tie_word_embeddings": False, "state_size": 8,
@@ -303,7 +336,7 @@ RECURRENT = {
 }  # fmt: skip
 CHUNKED = {
     "gpt_oss", "deepseek_v3", "deepseek_v32", "glm_moe_dsa_shared", "mamba", "jamba", "mamba2", "lfm2", "falcon_h1",
-    "qwen3_next", "kimi_linear",
+    "qwen3_next", "kimi_linear", "gpt_neo", "falcon_alibi", "bloom", "mpt",
 }  # fmt: skip
 CLASSES = {
     "GPT2": "GPT2LMHeadModel",
@@ -315,7 +348,7 @@ CLASSES = {
 
 def _build(arch: Arch, fields: dict[str, Any]) -> transformers.PreTrainedModel:
     torch.manual_seed(sum(map(ord, arch.name)))
-    config = getattr(transformers, f"{arch.model}Config")(**fields, attn_implementation="eager")
+    config = getattr(transformers, f"{arch.model}Config")(**{"attn_implementation": "eager"} | fields)
     model = getattr(transformers, CLASSES.get(arch.model, f"{arch.model}ForCausalLM"))(config).eval()
     with torch.no_grad():  # weights that start as constants would hide a mix-up of norms or biases
         for name, p in model.named_parameters():
@@ -334,7 +367,17 @@ def _build(arch: Arch, fields: dict[str, Any]) -> transformers.PreTrainedModel:
             groups = getattr(config, "n_groups", None) or config.mamba_n_groups
             if not hasattr(module, "group_size") and groups > 1:
                 module.forward = functools.partial(_grouped_norm, module, groups)
+        if type(module).__name__ == "FalconDecoderLayer" and config.alibi:
+            module.forward = functools.partial(_exact_bias, module.forward)
     return model
+
+
+def _exact_bias(forward: Callable[..., Any], x: Tensor, attention_mask: Tensor, **rest: Any) -> Any:
+    """A layer of Falcon with ALiBi as it is: transformers rounds slopes times positions to bfloat16 in every dtype."""
+    heads, _, length = attention_mask.shape[1:]
+    slopes = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, :, 1:]
+    bias = slopes * torch.arange(length) * (x.shape[-1] // heads) ** -0.5
+    return forward(x, attention_mask=torch.where(attention_mask < -1e30, attention_mask, bias), **rest)
 
 
 def _grouped_norm(module: torch.nn.Module, groups: int, x: Tensor, gate: Tensor) -> Tensor:
@@ -360,7 +403,7 @@ EACH = {
     "granite_moe", "phimoe_longrope", "gpt_oss", "qwen3_next", "qwen3_5", "gpt2", "opt", "mamba", "falcon_mamba",
     "jamba", "olmo_hybrid", "mamba2", "granite_hybrid", "nemotron_h", "lfm2", "falcon_h1",
     "zamba2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "glm_moe_dsa_shared", "minicpm3", "glm4_moe",
-    "kimi_linear",
+    "kimi_linear", "gptj", "codegen", "gpt_neo", "falcon_grouped", "falcon_alibi", "bloom_odd", "mpt_clipped",
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
-"""Hybrids and attention over latents in quantized checkpoints: what transformers gives with the numbers that they stand
-for. Matrices stay encoded, those, too, whose rows are sorted while they are read, but not those that no linear layer
-reads."""
+"""Hybrids, attention over latents and older decoders in quantized checkpoints: what transformers gives with the numbers
+that they stand for. Matrices stay encoded, those, too, whose rows are sorted while they are read, but not those that no
+linear layer reads."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ KIMI: dict[str, Any] = {
     "num_experts_per_tok": 2, "linear_num_heads": 4, "linear_head_dim": 32,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
-ARCHS = {
+FALCON: dict[str, Any] = {"num_hidden_layers": 2, "new_decoder_architecture": True, "num_kv_heads": 2}
+CODEGEN = parity.IDS | {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "initializer_range": 0.3}
+HYBRIDS = {
     "qwen3_next": parity.Arch("qwen3_next", "Qwen3Next", BASE | DELTA),
     "qwen3_5": parity.Arch("qwen3_5", "Qwen3_5Text", BASE | DELTA),
     "mamba2": parity.Arch("mamba2", "Mamba2", BASE | MAMBA2),
@@ -60,10 +62,16 @@ ARCHS = {
     "deepseek_v32": parity.Arch("deepseek_v32", "DeepseekV32", BASE | INDEXED),
     "kimi_linear": parity.Arch("kimi_linear", "KimiLinear", BASE | KIMI),
 }
+OLDER = {
+    "falcon": parity.Arch("falcon_grouped", "Falcon", BASE | FALCON),
+    "codegen": parity.Arch("codegen", "CodeGen", CODEGEN),
+    "mpt": parity.Arch("mpt", "Mpt", parity.MPT | {"tie_word_embeddings": False}),
+}
+ARCHS = HYBRIDS | OLDER
 # Parts of names that quantizers leave as they are.
-PLAIN_ONLINE = ("conv1d", "conv.conv", "embed", "gate.weight", "kv_b_proj", "A_log")
+PLAIN_ONLINE = ("conv1d", "conv.conv", "embed", "wte", "gate.weight", "kv_b_proj", "A_log")
 PLAIN = (
-    "lm_head", "embed", "gate.weight", "shared_expert_gate", "norm", "in_proj_b", "in_proj_a", "weights_proj",
+    "lm_head", "embed", "wte", "gate.weight", "shared_expert_gate", "norm", "in_proj_b", "in_proj_a", "weights_proj",
     ".b_proj",
 )  # fmt: skip
 
@@ -114,6 +122,9 @@ KEPT = {
     "deepseek_v3": {"q_kv", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down"},
     "deepseek_v32": {"q_kv", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down", "index_q", "index_k"},
     "kimi_linear": {"qkv", "decay", "gate", "o", "q_kv", "gate_up", "down", "shared_gate_up", "shared_down"},
+    "falcon": {"qkv", "o", "up", "down"},
+    "codegen": {"qvk", "o", "up", "down"},
+    "mpt": {"qkv", "o", "up", "down"},
 }
 
 
@@ -122,7 +133,8 @@ KEPT = {
     [
         ("qwen3_next", "awq"),
         *(thorough("qwen3_next", kind) for kind in ("gptq 4 bits", "fp8 tensors", "fp8 blocks", "packed int4")),
-        *(thorough(name, kind) for name in ARCHS if name != "qwen3_next" for kind in ("packed int4", "fp8 blocks")),
+        *(thorough(name, kind) for name in HYBRIDS if name != "qwen3_next" for kind in ("packed int4", "fp8 blocks")),
+        *(thorough(name, kind) for name in OLDER for kind in ("packed int4", "awq")),  # turns are no blocks of fp8
     ],
 )
 @torch.no_grad()

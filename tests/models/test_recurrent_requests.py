@@ -1,5 +1,5 @@
-"""Families with recurrent layers, and two with caches of latents, through `LLM`, beside transformers: greedy tokens
-and the chance of each, where requests share slots, steps and prefixes."""
+"""Families with recurrent layers, with caches of latents and with ALiBi, and older decoders, through `LLM`, beside
+transformers: greedy tokens and the chance of each, where requests share slots, steps and prefixes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ V, N_TOKENS, CACHE = parity.V, 12, 8 << 20
 NAMES: dict[str, Any] = {
     "mamba2": (), "granite_hybrid": (), "deepseek_v3": (), "glm_moe_dsa_shared": pytest.mark.thorough,
     "kimi_linear": pytest.mark.thorough,
+    **dict.fromkeys(
+        ("bloom", "gptj", "codegen", "gpt_neo", "falcon_grouped", "falcon_alibi", "mpt"), pytest.mark.thorough
+    ),
 }  # fmt: skip
 
 

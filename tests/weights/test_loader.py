@@ -182,7 +182,8 @@ def test_many_alike_share_a_line(tmp_path: Path) -> None:
 
 
 def test_known_leftovers_are_no_problem(tmp_path: Path) -> None:
-    names = ("h.0.attn.bias", "h.0.attn.masked_bias", "model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight")
+    of_layers = ("h.0.attn.bias", "h.0.attn.masked_bias", "h.0.attn.causal_mask", "h.0.attn.attention.masked_bias")
+    names = (*of_layers, "model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight")
     plan = plan_of({"x": Weight((2,), sources=("x",)), "y": Weight((2,), tie="embed.x")})
     w = load_weights(plan, checkpoint_of(tmp_path, {n: torch.ones(2) for n in (*names, "x")}))
     assert w["embed.y"] is w["embed.x"]

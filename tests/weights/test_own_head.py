@@ -27,9 +27,15 @@ _ALSO: dict[str, dict[str, Any]] = {
     "Gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16},
     "Qwen3": {"head_dim": 16},
     "GPT2": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64},
+    "GPTJ": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64, "rotary_dim": 8},
+    "Falcon": {},
+    "Mpt": {"d_model": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 64},
     "OPT": {"ffn_dim": 48, "init_std": 0.3, "word_embed_proj_dim": 32},
 }
-_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight")
+_EMBEDDINGS = (
+    "model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight",
+    "transformer.word_embeddings.weight",
+)  # fmt: skip
 
 
 def _saved(folder: Path, family: str) -> str:
@@ -62,7 +68,8 @@ def _same_tables(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["Llama", "GPT2", "OPT", "Gemma2", "Phi3", *map(thorough, ("Qwen2", "Qwen3", "Granite"))]
+    "family",
+    ["Llama", "GPT2", "OPT", "Gemma2", "Phi3", *map(thorough, ("Qwen2", "Qwen3", "Granite", "GPTJ", "Falcon", "Mpt"))],
 )
 def test_a_head_that_differs_is_used(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _saved(tmp_path, family)

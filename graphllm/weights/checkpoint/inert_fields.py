@@ -22,17 +22,17 @@ CONFIG: Reasons = {
     "is_original_qwen3_reranker num_speculative_tokens block_size": "have readers of their own",
     "*dropout* *_pdrop layerdrop *initializer_* init_std seq_aux router_aux_loss_coef output_router_logits "
     "*_jitter_noise label_smoothing *_loss_* *_init_* time_step_scale time_step_min time_step_max time_step_floor "
-    "rescale_prenorm_residual": _TRAINING,
+    "rescale_prenorm_residual embedding_fraction offset_alibi init_config": _TRAINING,
     "_name_or_path transformers_version use_cache return_dict output_attentions output_hidden_states torchscript "
     "chunk_size_feed_forward is_encoder_decoder is_decoder pretraining_tp cache_implementation task_specific_params "
     "*attn_implementation* deterministic_flash_attn reorder_and_upcast_attn gradient_checkpointing use_flash_attn* "
     "position_embedding_type unsloth_* add_cross_attention use_mambapy use_falcon_mambapy use_associative_scan "
     "use_mamba_kernels fused_add_norm pad_vocab_size_multiple num_logits_to_keep calc_logits_for_entire_prompt "
-    "ep_size": (_TRANSFORMERS),
+    "ep_size tokenizer_class tokenizer_name verbose init_device attn_impl attention_softmax_in_fp32 *_fusion "
+    "skip_bias_add* slow_but_exact": (_TRANSFORMERS),
     "n_ctx initial_context_length max_window_layers _sliding_window_pattern hidden_act head_dim tie_word_embeddings "
-    "sinusoidal_pos_embds moe_intermediate_size expand d_model d_inner n_layer qk_head_dim": (
-        "say again what another field of the family says"
-    ),
+    "sinusoidal_pos_embds moe_intermediate_size expand d_model d_inner n_layer qk_head_dim "
+    "attention_layers": ("say again what another field of the family says"),
     "summary_* sparse_pred* decoder_bias vocab_size_* num_nextn_predict_layers": "of parts that are not computed",
 }
 ROPE: Reasons = {"mrope_interleaved": _TRANSFORMERS}

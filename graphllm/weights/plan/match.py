@@ -20,7 +20,7 @@ from graphllm.weights.plan.simplify import Region, at_rank, region_of, simplify
 # Left in checkpoints by older transformers versions; constants that are computed, not parameters. In checkpoints of
 # draft models, which tokens they draft, as "d2t" says as well.
 _BUFFERS = re.compile(
-    r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.(bias|masked_bias)|position_ids)$"
+    r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.(bias|masked_bias|causal_mask)|position_ids)$"
     r"|(^|:)t2d$"
 )
 # What encoders were pretrained with, and models that make vectors have no use for: BERT's pooler, heads for words.

@@ -30,12 +30,18 @@ GPT2 = {
     "vocab_size": V, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "initializer_range": 0.35,
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
+BLOOM = {
+    "vocab_size": V, "hidden_size": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.3, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 # By family: the config, and modules of an adapter that changes some. Projections are merged by the engine (Qwen2), by
-# the checkpoint (Phi3, GPT-2), or stored transposed (GPT-2).
+# the checkpoint (Phi3, GPT-2), stored transposed (GPT-2) or by turns (CodeGen, BLOOM).
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "qwen2": ("Qwen2", LLAMA, ["q_proj", "v_proj", "down_proj"]),
     "phi3": ("Phi3", LLAMA, ["qkv_proj", "gate_up_proj"]),
     "gpt2": ("GPT2", GPT2, ["c_attn", "c_fc"]),
+    "codegen": ("CodeGen", GPT2 | {"rotary_dim": 8}, ["qkv_proj"]),
+    "bloom": ("Bloom", BLOOM, ["query_key_value", "dense_h_to_4h"]),
 }
 SCALED = {"gemma2": ("Gemma2", LLAMA | {"head_dim": 16, "sliding_window": 64}, ["q_proj"])}  # its embedding is scaled
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -63,7 +69,12 @@ class Family:
         base = transformers.AutoModelForCausalLM.from_config(whole).float().eval()
         self.folder = folder / "model"
         base.save_pretrained(self.folder)
-        every = {"Phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], "GPT2": ["c_attn", "c_proj", "c_fc"]}
+        every = {
+            "Phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+            "GPT2": ["c_attn", "c_proj", "c_fc"],
+            "CodeGen": ["qkv_proj", "out_proj", "fc_in", "fc_out"],
+            "Bloom": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+        }
         linear = every.get(kind, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
         self.model: Any = None
         adapters = adapters or {n: (o, some if n == "some" else linear) for n, o in ADAPTERS.items()}
