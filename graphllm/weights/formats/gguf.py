@@ -18,7 +18,7 @@ from torch import Tensor
 from graphllm.host.libraries import Libraries
 from graphllm.ops.encodings.gguf_blocks import NUMBERS, dequantize, tiles
 from graphllm.ops.encodings.gguf_tiles import ROWS, TILED
-from graphllm.weights.checkpoint.gguf import TYPES, Blocks
+from graphllm.weights.checkpoint.gguf.header import TYPES, Blocks
 from graphllm.weights.encodings import Encoding, Part, register_encoding, register_family
 from graphllm.weights.formats.grouped import grouped_integers, grouped_name
 
