@@ -56,4 +56,4 @@ def _kept(what: str, file: Path, write: Callable[[Path], None]) -> Path:
     return made_once(what, [_VERSION, file_facts(files_of(file))], lambda building, _: write(building))
 
 
-_VERSION = 2  # of what is written; another one leaves what older ones wrote
+_VERSION = 3  # of what is written; another one leaves what older ones wrote

@@ -25,7 +25,7 @@ EXPERTS = {
     "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }  # fmt: skip
-_ROUTED = EXPERTS | {
+ROUTED = EXPERTS | {
     "expert_count": "n_routed_experts", "expert_shared_count": "n_shared_experts",
     "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob",
     "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
@@ -48,7 +48,7 @@ STACKS = in_layers(
     ffn_up_exps="mlp.experts.{expert}.up_proj", ffn_down_exps="mlp.experts.{expert}.down_proj",
     ffn_gate_up_exps=("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
 )  # fmt: skip
-_SHARED = in_layers(
+SHARED_DENSE = in_layers(
     LAYER, ffn_gate_shexp="mlp.shared_experts.gate_proj", ffn_up_shexp="mlp.shared_experts.up_proj",
     ffn_down_shexp="mlp.shared_experts.down_proj",
 ) | {"blk.exp_probs_b.bias": LAYER + "mlp.gate.e_score_correction_bias"}  # fmt: skip
@@ -88,14 +88,15 @@ _GEMMA_NAMES = NAMES | in_layers(
     LAYER, post_attention_norm="post_attention_layernorm", ffn_norm="pre_feedforward_layernorm",
     post_ffw_norm="post_feedforward_layernorm",
 )  # fmt: skip
-_LATENT_FIELDS = {k: v for k, v in FIELDS.items() if k not in ("attention.key_length", "attention.head_count_kv")}
-_LATENT = in_layers(
+# Files have one head of keys and values, the latent.
+LATENT_FIELDS = {k: v for k, v in FIELDS.items() if k != "attention.key_length"} | {"attention.head_count_kv": ""}
+LATENT = in_layers(
     LAYER, attn_q_a="self_attn.q_a_proj", attn_q_a_norm="self_attn.q_a_layernorm", attn_q_b="self_attn.q_b_proj",
     attn_kv_a_mqa="self_attn.kv_a_proj_with_mqa", attn_kv_a_norm="self_attn.kv_a_layernorm",
     attn_kv_b="self_attn.kv_b_proj", attn_k_b="self_attn.k_b_proj", attn_v_b="self_attn.v_b_proj",
 )  # fmt: skip
 # Newer files have what keys are made of, transposed, apart from what values are made of.
-_SPLIT = {
+SPLIT = {
     LAYER + "self_attn.kv_b_proj.weight": Change(
         (("key and value", "num_attention_heads", "qk_nope_head_dim", "v_head_dim"),),
         (LAYER + "self_attn.k_b_proj.weight", LAYER + "self_attn.v_b_proj.weight"),
@@ -104,11 +105,23 @@ _SPLIT = {
 _OSS = LAYER + "mlp.experts."
 _OSS_PARTS = {name: f"{_OSS}{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down")}
 _DEEPSEEK: dict[str, Any] = {
-    "names": NAMES | _LATENT | STACKS | _SHARED,
-    "fields": _LATENT_FIELDS | _ROUTED | {"attention.head_count_kv": "", "attention.q_lora_rank": "q_lora_rank"},
-    "derived": (d.all_heads, d.latents, latent_rotary),
-    "changes": _SPLIT,
+    "names": NAMES | LATENT | STACKS | SHARED_DENSE,
+    "fields": LATENT_FIELDS | ROUTED,
+    "present": {"attention_bias": "attn_output.bias"},
+    "derived": (d.all_heads, d.latents, d.all_groups, latent_rotary),
+    "changes": SPLIT,
 }
+_INDEXED: dict[str, Any] = _DEEPSEEK | {
+    "names": _DEEPSEEK["names"] | {
+        f"blk.indexer.{own}": f"{LAYER}self_attn.indexer.{name}"
+        for own, name in {"attn_q_b": "wq_b", "attn_k": "wk", "k_norm": "k_norm", "proj": "weights_proj"}.items()
+    },
+    "fields": _DEEPSEEK["fields"] | {
+        "attention.indexer.head_count": "index_n_heads", "attention.indexer.key_length": "index_head_dim",
+        "attention.indexer.top_k": "index_topk",
+    },
+    "only": {"expert_gating_func": 2},
+}  # fmt: skip
 
 DECODERS: dict[str, tuple[Family, ...]] = {
     "llama": (
@@ -229,9 +242,13 @@ DECODERS: dict[str, tuple[Family, ...]] = {
         ),
         Family("DeepseekV3ForCausalLM", settings={"n_routed_experts": None}, **_DEEPSEEK),
     ),
+    "deepseek32": (Family("DeepseekV32ForCausalLM", **_INDEXED),),
+    "glm-dsa": (
+        Family("GlmMoeDsaForCausalLM", **_INDEXED | {"derived": (*_INDEXED["derived"], d.indexed_layers)}),
+    ),
     "minicpm3": (
         Family(
-            "MiniCPM3ForCausalLM", NAMES | _LATENT, _LATENT_FIELDS,
+            "MiniCPM3ForCausalLM", NAMES | LATENT, LATENT_FIELDS,
             # llama.cpp has these for all files.
             settings={"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256},
             derived=(d.all_heads, d.latents, rotary),
@@ -240,14 +257,14 @@ DECODERS: dict[str, tuple[Family, ...]] = {
     "glm4moe": (
         Family(
             "Glm4MoeForCausalLM",
-            NAMES | STACKS | _SHARED | in_layers(LAYER, post_attention_norm="post_attention_layernorm"),
-            FIELDS | _ROUTED, present={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
+            NAMES | STACKS | SHARED_DENSE | in_layers(LAYER, post_attention_norm="post_attention_layernorm"),
+            FIELDS | ROUTED, present={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
             derived=(d.expert_width, partly_rotary), only={"expert_gating_func": 2},
         ),
     ),
     "dots1": (
         Family(
-            "Dots1ForCausalLM", NAMES | STACKS | _SHARED, FIELDS | _ROUTED, settings={"sliding_window": None},
+            "Dots1ForCausalLM", NAMES | STACKS | SHARED_DENSE, FIELDS | ROUTED, settings={"sliding_window": None},
             present={"attention_bias": "attn_q.bias"}, derived=(d.expert_width, rotary), only={"expert_gating_func": 2},
         ),
     ),

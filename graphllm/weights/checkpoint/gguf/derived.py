@@ -50,6 +50,11 @@ def grouped_experts(facts: Facts, config: Fields) -> Fields:
     return {"topk_method": "group_limited_greedy" if (config.get("n_group") or 1) > 1 else "greedy"}
 
 
+def all_groups(facts: Facts, config: Fields) -> Fields:
+    """Files that do not say how many groups of experts there are have none, whatever they say of groups to choose."""
+    return {} if config.get("n_group") else {"n_group": None, "topk_group": None}
+
+
 def query_scale(facts: Facts, config: Fields) -> Fields:
     """What Gemma divides scores by: the root of a head's numbers, but for the models of 27B, known by their layers."""
     largest = {"gemma2": 46, "gemma3": 62}
@@ -105,15 +110,6 @@ def mamba_sizes(facts: Facts, config: Fields) -> Fields:
     }
 
 
-def mamba2_sizes(facts: Facts, config: Fields) -> Fields:
-    """The same in Mamba2's own names, but for the number of heads and what is in one."""
-    return {
-        "n_groups": facts.whole("ssm.group_count"),
-        "conv_kernel": facts.whole("ssm.conv_kernel"),
-        "expand": facts.whole("ssm.inner_size") / config["hidden_size"],
-    }
-
-
 def head_sizes(facts: Facts, config: Fields) -> Fields:
     """Heads of Mamba2."""
     heads = facts.whole("ssm.time_step_rank")
@@ -136,17 +132,18 @@ def jamba_layers(facts: Facts, config: Fields) -> Fields:
 
 
 def nemotron_layers(facts: Facts, config: Fields) -> Fields:
-    """One part to a layer: attention where there are heads, a dense part or experts where there is a width."""
-    heads, widths = facts.by_layer("attention.head_count_kv"), facts.by_layer("feed_forward_length")
-    experts, inner = facts.having("ffn_gate_inp.weight"), facts.whole("ssm.time_step_rank")
-    kinds = [
-        "full_attention" if h else ("moe" if routed else "mlp") if w else "linear_attention"
-        for h, w, routed in zip(heads, widths, experts, strict=True)
-    ]
+    """One part to a layer, which the tensors show."""
+    heads, inner = facts.by_layer("attention.head_count_kv"), facts.whole("ssm.time_step_rank")
+    facts.get("feed_forward_length")
+    parts = {"full_attention": "attn_q.weight", "moe": "ffn_gate_inp.weight", "mlp": "ffn_up.weight"}
+    kinds = ["linear_attention"] * facts.layers
+    for kind, tensor in parts.items():
+        kinds = [kind if has else other for has, other in zip(facts.having(tensor), kinds, strict=True)]
+    dense = facts.tensor("blk.ffn_up.weight")
     return {
         "layers_block_type": kinds,
         "num_key_value_heads": max(heads),
-        "intermediate_size": max(widths) or 1,
+        "intermediate_size": dense.shape[0] if dense is not None else 1,
         "mamba_num_heads": inner,
         "mamba_head_dim": facts.whole("ssm.inner_size") // max(inner, 1),
     }
@@ -189,3 +186,21 @@ def inner_width(facts: Facts, config: Fields) -> Fields:
     """Files of GPT-2 have four times the width for its feed-forward part, whatever the matrices are."""
     matrix = facts.tensor("blk.ffn_up.weight")
     return {"n_inner": matrix.shape[0]} if matrix is not None else {}
+
+
+def indexed_layers(facts: Facts, config: Fields) -> Fields:
+    """Which layers choose tokens; the others take what the last one chose."""
+    facts.get("attention.indexer.types")
+    return {"indexer_types": ["full" if has else "shared" for has in facts.having("indexer.attn_k.weight")]}
+
+
+def kimi_layers(facts: Facts, config: Fields) -> Fields:
+    """Which layers are delta nets, and their sizes."""
+    facts.get("attention.head_count_kv")
+    heads, kinds = facts.tensor("blk.ssm_beta.weight"), facts.having("ssm_beta.weight")
+    return {
+        "layer_types": ["linear_attention" if delta else "full_attention" for delta in kinds],
+        "linear_conv_kernel_dim": facts.whole("ssm.conv_kernel"),
+        "linear_head_dim": facts.whole("kda.head_dim"),
+        "linear_num_heads": heads.shape[0] if heads is not None else None,
+    }

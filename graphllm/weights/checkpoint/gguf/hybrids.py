@@ -9,12 +9,17 @@ from graphllm.weights.checkpoint.gguf.decoders import (
     FIELDS,
     GRANITE_EXPERTS,
     GRANITE_STACKS,
+    LATENT,
+    LATENT_FIELDS,
     LAYER,
     NAMES,
     PERMUTED,
+    ROUTED,
     SCALES,
     SHARED,
+    SHARED_DENSE,
     SIZES,
+    SPLIT,
     STACKS,
     WHOLE,
 )
@@ -244,6 +249,24 @@ HYBRIDS: dict[str, tuple[Family, ...]] = {
             _DELTA_FIELDS | {"rope.dimension_sections": "", "feed_forward_length": ""},
             present={"attention_bias": "attn_q.bias"},
             derived=(d.delta_layers, d.expert_width, d.shared_width, partly_rotary), changes=_DELTA_NORMS | _TILED,
+        ),
+    ),
+    "kimi-linear": (
+        Family(
+            "KimiLinearForCausalLM",
+            NAMES | LATENT | SHARED_DENSE | in_layers(
+                LAYER, ffn_gate_inp="block_sparse_moe.gate", ffn_gate_exps="block_sparse_moe.experts.{expert}.w1",
+                ffn_up_exps="block_sparse_moe.experts.{expert}.w3",
+                ffn_down_exps="block_sparse_moe.experts.{expert}.w2", ssm_beta="self_attn.b_proj",
+                ssm_norm="self_attn.o_norm",
+                **{f"ssm_{name}": f"self_attn.{name}_proj" for name in ("f_a", "f_b", "g_a", "g_b")},
+                **{f"ssm_conv1d_{name}": f"self_attn.{name}_conv1d" for name in "qkv"},
+            ) | {
+                "blk.ssm_a": LAYER + "self_attn.A_log", "blk.ssm_dt.bias": LAYER + "self_attn.dt_bias",
+                "blk.exp_probs_b.bias": LAYER + "block_sparse_moe.gate.e_score_correction_bias",
+            },
+            LATENT_FIELDS | ROUTED, derived=(d.all_heads, d.kimi_layers, d.latents, d.all_groups),
+            changes=SPLIT | {LAYER + "self_attn.A_log": _LOG}, only={"expert_gating_func": 2},
         ),
     ),
 }  # fmt: skip

@@ -102,4 +102,6 @@ def _llama3(facts: Facts, tensor: Tensor, base: float) -> dict[str, Any]:
                 "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
                 "original_max_position_embeddings": first,
             }  # fmt: skip
-    raise facts.bad(f"{_FACTORS} is not of Llama 3.1, 3.2 or 3.3; use the model's safetensors")
+    # Those of others are taken as they are: LongRoPE divides frequencies in the same way.
+    factors = stored.tolist()
+    return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
