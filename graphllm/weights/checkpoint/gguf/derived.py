@@ -31,17 +31,18 @@ def all_heads(facts: Facts, config: Fields) -> Fields:
 
 
 def latents(facts: Facts, config: Fields) -> Fields:
-    """Sizes of attention over latents. key_length is that of the latent in newer files."""
+    """Sizes of attention over latents. Newer files have as key_length and value_length what is kept of a token."""
     rotated = facts.whole("rope.dimension_count")
     keys = facts.whole("attention.key_length_mla", facts.whole("attention.key_length"))
-    output = facts.tensor("blk.attn_output.weight")
-    facts.get("attention.value_length"), facts.get("attention.value_length_mla")  # the matrix shows it
+    values, output = facts.get("attention.value_length"), facts.tensor("blk.attn_output.weight")
+    if values is None and output is not None:
+        values = output.shape[1] // config["num_attention_heads"]
     return {
         "q_lora_rank": facts.get("attention.q_lora_rank"),
         "kv_lora_rank": facts.whole("attention.kv_lora_rank"),
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": keys - rotated,
-        "v_head_dim": output.shape[1] // config["num_attention_heads"] if output is not None else None,
+        "v_head_dim": facts.get("attention.value_length_mla", values),
     }
 
 
