@@ -183,7 +183,7 @@ HYBRIDS: dict[str, tuple[Family, ...]] = {
         Family(
             "NemotronHForCausalLM", _NEMOTRON_NAMES, _NEMOTRON_FIELDS,
             present=_NEMOTRON_PRESENT | {"mlp_bias": "ffn_up.bias"}, derived=(d.nemotron_layers,),
-            changes={_NEMOTRON + "A_log": _LOG},
+            changes={_NEMOTRON + "A_log": _LOG}, interleaved=PERMUTED,
         ),
     ),
     "nemotron_h_moe": (
@@ -204,7 +204,7 @@ HYBRIDS: dict[str, tuple[Family, ...]] = {
                 "expert_group_used_count": "topk_group", "moe_latent_size": "moe_latent_size",
             },
             present=_NEMOTRON_PRESENT | {"mlp_bias": "ffn_up_shexp.bias"}, derived=(d.nemotron_layers,),
-            changes={_NEMOTRON + "A_log": _LOG}, only={"expert_gating_func": 2},
+            changes={_NEMOTRON + "A_log": _LOG}, interleaved=PERMUTED, only={"expert_gating_func": 2},
         ),
     ),
     "lfm2": (
