@@ -325,3 +325,10 @@ def long_factors(name: str, tensor: Tensor, config: Config) -> Made:
     if name == "model.norm.weight" and "long_factor" in config["rope_parameters"]:
         for which in ("long", "short"):
             yield f"rope_factors_{which}.weight", torch.tensor(config["rope_parameters"][f"{which}_factor"])
+
+
+def encoder(name: str, tensor: Tensor, config: Config) -> Made:
+    """BertModel, RobertaModel: no pooler, and of positions those of tokens."""
+    first = config["pad_token_id"] + 1 if "roberta" in config["model_type"] else 0
+    if "pooler." not in name:
+        yield name, tensor[first:] if name.endswith("position_embeddings.weight") else tensor

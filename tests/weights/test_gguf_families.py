@@ -15,7 +15,7 @@ import torch
 from graphllm.config import ConfigError
 from graphllm.loading.checkpoint.gguf_folder import gguf_folder
 from graphllm.weights.checkpoint.gguf.families import FAMILIES
-from tests.models import driver
+from tests.models import driver, test_encoders
 from tests.models.test_parity import ARCHS, LLAMA, LONG, SHORT, V, Arch, saved_oracle
 from tests.tiers import thorough
 from tests.weights import gguf_writer as w
@@ -238,6 +238,52 @@ def test_logits(arch: Arch, written: w.Written, tmp_path: Path) -> None:
         rounded[name] = driver.Driver(gguf_folder(file), "eager").generate([prompt], 1)[0][0]
     torch.testing.assert_close(rounded["encoded"], rounded["decoded"], atol=2e-4, rtol=0)
     assert not torch.allclose(rounded["encoded"], logits, atol=1e-4, rtol=0)
+
+
+_POOLING = {"MEAN": 1, "CLS": 2, "LAST": 3}
+_BERT = {"attention.causal": False, "rope.freq_base": None}
+_ENCODERS = {
+    "bert_cls": w.Written("bert", _BERT, (w.encoder,)),
+    "bert_mean": w.Written("bert", _BERT, (w.encoder,)),
+    "xlm_roberta_cls": w.Written("bert", _BERT | {"context_length": lambda c: 512}, (w.encoder,)),
+    "nomic_bert": w.Written("nomic-bert", {"attention.causal": False}, (w.encoder,)),
+    "modernbert_cls": w.Written(
+        "modern-bert",
+        {"attention.causal": False, "attention.sliding_window": "local_attention",
+         "hidden_activation": "hidden_activation"},
+        (w.encoder,),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [thorough(name) if name != "bert_mean" else name for name in _ENCODERS])
+def test_vectors(name: str, tmp_path: Path) -> None:
+    """Of encoders, pooled as the file says."""
+    arch = next(a for a in test_encoders.ARCHS if a.name == name)
+    arch = dataclasses.replace(arch, config={**arch.config, "hidden_act": "gelu"} if "nomic" not in name else arch.config)
+    model = test_encoders.make(arch, tmp_path / "hf")
+    written = _ENCODERS[name]
+    written = written._replace(keys={**written.keys, "pooling_type": _POOLING[arch.pooling]})
+    w.write(tmp_path / "hf", tmp_path / "model.gguf", written)
+    executor = test_encoders.opened(gguf_folder(tmp_path / "model.gguf"), "eager")
+    batch = test_encoders.prompts_of((7, 40, 3))
+    for found, prompt in zip(test_encoders.run(executor, batch), batch, strict=True):
+        test_encoders.check(found, test_encoders.expected(model, arch.pooling, prompt))
+    executor.close()
+
+
+@torch.no_grad()
+@pytest.mark.thorough
+def test_four_bit_experts(tmp_path: Path) -> None:
+    """GPT-OSS is published with experts in MXFP4: their blocks stand for the package's numbers."""
+    arch, written = next(case.values for case in _CASES if case.id == "gpt-oss")
+    saved_oracle(arch, tmp_path / "hf")
+    found = []
+    for kind in ("MXFP4", "F32"):
+        file = tmp_path / f"{kind}.gguf"
+        w.write(tmp_path / "hf", file, written, kind, rounded="MXFP4")
+        found.append(driver.Driver(gguf_folder(file), "eager").generate([[1, 5, 9, 80]], 1)[0][0])
+    torch.testing.assert_close(*found, atol=1e-4, rtol=0)
 
 
 # Names that the converter gives a tensor before it looks them up, and those of matrices that it makes of one.

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from graphllm.weights.checkpoint.gguf.derived import pooled
 from graphllm.weights.checkpoint.gguf.facts import Facts
 from graphllm.weights.checkpoint.gguf.families import family_of
 from graphllm.weights.checkpoint.gguf.family import Change, Family
@@ -41,7 +42,7 @@ def config_of(file: Gguf) -> dict[str, Any]:
         raise facts.bad(f"there is no tensor {_EMBEDDING}; give the file of a whole model")
     config = {"architectures": [family.architecture], **family.settings, **_fields(facts, family)}
     config |= {field: any(facts.having(tensor)) for field, tensor in family.present.items()}
-    for derive in family.derived:
+    for derive in (*family.derived, pooled):
         config |= derive(facts, config)
     if lists := [field for key, field in family.fields.items() if field and isinstance(config.get(field), list)]:
         raise facts.bad(f"{lists[0]} differs between layers, which is not supported; use another model")

@@ -161,8 +161,14 @@ def dense_or_experts(facts: Facts, config: Fields) -> Fields:
     return {"shared_intermediate_size": width, "num_local_experts": facts.get("expert_count", 0)}
 
 
+def token_types(facts: Facts, config: Fields) -> Fields:
+    """How many types of tokens an encoder tells apart."""
+    table = facts.tensor("token_types.weight")
+    return {"type_vocab_size": table.shape[0] if table is not None and len(table.shape) > 1 else 0}
+
+
 def pooled(facts: Facts, config: Fields) -> Fields:
-    """How an encoder makes one vector of a text."""
+    """How one vector is made of a text, where the file says so."""
     kinds = {0: "ALL", 1: "MEAN", 2: "CLS", 3: "LAST"}
     kind = facts.get("pooling_type")
     if kind is None:
