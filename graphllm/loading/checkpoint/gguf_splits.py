@@ -43,9 +43,7 @@ class Split(NamedTuple):
 
 _LLAMA3 = (_ENDINGS + "|" + _LETTERS + r"\p{N}{1,3}" + _REST,)
 _QWEN2 = (_ENDINGS + "|" + _LETTERS + r"\p{N}" + _REST,)
-_QWEN35 = (
-    _ENDINGS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES,
-)
+_QWEN35 = (_ENDINGS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES,)
 _O200K = (_cased(_ENDINGS + "?", r"\p{N}{1,3}", r"[\r\n/]*"),)
 _KIMI = (r"[\p{Han}]+|" + _cased(_ENDINGS + "?", r"\p{N}{1,3}", r"[\r\n]*", r"&&[^\p{Han}]"),)
 _DEEPSEEK3 = (

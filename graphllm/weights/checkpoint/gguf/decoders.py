@@ -69,9 +69,12 @@ GRANITE_EXPERTS = in_layers(
 )  # fmt: skip
 GRANITE_STACKS = {
     _MOE + "input_linear.weight": Change(
-        (("stacked", "num_local_experts"),), (_MOE + "experts.{expert}.gate.weight", _MOE + "experts.{expert}.up.weight")
+        (("stacked", "num_local_experts"),),
+        (_MOE + "experts.{expert}.gate.weight", _MOE + "experts.{expert}.up.weight"),
     ),
-    _MOE + "output_linear.weight": Change((("stacked", "num_local_experts"),), (_MOE + "experts.{expert}.down.weight",)),
+    _MOE + "output_linear.weight": Change(
+        (("stacked", "num_local_experts"),), (_MOE + "experts.{expert}.down.weight",)
+    ),
 }
 PERMUTED = ("attn_q", "attn_k")
 _HALVES = (("heads", "head_dim"),)

@@ -174,7 +174,9 @@ def pooled(facts: Facts, config: Fields) -> Fields:
     if kind is None:
         return {}
     if kind not in kinds:
-        raise facts.bad(f"{facts.name}.pooling_type is {kind!r:.80}; none, mean, cls and last are read; use safetensors")
+        raise facts.bad(
+            f"{facts.name}.pooling_type is {kind!r:.80}; none, mean, cls and last are read; use safetensors"
+        )
     return {"pooling": {"pooling_type": kinds[kind]}}
 
 

@@ -56,6 +56,5 @@ class Family(NamedTuple):
 def in_layers(of: str, **names: str | tuple[str, ...]) -> dict[str, str | tuple[str, ...]]:
     """Names of tensors in layers. of: what a checkpoint's names begin with."""
     return {
-        f"blk.{own}": of + name if isinstance(name, str) else tuple(of + n for n in name)
-        for own, name in names.items()
+        f"blk.{own}": of + name if isinstance(name, str) else tuple(of + n for n in name) for own, name in names.items()
     }
