@@ -19,11 +19,11 @@ from graphllm.loading.checkpoint.conversion import tokenizer_folder
 from graphllm.loading.checkpoint.gguf_folder import gguf_folder
 from graphllm.weights.checkpoint.gguf.families import FAMILIES
 from tests.models import driver, test_encoders
-from tests.models.test_parity import ARCHS, LLAMA, LONG, SHORT, V, Arch, saved_oracle
+from tests.models.test_parity import ARCHS, LONG, Arch, V, saved_oracle
 from tests.tiers import thorough
 from tests.weights import gguf_writer as w
 
-_NO_STEPS = {"time_step_min": 1e-9, "time_step_limit": [1e-9, float("inf")]}  # files have no least step
+_NO_STEPS: dict[str, Any] = {"time_step_min": 1e-9, "time_step_limit": [1e-9, float("inf")]}  # files have no least step
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 _LONGROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": LONG, "long_factor": LONG,
@@ -206,7 +206,8 @@ _CASES = [
                      "attention.value_length": lambda c: 12},
           w.falcon_h1, w.mamba2, attention_bias=False),
     _case("nemotron_h", "nemotron_h_biases", "nemotron_h", _NEMOTRON, w.permuted, w.nemotron, w.mamba2, **_NO_STEPS),
-    _case("nemotron_h_moe", "nemotron_h_moe", "nemotron_h_moe", _NEMOTRON_MOE, w.permuted, w.nemotron, w.mamba2, **_NO_STEPS),
+    _case("nemotron_h_moe", "nemotron_h_moe", "nemotron_h_moe", _NEMOTRON_MOE, w.permuted, w.nemotron, w.mamba2,
+          **_NO_STEPS),
     _case("nemotron_h_latent", "nemotron_h_latent", "nemotron_h_moe", _NEMOTRON_MOE, w.permuted, w.nemotron, w.mamba2,
           hidden_size=64),
     _case("lfm2", "lfm2", "lfm2",

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import Regex, Tokenizer as Backend, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from graphllm.config import ConfigError
@@ -82,7 +83,7 @@ def test_unigrams(prefix: bool, tmp_path: Path) -> None:
     }  # fmt: skip
     write_tokenizer(metadata, tmp_path, tmp_path / "a.gguf")
     tokenizer = Tokenizer.from_folder(tmp_path, {}, {})
-    for said in ("the quick fox", "naïve  CAFÉ paths ﬁne", "over １２ jumps ", "  lines\n\nof 日本 words"):
+    for said in ("the quick fox", "naïve  CAFÉ paths ﬁne", "over \uff11\uff12 jumps ", "  lines\n\nof 日本 words"):
         assert tokenizer.encode(said) == [model.bos_id(), *model.encode(said), model.eos_id()]
 
 

@@ -12,8 +12,8 @@ from graphllm.config import ConfigError
 from graphllm.config.fields import is_folder
 from graphllm.loading.checkpoint.made_once import file_facts, made_once
 from graphllm.weights.checkpoint.checkpoint import gguf_in, weight_files
-from graphllm.weights.checkpoint.gguf.header import files_of, read_gguf
 from graphllm.weights.checkpoint.gguf.config import config_of
+from graphllm.weights.checkpoint.gguf.header import files_of, read_gguf
 
 _TOKENIZER = "graphllm.loading.checkpoint.gguf_tokenizer"  # imports the library of tokenizers
 

@@ -47,7 +47,7 @@ _QWEN35 = (_ENDINGS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\
 _O200K = (_cased(_ENDINGS + "?", r"\p{N}{1,3}", r"[\r\n/]*"),)
 _KIMI = (r"[\p{Han}]+|" + _cased(_ENDINGS + "?", r"\p{N}{1,3}", r"[\r\n]*", r"&&[^\p{Han}]"),)
 _DEEPSEEK3 = (
-    r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"\p{N}{1,3}", "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
 )  # fmt: skip

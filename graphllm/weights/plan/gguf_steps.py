@@ -2,7 +2,7 @@
 
 The config.json of a file names the steps of each tensor (`graphllm.weights.checkpoint.gguf.family.Change`). A step says
 which shapes its parts have, and makes the tensor of them. What a model makes of the tensor often undoes a step again;
-`graphllm.weights.plan.simplify` then leaves out both.
+then both are left out.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from graphllm.weights.plan.expr import Concat, Each, Expr, Permute, Read, Reshape, Slice, Stack, map_parts
+from graphllm.weights.plan.expr import UNDONE, Concat, Each, Expr, Permute, Read, Reshape, Slice, Stack, map_parts
 
 Shape = tuple[int, ...]
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, the first one in a name
@@ -165,6 +166,24 @@ _STEPS: dict[str, _Step] = {
     "key and value": _Step(_key_value_shapes, _key_value),
     "by key head": _Step(_by_key_head_shapes, _by_key_head),
 }
+
+
+def without_inverses(expr: Expr) -> Expr:
+    """The same without functions of numbers that their inverse made: a model often undoes a step. They would round.
+    Reshapes and permutations between them stay."""
+    expr = map_parts(expr, without_inverses)
+    if not isinstance(expr, Each):
+        return expr
+    part, between = expr.part, list[Reshape | Permute]()
+    while isinstance(part, (Reshape, Permute)):
+        between.append(part)
+        part = part.part
+    if not isinstance(part, Each) or part.function != UNDONE[expr.function]:
+        return expr
+    made = part.part
+    for moved in reversed(between):
+        made = replace(moved, part=made)
+    return made
 
 
 def as_stored(expr: Expr, stored: Mapping[str, Any]) -> Expr:

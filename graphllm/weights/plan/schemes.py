@@ -21,7 +21,7 @@ from graphllm.weights.checkpoint.checkpoint import TensorInfo
 from graphllm.weights.dtypes import BY_TAG, DTYPES, PLAIN
 from graphllm.weights.encodings import Encoding, Part, encoding_of, is_encoding
 from graphllm.weights.plan.expr import ANY, Decode, Expr, Permute, Read, Reshape, map_parts, walk
-from graphllm.weights.plan.gguf_steps import as_stored, changed
+from graphllm.weights.plan.gguf_steps import as_stored, changed, without_inverses
 from graphllm.weights.plan.plan import WeightPlan
 from graphllm.weights.plan.simplify import simplify
 
@@ -140,7 +140,7 @@ def as_quantized(plan: WeightPlan, config: Mapping[str, Any], stored: Stored | N
         expr = changed(entry.expr, changes, stored) if stored is not None and changes is not None else entry.expr
         expr = _rewritten(expr, scheme, stored)
         if stored is not None and changes is not None:
-            expr = simplify(as_stored(expr, stored))
+            expr = simplify(as_stored(without_inverses(expr), stored))
         entries.append(dataclasses.replace(entry, expr=expr))
     return WeightPlan(tuple(entries))
 

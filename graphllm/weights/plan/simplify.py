@@ -13,14 +13,12 @@ from graphllm.weights.plan import expr as ex
 
 def simplify(expr: ex.Expr) -> ex.Expr:
     """The expression with slices as far down as they go, and without what does nothing. Its numbers, evaluated, are
-    bitwise the same, but where a function and its inverse, which round, are left out."""
+    bitwise the same."""
     expr = ex.map_parts(expr, simplify)
     if isinstance(expr, ex.Slice):
         return _slice(expr)
     if isinstance(expr, ex.Encode):
         return _encode(expr)
-    if isinstance(expr, ex.Each):
-        return _each(expr)
     if isinstance(expr, ex.Concat) and len(expr.parts) == 1:
         return expr.parts[0]
     if isinstance(expr, ex.Permute):
@@ -38,20 +36,6 @@ def simplify(expr: ex.Expr) -> ex.Expr:
             return simplify(ex.Concat(tuple(simplify(ex.Reshape(p, p.shape[1:])) for p in part.parts), part.dim - 1))
         return part if part.shape == expr.to else ex.Reshape(part, expr.to)
     return expr
-
-
-def _each(expr: ex.Each) -> ex.Expr:
-    """A function of numbers that were made by its inverse is left out. Reshapes and permutations between them stay."""
-    part, between = expr.part, list[ex.Reshape | ex.Permute]()
-    while isinstance(part, (ex.Reshape, ex.Permute)):
-        between.append(part)
-        part = part.part
-    if not isinstance(part, ex.Each) or part.function != ex.UNDONE[expr.function]:
-        return expr
-    made = part.part
-    for moved in reversed(between):
-        made = simplify(dataclasses.replace(moved, part=made))
-    return made
 
 
 def _one_of_stack(part: ex.Expr, to: tuple[int, ...]) -> ex.Expr | None:

@@ -241,7 +241,8 @@ DECODERS: dict[str, tuple[Family, ...]] = {
         Family("DeepseekV3ForCausalLM", when="blk.exp_probs_b.bias", only={"expert_gating_func": 2}, **_DEEPSEEK),
         Family(
             "DeepseekV2ForCausalLM", when="expert_count", only={"expert_gating_func": 1},
-            **_DEEPSEEK | {"derived": (*_DEEPSEEK["derived"], d.grouped_experts), "settings": {"norm_topk_prob": False}},
+            settings={"norm_topk_prob": False},
+            **_DEEPSEEK | {"derived": (*_DEEPSEEK["derived"], d.grouped_experts)},
         ),
         Family("DeepseekV3ForCausalLM", settings={"n_routed_experts": None}, **_DEEPSEEK),
     ),

@@ -1,4 +1,4 @@
-"""Fields of a config.json that no single key of a GGUF file has: of lists by layer, of sizes, of which tensors there are.
+"""Fields of a config.json that no single key of a GGUF file has: of lists by layer, of sizes, of which tensors it has.
 
 Each function takes the file's facts and the fields that are known so far, and gives further fields, or others in their
 place. The table of families (`graphllm.weights.checkpoint.gguf.families`) names those of each.

@@ -1,4 +1,4 @@
-"""`Facts`: what a GGUF file says of its model, read by keys and by which tensors there are, and which keys were read."""
+"""`Facts`: what a GGUF file says of its model, by keys and by which tensors there are, and which keys were read."""
 
 from __future__ import annotations
 
