@@ -111,8 +111,9 @@ def _metadata(config: Config, written: Written) -> dict[str, Any]:
 
 
 def _rotary(config: Config) -> dict[str, Any]:
-    rope = config.get("rope_parameters") or {}
-    full, sliding = rope.get("full_attention", rope), rope.get("sliding_attention", {})
+    rope: Mapping[str, Any] = config.get("rope_parameters") or {}
+    full: Mapping[str, Any] = rope.get("full_attention", rope)
+    sliding: Mapping[str, Any] = rope.get("sliding_attention", {})
     found = {"rope.freq_base": full.get("rope_theta"), "rope.freq_base_swa": sliding.get("rope_theta")}
     if full.get("rope_type") in ("linear", "yarn"):
         found |= {

@@ -70,10 +70,7 @@ def plainly(expr: ex.Expr, tensors: dict[str, Tensor]) -> Tensor:
         case ex.Cast():
             return plainly(expr.part, tensors).to(getattr(torch, expr.dtype))
         case ex.Each():
-            functions = {
-                    "-exp": lambda x: -x.exp(), "+1": lambda x: x + 1, "-1": lambda x: x - 1,
-                    "log-": lambda x: (-x).log(),
-                }  # fmt: skip
+            functions = {"-exp": lambda x: -x.exp(), "+1": lambda x: x + 1, "-1": lambda x: x - 1}
             return functions[expr.function](plainly(expr.part, tensors).double()).float()
         case ex.Decode():
             return dequantize(*(plainly(p, tensors) for p in expr.parts), *expr.matrix)

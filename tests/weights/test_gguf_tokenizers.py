@@ -68,7 +68,7 @@ def test_unigrams(prefix: bool, tmp_path: Path) -> None:
         add_dummy_prefix=prefix,
     )  # fmt: skip
     model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "sp.model"))
-    proto: Any = sentencepiece_model_pb2.ModelProto()
+    proto = getattr(sentencepiece_model_pb2, "ModelProto")()  # noqa: B009  # made when the module is imported
     proto.ParseFromString((tmp_path / "sp.model").read_bytes())
     ids = range(model.vocab_size())
     metadata = {

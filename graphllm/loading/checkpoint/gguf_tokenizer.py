@@ -168,11 +168,11 @@ def _add_special(tokenizer: Tokenizer, metadata: Mapping[str, Any], around: _Aro
         numbers = (metadata.get(f"tokenizer.ggml.{each}_token_id") for each in dict.fromkeys((key, name)))
         number = next((n for n in numbers if n is not None), None)
         said = metadata.get(f"tokenizer.ggml.add_{name}_token")
-        there = isinstance(number, int) and number < len(tokens)
-        if said and not there:
+        there = number if isinstance(number, int) and number < len(tokens) else None
+        if said and there is None:
             raise _bad(file, f"tokenizer.ggml.add_{name}_token is true, but {name}_token_id is {number!r:.80}")
-        if there and (usual if said is None else said):
-            found[name] = tokens[number], number
+        if there is not None and (usual if said is None else said):
+            found[name] = tokens[there], there
     if found:
         first, last = ([found[name][0]] if name in found else [] for name in ("bos", "eos"))
         pair = [*first, "$A", *last, "$B:1", *(f"{token}:1" for token in last)] if around.keys[0] == "cls" else None
