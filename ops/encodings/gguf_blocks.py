@@ -81,6 +81,10 @@ def _joined(bits: Tensor) -> Tensor:
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
+# The sixteen values of MXFP4, doubled (ggml's kvalues_mxfp4): four-bit floats of the OCP's specification.
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
 def _cut(blocks: Tensor, *widths: int) -> tuple[Tensor, ...]:
     return blocks.split(widths, 1)
 
@@ -202,9 +206,22 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
     return (scale.unsqueeze(-1) * _iq4(codes.unflatten(1, (8, 16)))).flatten(1)
 
 
+def mxfp4_codes(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks of MXFP4, uint8 [n, 17]: exponents, biased by 127, [n, 1], and codes [n, 32]."""
+    power, codes = _cut(blocks, 1, 16)
+    return power, _halves(codes)
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    power, codes = mxfp4_codes(blocks)
+    numbers = torch.tensor(_E2M1, dtype=torch.float64, device=codes.device)[codes.int()]
+    return (numbers * (power.double() - 128).exp2()).float()
+
+
 NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "f32": partial(_float, dtype=torch.float32), "f16": _half, "bf16": partial(_float, dtype=torch.bfloat16),
     "q8_0": _q8_0, "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q2_k": _q2_k, "q3_k": _q3_k,
     "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k, "iq4_nl": _iq4_nl, "iq4_xs": _iq4_xs,
+    "mxfp4": _mxfp4,
 }  # fmt: skip
 """By the name of a type: from blocks [n, bytes] to float32 [n, entries]."""

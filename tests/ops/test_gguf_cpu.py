@@ -24,7 +24,7 @@ from graphllm.weights.encodings import encoding_of
 from graphllm.weights.formats.gguf import fast_tiles
 from graphllm.weights.loading.host_loader import host_loader
 from graphllm.weights.loading.loader import load_weights
-from graphllm.weights.plan.expr import Concat, Decode, Encode, Expr, Read, Tie, Values
+from graphllm.weights.plan.expr import Concat, Decode, Each, Encode, Expr, Read, Tie, Values
 from graphllm.weights.plan.plan import Entry, WeightPlan
 from tests.ops.levels import AMX, LEVELS, PARAMS
 from tests.ops.rounding import MANY, TOLERANCE, gated, rounded_x
@@ -211,10 +211,11 @@ def test_tiles_loaded_without_torch_are_those_of_the_loader(library: Path, kind:
     well."""
     rows = {"table": 3000, "q": 64, "k": 32, "v": 19}
     blocks = {name: _blocks(kind, n, 768).numpy() for name, n in rows.items()}
-    plain = {"norm": np.random.default_rng(0).standard_normal(768).astype(np.float32)}
+    draw = np.random.default_rng(0)
+    plain = {name: draw.standard_normal(768).astype(np.float32) for name in ("norm", "more")}
     tensors, data = {}, b""
     for name, array in {**blocks, **plain}.items():
-        tag = "F32" if name == "norm" else "U8"
+        tag = "F32" if name in plain else "U8"
         tensors[name] = TensorInfo(tmp_path / "file", tag, array.shape, len(data), array.nbytes)
         data += array.tobytes()
     (tmp_path / "file").write_bytes(data)
@@ -233,6 +234,7 @@ def test_tiles_loaded_without_torch_are_those_of_the_loader(library: Path, kind:
     plan = WeightPlan((
         tiled("embed.tiles", stored("table"), 3000), tiled("qkv", qkv, 115),
         Entry("norm", (768,), "bfloat16", Read(("norm",), (768,))),
+        Entry("less", (768,), "bfloat16", Each("-1", Read(("more",), (768,)))),
         Entry("values", (1, 3), "float32", Values((0.1, 2.0, 1e-9), (1, 3))),
         Entry("head", encoding_of(f"tiled_{kind}").parts[0].shape(3000, 768), "uint8", Tie("embed.tiles")),
     ))  # fmt: skip

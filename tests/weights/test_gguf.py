@@ -32,7 +32,7 @@ from graphllm.loading.checkpoint.gguf_folder import gguf_folder
 from graphllm.loading.checkpoint.gguf_tokenizer import write_tokenizer
 from graphllm.loading.checkpoint.source import find_source
 from graphllm.ops.encodings.gguf_blocks import TILED
-from graphllm.weights.checkpoint.gguf import TYPES, read_gguf
+from graphllm.weights.checkpoint.gguf.header import TYPES, read_gguf
 from graphllm.weights.encodings import encoding_of
 from graphllm.weights.plan.expr import Encode
 from graphllm.weights.plan.plan import WeightPlan

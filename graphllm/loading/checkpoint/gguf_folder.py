@@ -12,8 +12,8 @@ from graphllm.config import ConfigError
 from graphllm.config.fields import is_folder
 from graphllm.loading.checkpoint.made_once import file_facts, made_once
 from graphllm.weights.checkpoint.checkpoint import gguf_in, weight_files
-from graphllm.weights.checkpoint.gguf import files_of, read_gguf
-from graphllm.weights.checkpoint.gguf_names import config_of
+from graphllm.weights.checkpoint.gguf.config import config_of
+from graphllm.weights.checkpoint.gguf.header import files_of, read_gguf
 
 _TOKENIZER = "graphllm.loading.checkpoint.gguf_tokenizer"  # imports the library of tokenizers
 
@@ -56,4 +56,4 @@ def _kept(what: str, file: Path, write: Callable[[Path], None]) -> Path:
     return made_once(what, [_VERSION, file_facts(files_of(file))], lambda building, _: write(building))
 
 
-_VERSION = 2  # of what is written; another one leaves what older ones wrote
+_VERSION = 3  # of what is written; another one leaves what older ones wrote

@@ -23,8 +23,8 @@ from graphllm.config import ConfigError
 from graphllm.config.fields import DRAFT as DRAFT  # also its graph's name, and before its tensors' names
 from graphllm.config.fields import check_no_pointer, read_json, section
 from graphllm.config.parameter import is_strings
-from graphllm.weights.checkpoint.gguf import read_gguf
-from graphllm.weights.checkpoint.gguf_names import tensors_of
+from graphllm.weights.checkpoint.gguf.header import read_gguf
+from graphllm.weights.checkpoint.gguf.tensors import tensors_of
 from graphllm.weights.checkpoint.tensor_info import TensorInfo as TensorInfo
 from graphllm.weights.checkpoint.tensor_info import WeightError as WeightError
 from graphllm.weights.dtypes import DTYPES

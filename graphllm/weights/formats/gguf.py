@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from graphllm.host.libraries import Libraries
-from graphllm.ops.encodings.gguf_blocks import NUMBERS, dequantize, tiles
+from graphllm.ops.encodings.encoded_weights import packed
+from graphllm.ops.encodings.gguf_blocks import NUMBERS, dequantize, mxfp4_codes, tiles
 from graphllm.ops.encodings.gguf_tiles import ROWS, TILED
-from graphllm.weights.checkpoint.gguf import TYPES, Blocks
+from graphllm.weights.checkpoint.gguf.header import TYPES, Blocks
 from graphllm.weights.encodings import Encoding, Part, register_encoding, register_family
 from graphllm.weights.formats.grouped import grouped_integers, grouped_name
 
@@ -43,12 +44,19 @@ def _encoding(kind: Blocks, name: str, head: int = 1) -> Encoding:
         numbers, scales = (in_order(each.reshape(rows, -1)) for each in (numbers, d.contiguous().view(torch.float16)))
         return grouped_integers(numbers, 4, kind.entries, scales.T)
 
+    def to_e2m1(parts: Parts, rows: int, inner: int, libraries: Libraries | None = None) -> Parts:
+        powers, codes = mxfp4_codes(parts["blocks"].reshape(-1, kind.nbytes))
+        codes, powers = (in_order(each.reshape(rows, -1)) for each in (codes, powers))
+        return {"values": packed(codes, "e2m1", kind.entries), "scales": powers.T.contiguous()}
+
     def blocks(rows: int, inner: int) -> tuple[int, int]:
         return rows, inner // kind.entries * kind.nbytes
 
     same = []
     if kind.name == "q4_0":
         same.append((grouped_name(4, "float16", kind.entries, zeros=False), to_nibbles))
+    if kind.name == "mxfp4":
+        same.append((f"e2m1-{kind.entries}", to_e2m1))
     if kind.name in TILED:
         same.append((f"tiled_{kind.name}", to_tiles))
     return Encoding(name, (Part("blocks", "uint8", blocks),), (head, kind.entries), None, decode, repacked=tuple(same))

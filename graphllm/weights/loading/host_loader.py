@@ -26,12 +26,13 @@ from graphllm.weights.checkpoint.tensor_info import TensorInfo
 from graphllm.weights.dtypes import BY_TAG, DTYPES, PLAIN
 from graphllm.weights.loading.host_array import HostArray, bfloat16_bits
 from graphllm.weights.loading.shared_work import Todo, run
-from graphllm.weights.plan.expr import Concat, Decode, Encode, Expr, Read, Values
+from graphllm.weights.plan.expr import Concat, Decode, Each, Encode, Expr, Read, Values
 from graphllm.weights.plan.plan import Entry, WeightPlan
 
 _ALIGN = 64  # bytes: a cache line
 _CHUNK = 1 << 20  # bytes read at once
 _READERS = 4  # threads at most
+_ADDED = {"+1": 1, "-1": -1}  # what functions of numbers add
 _TILING = ctypes.CFUNCTYPE(
     None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
 )
@@ -100,7 +101,7 @@ class HostLoader:
             return self._values(entry.expr, entry)
         if isinstance(entry.expr, Encode):
             return self._tiles(entry.expr, entry)
-        parts = [(info, _cast(info, entry.dtype)) for info in map(self._read, _rows_of(entry.expr))]
+        parts = [self._part(part, entry.dtype) for part in _rows_of(entry.expr)]
         if any(entry.shape != (sum(i.shape[0] for i, _ in parts), *info.shape[1:]) for info, _ in parts):
             raise _OtherError
 
@@ -112,6 +113,14 @@ class HostLoader:
                 at += info.shape[0]
 
         return fill
+
+    def _part(self, expr: Expr, dtype: str) -> tuple[TensorInfo, Callable[[np.ndarray, HostArray], None] | None]:
+        """A tensor, or what is by a constant more or less, and what puts its numbers in a parameter."""
+        added = _ADDED.get(expr.function) if isinstance(expr, Each) else 0
+        if added is None:
+            raise _OtherError
+        info = self._read(expr.part if isinstance(expr, Each) else expr)
+        return info, _cast(info, dtype, added)
 
     def _values(self, expr: Values, entry: Entry) -> _Fill:
         if entry.dtype not in ("float32", "float64", "int32", "int64") or len(expr.values) != math.prod(entry.shape):
@@ -190,10 +199,11 @@ def _chunks(info: TensorInfo, unit: int) -> Iterator[tuple[int, int]]:
     return ((at, min(at + step, rows)) for at in range(0, rows, step))
 
 
-def _cast(info: TensorInfo, dtype: str) -> Callable[[np.ndarray, HostArray], None] | None:
-    """What makes numbers of that dtype of a tensor's bytes; None where they are that. Raises _OtherError."""
+def _cast(info: TensorInfo, dtype: str, added: int = 0) -> Callable[[np.ndarray, HostArray], None] | None:
+    """What makes numbers of that dtype of a tensor's bytes, ``added`` more; None where they are that. Raises
+    _OtherError."""
     stored = BY_TAG[info.dtype].name if info.dtype in BY_TAG else ""
-    if stored == dtype:
+    if stored == dtype and not added:
         return None
     if stored not in PLAIN or dtype not in ("bfloat16", "float16", "float32"):
         raise _OtherError
@@ -201,6 +211,8 @@ def _cast(info: TensorInfo, dtype: str) -> Callable[[np.ndarray, HostArray], Non
     def put(data: np.ndarray, target: HostArray) -> None:
         given = HostArray.of(data, target.shape, stored)
         numbers = given.numbers if stored == "float64" else given.floats()
+        if added:  # in float64 on the way, as `Each` is evaluated
+            numbers = (numbers.astype(np.float64) + added).astype(np.float32)
         if dtype == "bfloat16":
             target.numbers[...] = bfloat16_bits(numbers.astype(np.float32))
         else:

@@ -58,7 +58,15 @@ def evaluate(expr: ex.Expr, fetch: Callable[[Region], Tensor]) -> Tensor:
 
 def each(function: str, x: Tensor) -> Tensor:
     """`Each` of numbers, float32. In float64 on the way, so that it does not matter how many are taken at once."""
-    return (-torch.exp(x.double()) if function == "-exp" else x.double() + 1).float()
+    return _FUNCTIONS[function](x.double()).float()
+
+
+_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "-exp": lambda x: -torch.exp(x),
+    "+1": lambda x: x + 1,
+    "log-": lambda x: torch.log(-x),
+    "-1": lambda x: x - 1,
+}
 
 
 @contextmanager

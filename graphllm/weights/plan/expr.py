@@ -15,8 +15,10 @@ from typing import Any, ClassVar
 
 from graphllm.weights.encodings import encoding_of
 
-# -exp: of the logarithms that Mamba stores of its decays. +1: of norms that are stored without their one.
-FUNCTIONS = ("-exp", "+1")
+# -exp: of the logarithms that Mamba stores of its decays. +1: of norms that are stored without their one. log- and -1
+# undo these, of files that have what a model computes with.
+FUNCTIONS = ("-exp", "+1", "log-", "-1")
+UNDONE = {"-exp": "log-", "+1": "-1", "log-": "-exp", "-1": "+1"}
 ANY = -1  # an extent of a stored tensor that does not matter, because only a slice of it is taken
 
 _kinds: dict[str, type[Expr]] = {}

@@ -21,7 +21,9 @@ from graphllm.weights.checkpoint.checkpoint import TensorInfo
 from graphllm.weights.dtypes import BY_TAG, DTYPES, PLAIN
 from graphllm.weights.encodings import Encoding, Part, encoding_of, is_encoding
 from graphllm.weights.plan.expr import ANY, Decode, Expr, Permute, Read, Reshape, map_parts, walk
+from graphllm.weights.plan.gguf_steps import as_stored, changed, without_inverses
 from graphllm.weights.plan.plan import WeightPlan
+from graphllm.weights.plan.simplify import simplify
 
 Scheme = Callable[[str], str | None]  # the encoding of a module's weight, by the module's name; None: plain numbers
 Stored = Mapping[str, TensorInfo]
@@ -128,12 +130,18 @@ def as_quantized(plan: WeightPlan, config: Mapping[str, Any], stored: Stored | N
     scheme = scheme_of(config)
     if scheme is None:
         return plan
+    found = section(config, "quantization_config")
+    changes = section(found, "changes", _CONFIG) if found.get("quant_method") == "gguf" else None
     entries = []
     for entry in plan:
         if entry.tie or (stored is None and (entry.exact or ".layers." not in f".{entry.name}")):
             entries.append(entry)
-        else:
-            entries.append(dataclasses.replace(entry, expr=_rewritten(entry.expr, scheme, stored)))
+            continue
+        expr = changed(entry.expr, changes, stored) if stored is not None and changes is not None else entry.expr
+        expr = _rewritten(expr, scheme, stored)
+        if stored is not None and changes is not None:
+            expr = simplify(as_stored(without_inverses(expr), stored))
+        entries.append(dataclasses.replace(entry, expr=expr))
     return WeightPlan(tuple(entries))
 
 
@@ -378,8 +386,9 @@ _DEFAULT_GRAIN = {"Float8DynamicActivationFloat8WeightConfig": "PerTensor"}
 
 
 def _gguf(config: Mapping[str, Any]) -> Scheme:
-    """What `graphllm.weights.checkpoint.gguf_names` writes: the type of each matrix."""
+    """What `graphllm.weights.checkpoint.gguf.config` writes: the type of each matrix."""
     types = section(config, "types", _CONFIG)
+    section(config, "changes", _CONFIG)  # which `as_quantized` makes
     return lambda module: f"gguf_{types[module]}" if module in types else None
 
 
