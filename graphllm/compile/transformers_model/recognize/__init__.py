@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 from graphllm.compile.transformers_model.recipe import Recipe
 from graphllm.compile.transformers_model.recognize.caps import find_caps
-from graphllm.compile.transformers_model.recognize.cleaning import clean
 from graphllm.compile.transformers_model.recognize.draft import Draft
 from graphllm.compile.transformers_model.recognize.embeddings import find_embeddings
+from graphllm.compile.transformers_model.recognize.forms.cleaning import clean
+from graphllm.compile.transformers_model.recognize.forms.layouts import put_tokens_first
+from graphllm.compile.transformers_model.recognize.forms.units import drop_units
 from graphllm.compile.transformers_model.recognize.gates import find_gates
 from graphllm.compile.transformers_model.recognize.head_norms import join_head_norms
-from graphllm.compile.transformers_model.recognize.layouts import put_tokens_first
 from graphllm.compile.transformers_model.recognize.linears import find_linears
 from graphllm.compile.transformers_model.recognize.norms import find_norms
 from graphllm.compile.transformers_model.recognize.remains import name_remains
@@ -19,7 +20,6 @@ from graphllm.compile.transformers_model.recognize.rotary import find_rotations
 from graphllm.compile.transformers_model.recognize.scores import find_scales
 from graphllm.compile.transformers_model.recognize.shards import divide_weights
 from graphllm.compile.transformers_model.recognize.splits import join_parts
-from graphllm.compile.transformers_model.recognize.units import drop_units
 
 _STEPS = (
     clean, join_head_norms, drop_units, put_tokens_first, clean, find_scales, find_norms, clean, find_rotations,
