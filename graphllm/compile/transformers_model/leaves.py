@@ -84,7 +84,7 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
-def _mask(*, mask_function: Callable[..., Tensor], **_: Any) -> Mask:
+def _mask(*, mask_function: Callable[..., Tensor], **others: Any) -> Mask:
     """The `Mask` that a function of indices says, from what two tokens see by it."""
     with real_tensors():
         zero, rows = torch.zeros((), dtype=torch.long), list[tuple[int, int, Tensor, Tensor]]()

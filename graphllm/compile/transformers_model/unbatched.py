@@ -264,8 +264,8 @@ _ALONG = _REDUCING | {
 
 
 def _slice(of: _Rewriter, node: Node, target: Any) -> Value | None:
-    given = tuple(args_of(node)[2:])
-    start, end, step = (*given, *(None, None, 1)[len(given) :])
+    given: tuple[Any, ...] = args_of(node)[2:]
+    start, end, step = given + (None, None, 1)[len(given) :]
     whole = start in (0, None) and (end is None or (isinstance(end, int) and end >= 2**62)) and step == 1
     return of.value(args_of(node)[0]) if whole else _by_schema(of, node, target)
 
