@@ -26,7 +26,7 @@ from graphllm.compile.transformers_model.refusal import refused
 from graphllm.compile.transformers_model.rows import mixing, over_rows
 from graphllm.compile.transformers_model.source import Source, open_source
 from graphllm.compile.transformers_model.tracing import Outer, Tracer, layer_call
-from graphllm.compile.transformers_model.unbatched import unbatched
+from graphllm.compile.transformers_model.unbatched import args_of, unbatched
 from graphllm.config.fields import MAX_MODEL_LEN
 from graphllm.ir import Weight
 from graphllm.ir.graph import Shapes, eliminate_dead
@@ -128,10 +128,10 @@ class _Adoption:
         """The calls of layers, each of which reads what the one before it made. Raises ConfigError for others."""
         calls = graph.find_nodes(op="call_function", target=layer_call)
         calls = sorted(calls, key=list(graph.nodes).index)
-        if [c.args[2] for c in calls] != list(range(len(self._source.layers))):
+        if [args_of(c)[2] for c in calls] != list(range(len(self._source.layers))):
             raise refused(self._name, "layers that do not run once each, in order")
         for before, call in itertools.pairwise(calls):
-            if call.args[0] is not before:
+            if args_of(call)[0] is not before:
                 raise refused(self._name, "code between its layers")
         return calls
 
@@ -139,7 +139,7 @@ class _Adoption:
         """A recipe of each kind of layer, and the kind of each layer."""
         found: dict[Any, list[int]] = {}
         for i, call in enumerate(calls):
-            found.setdefault((self._tracer.fingerprint(i), tuple(call.args[1])), []).append(i)  # type: ignore[arg-type]
+            found.setdefault((self._tracer.fingerprint(i), tuple(args_of(call)[1])), []).append(i)
         kinds: list[Recipe] = []
         of: dict[int, int] = {}
         for indices in found.values():
@@ -154,8 +154,8 @@ class _Adoption:
         return kinds, [of[i] for i in range(len(calls))]
 
     def _layer(self, index: int, call: Node) -> Recipe:
-        others: Sequence[Node] = call.args[1]  # type: ignore[assignment]
-        given = [call.args[0].meta["val"], *(n.meta["val"] for n in others)]  # type: ignore[union-attr]
+        others: Sequence[Node] = args_of(call)[1]
+        given = [args_of(call)[0].meta["val"], *(n.meta["val"] for n in others)]
         traced = self._tracer.layer(index, given)
         graph = traced.graph
         for node in list(graph.find_nodes(op="placeholder")):
@@ -173,7 +173,7 @@ class _Adoption:
         if outer.op == "placeholder":
             node.target = outer.target
             return
-        handed = outer.args[0] if outer.target is leaf_ops.spread else outer
+        handed = args_of(outer)[0] if outer.target is leaf_ops.spread else outer
         assert isinstance(handed, Node)
         if handed not in self._shared:
             self._shared.append(handed)
@@ -182,12 +182,12 @@ class _Adoption:
             return
         node.meta["val"], full = handed.meta["val"], node.meta["val"]
         with graph.inserting_before(_first_call(graph)):
-            spread = graph.call_function(leaf_ops.spread, (node, *outer.args[1:]))
+            spread = graph.call_function(leaf_ops.spread, (node, *args_of(outer)[1:]))
         spread.meta["val"] = full
         node.replace_all_uses_with(spread, delete_user_cb=lambda user: user is not spread)
 
     def _embed(self, outer: Outer, first: Node) -> Recipe:
-        graph = _until(outer.graph, [first.args[0], *self._shared])  # type: ignore[list-item]
+        graph = _until(outer.graph, [args_of(first)[0], *self._shared])
         return self._recipe(self._unbatched(graph, self._name), outer.values, "", {})
 
     def _head(self, outer: Outer, last: Node, embed: Recipe) -> Recipe:
@@ -197,7 +197,7 @@ class _Adoption:
         rows = over_rows(graph, self._tracer.shapes)
         if rows is None:
             raise refused(self._name, "code after its layers that reads more than their result")
-        tied = {w.sources[0]: f"embed.{n}" for n, w in embed.weights.items() if w.sources}
+        tied = {str(w.sources[0]): f"embed.{n}" for n, w in embed.weights.items() if w.sources}
         return _left_alone(self._recipe(rows, outer.values, "", tied), outer.unread, "")
 
     def _unbatched(self, graph: Graph, name: str) -> Graph:
@@ -279,7 +279,8 @@ def _attentions(graph: Graph) -> list[Node]:
 def _states(graph: Graph) -> tuple[StateSpec, ...]:
     states = []
     for node in _attentions(graph):
-        given = {a.name: v for a, v in zip(leaf_ops.attention._schema.arguments, node.args, strict=False)} | node.kwargs
+        names = [a.name for a in leaf_ops.attention._schema.arguments]
+        given: dict[str, Any] = dict(zip(names, args_of(node), strict=False)) | node.kwargs
         K, E = given["k"].meta["val"].shape[-2:]
         states.append(replace(kv_state(K, E, given.get("window", 0)), name=given.get("state", "kv")))
     return tuple(states)
@@ -306,7 +307,7 @@ def _after(graph: Graph, last: Node) -> Graph:
         if node.target is layer_call:
             continue
         if node.op == "output":
-            made.output(tuple(env[n] for n in _flat(node.args[0])))
+            made.output(tuple(env[n] for n in _flat(args_of(node)[0])))
             continue
         if all(n in env for n in node.all_input_nodes):
             env[node] = made.node_copy(node, env.__getitem__)

@@ -85,10 +85,10 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
-def _mask(*, mask_function: Callable[..., Tensor], **_: Any) -> Mask:
+def _mask(*, mask_function: Callable[..., Tensor], **others: Any) -> Mask:
     """The `Mask` that a function of indices says, from what two tokens see by it."""
     with real_tensors():
-        zero, rows = torch.zeros((), dtype=torch.long), []
+        zero, rows = torch.zeros((), dtype=torch.long), list[tuple[int, int, Tensor, Tensor]]()
         for far in (_FAR, _FAR // 2 + 17):
             keys = torch.arange(far + 9)
             try:
@@ -96,10 +96,10 @@ def _mask(*, mask_function: Callable[..., Tensor], **_: Any) -> Mask:
             except Exception:  # it reads tensors of the step
                 return Mask(True, 0, known=False)
             rows.append((far, int(seen.sum()), keys, seen))
-        counts = [count for _, count, *_ in rows]
+        counts = [count for _, count, _, _ in rows]
         if all(count == len(keys) for _, count, keys, _ in rows):
             return Mask(False, 0)
-        if counts == [far + 1 for far, *_ in rows]:
+        if counts == [far + 1 for far, _, _, _ in rows]:
             counts = [0, 0]
         for far, _, keys, seen in rows:
             expected = (keys <= far) & (keys > (far - counts[0] if counts[0] else -1))

@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 
 from graphllm.compile.transformers_model import leaf_ops
 from graphllm.compile.transformers_model.tracing import layer_call
+from graphllm.compile.transformers_model.unbatched import args_of
 
 _LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.default, torch.ops.aten.index.Tensor)
 _TOKENS = 7
@@ -56,9 +57,9 @@ def _indices(graph: Graph, values: dict[str, Tensor]) -> list[Tensor]:
     found = []
     for node in graph.nodes:
         if node.target in _LOOKUPS:
-            index = node.args[1] if node.target is not torch.ops.aten.index_select.default else node.args[2]
+            index = args_of(node)[1] if node.target is not torch.ops.aten.index_select.default else args_of(node)[2]
             found += [env[i] for i in (index if isinstance(index, list | tuple) else [index]) if i in env]
         if node.op == "call_function" and node.all_input_nodes and all(n in env for n in node.all_input_nodes):
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            args, kwargs = torch.fx.map_arg((args_of(node), node.kwargs), env.__getitem__)
             env[node] = node.target(*args, **kwargs)
     return found

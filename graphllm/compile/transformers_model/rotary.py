@@ -53,7 +53,8 @@ def _settled(module: nn.Module, prefix: str, longest: int) -> tuple[str, bool] |
         row, scale = ROPE_INIT_FUNCTIONS[kind](module.config, "cpu", seq_len=longest, layer_type=layer_type)
         module._buffers[f"{prefix}inv_freq"] = row
         setattr(module, f"{prefix}attention_scaling", scale)
-        module.rope_type = {**module.rope_type, layer_type: "default"} if layer_type else "default"
+        kinds: Any = module.rope_type
+        vars(module)["rope_type"] = {**kinds, layer_type: "default"} if layer_type else "default"
     positions = torch.arange(_PROBED)[None]
     x = torch.zeros(1, _PROBED, 8, dtype=torch.bfloat16)
     try:

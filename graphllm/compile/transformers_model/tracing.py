@@ -75,7 +75,7 @@ class Tracer:
         model, prefix, before = self.source.model, self.source.path + ".", dict(self.calls)
         T = self.shapes.symbols["T"]
         with self.shapes.mode, torch.no_grad():
-            ids = [torch.zeros(1, T, dtype=torch.int32) for _ in range(2)]  # type: ignore[arg-type]
+            ids = [torch.zeros(1, T, dtype=torch.int32) for _ in range(2)]
         fakes, values = self._fakes(model, lambda name: not name.startswith(prefix))
 
         def run(*given: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Tracer:
             taken = inspect.signature(type(model).forward).parameters
             named = {n: v for n, v in named.items() if n in taken and not (counts and n == "position_ids")}
             extra = {"use_cache": True} if "past_key_values" in named else {}
-            return functional_call(model, own, (), named | extra).logits  # type: ignore[no-any-return]
+            return functional_call(model, own, (), named | extra).logits
 
         with self._stubs(), self.shapes.mode, torch.no_grad():
             self._guarded(type(model).__name__, lambda: run(*fakes.values(), *ids))
@@ -212,7 +212,7 @@ def _filled(call: Call, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dic
     flat = list(call.constants)
     for place, tensor in zip(call.tensors, tensors, strict=True):
         flat[place] = tensor
-    return tree_unflatten(flat, call.spec)  # type: ignore[no-any-return]
+    return tree_unflatten(flat, call.spec)
 
 
 def _returning(made: Any, name: str) -> Callable[[Tensor], Any]:
