@@ -104,8 +104,8 @@ def test_an_artifact_says_it(
     own, traced = sorted(made, key=lambda a: a.manifest.implementation.transformers)
     assert own.manifest.implementation.name == "model_defs/llama.py"
     assert not own.manifest.implementation.ordinary
-    assert "model_defs/llama.py" in cli("inspect", own.folder).stdout
-    assert "transformers' LlamaForCausalLM" in cli("inspect", traced.folder).stdout
+    assert "model_defs/llama.py" in cli("inspect", own.folder).out
+    assert "transformers' LlamaForCausalLM" in cli("inspect", traced.folder).out
     with pytest.raises(ConfigError, match=r"config.json.model_impl: artifact has 'transformers', here it is \(absent\)"):
         LLM(llama, artifact=str(traced.folder), **SETTINGS)
 
