@@ -105,7 +105,9 @@ class Implementation(msgspec.Struct, frozen=True):
         if not self.transformers:
             return self.name
         count = sum(found.times for found in self.ordinary)
-        return f"transformers' {self.name}, " + (f"{count} of its ops stay ordinary ones" if count else "all as own ops")
+        return f"transformers' {self.name}, " + (
+            f"{count} of its ops stay ordinary ones" if count else "all as own ops"
+        )
 
 
 class Manifest(msgspec.Struct, frozen=True):

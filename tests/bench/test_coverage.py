@@ -32,7 +32,9 @@ def test_every_type_has_a_row() -> None:
 
 
 def test_no_row_is_wrong() -> None:
-    results = [(row.model_type, r.state) for row in TABLE.rows.values() for r in (row.ours, row.traced) if r is not None]
+    results = [
+        (row.model_type, r.state) for row in TABLE.rows.values() for r in (row.ours, row.traced) if r is not None
+    ]
     assert not [name for name, state in results if state == "wrong"]
 
 

@@ -106,7 +106,9 @@ def test_an_artifact_says_it(
     assert not own.manifest.implementation.ordinary
     assert "model_defs/llama.py" in cli("inspect", own.folder).out
     assert "transformers' LlamaForCausalLM" in cli("inspect", traced.folder).out
-    with pytest.raises(ConfigError, match=r"config.json.model_impl: artifact has 'transformers', here it is \(absent\)"):
+    with pytest.raises(
+        ConfigError, match=r"config.json.model_impl: artifact has 'transformers', here it is \(absent\)"
+    ):
         LLM(llama, artifact=str(traced.folder), **SETTINGS)
 
 
@@ -145,4 +147,3 @@ def test_a_draft_model_of_transformers_counts(llama: Path, olmo: Path) -> None:
     source = find_source(args)
     factors = artifact.key_factors(source.config, source.tensors, compile_config(source.config, args))
     assert factors.versions["transformers"] == transformers.__version__
-
