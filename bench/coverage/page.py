@@ -47,6 +47,8 @@ def page(table: Table) -> str:
             untried=len(rows) - len(tried),
         ),
         markdown(("model_type", "architecture", "code", "result", "ordinary ops"), map(_cells, tried)),
+        "\n## Reasons\n\nWhy transformers' code is refused, whether a family here runs the type or not.\n",
+        markdown(("reason", "types"), _reasons(tried)),
         "\n## No tiny model\n\nTransformers makes no small model of these types, or cannot run it.\n",
         markdown(("model_type", "why"), [(f"`{r.model_type}`", _short(r.untried)) for r in rows if r.untried]),
     ]  # fmt: skip
@@ -57,19 +59,21 @@ _HEAD = """# Models
 
 <!-- written by python -m bench.coverage -->
 
-Every type of causal language model of transformers {version}, {types} in all. A family of `model_defs/` runs where there is
-one. Transformers' own code runs otherwise, traced at compile time (`--model-impl`, [settings](settings.md)); no code of a
+Every type of causal language model of transformers {version}, {types} in all. A family of `model_defs/` runs where there
+is one. Transformers' own code runs otherwise, traced at compile time ([`--model-impl`](settings.md)); no code of a
 repository ever runs.
 
-Each type was measured with a tiny random checkpoint, in float32 on the eager backend: prompts in one batch, a prompt in
-chunks, and a prompt that begins like one before. "works" says that all greedy tokens are those of transformers' `generate`.
+Each type was measured with a tiny random checkpoint, in float32 on the eager backend: prompts in one batch, a prompt
+in chunks, and one that goes on where that ended. "works" says that all greedy tokens are those of transformers'
+`generate`.
 
-- {works} types work: {ours} of {families} by a family here, {traced} by transformers' code. The latter code also works for {both}
-  of the {families} that have a family.
+- {works} types work: {ours} of {families} by a family here, {traced} by transformers' code, which also works for
+  {both} of those {families}.
 - {refused} are refused with a reason; {wrong} give other tokens or fail, which are bugs.
 - {untried} have no tiny model to measure.
 
-The last column has what became no op of graphllm, with its share of the bytes of a step of one token: Inductor compiles it.
+The last column has what became no op of graphllm, with its share of the bytes of a step of one token. Inductor
+compiles it.
 """
 
 
@@ -82,6 +86,24 @@ def best(row: Row) -> Result:
 
 def _working(rows: list[Row]) -> int:
     return sum(best(row).state == "works" for row in rows)
+
+
+def _reasons(rows: list[Row]) -> list[tuple[str, str]]:
+    """Types by why they are refused, the most frequent reason first."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row.traced is not None and row.traced.state == "refused":
+            found.setdefault(_reason(row.traced.why), []).append(f"`{row.model_type}`")
+    return [(reason, " ".join(names)) for reason, names in sorted(found.items(), key=lambda r: (-len(r[1]), r[0]))]
+
+
+def _reason(text: str) -> str:
+    """Without what is the type's own: the name of its class, and a line of code."""
+    text = _short(text)
+    own = re.match(r"transformers' \w+ has (.*?)(?: \(|: |$)", text)
+    if "not used by the model" in text or ": missing" in text:
+        return "a checkpoint with tensors that nothing reads, or without some that are read"
+    return own[1] if own else text
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -110,4 +132,4 @@ def _short(text: str) -> str:
     """A reason without folders and the remedy that all have."""
     text = re.sub(r"/tmp/\S+", "the checkpoint", " ".join(text.split()))
     text = text.removeprefix("model_impl is 'transformers': ").partition("; docs/adding-a-model.md")[0]
-    return text.partition("; use auto")[0][:220]
+    return text.partition("; use auto")[0].partition(", so it is not served")[0][:220]

@@ -24,8 +24,13 @@ class Result(msgspec.Struct):
 
 
 class Row(msgspec.Struct):
-    """A type. architecture: transformers' class. untried: why there is no tiny model of it. ours: of a family here, None
-    where there is none. traced: of transformers' code."""
+    """A model type.
+
+    architecture: transformers' class.
+    untried: why there is no tiny model of it.
+    ours: of a family here; None where there is none.
+    traced: of transformers' code.
+    """
 
     model_type: str
     architecture: str = ""
