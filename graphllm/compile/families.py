@@ -74,8 +74,8 @@ def _family(model_config: Mapping[str, Any]) -> Model:
     inner = ", nor is it one of the multimodal models that run as text" if "text_config" in model_config else ""
     raise ConfigError(
         f"config.json architectures: {list(names) or 'missing'} (model_type {model_config.get('model_type')!r:.80}) is "
-        f"not supported{inner}. Of transformers' models: {why}. Known: {listed}. docs/adding-a-model.md shows how to "
-        "add one in a file of your own"
+        f"not supported{inner}. Known: {listed}. Nor is it one of transformers' models that are traced: {why}. "
+        "docs/adding-a-model.md shows how to add one in a file of your own"
     )
 
 
