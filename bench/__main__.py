@@ -61,7 +61,7 @@ def parser_of(name: str, module: Any) -> argparse.ArgumentParser:
         prog=f"python -m bench {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for setting, usual in settings.items():
-        option, about = "--" + setting.replace("_", "-"), helps.get(setting, "")
+        option, about = "--" + setting.replace("_", "-"), helps.get(setting, "").replace("%", "%%")
         if isinstance(usual, type):
             parser.add_argument(setting, type=usual, help=about)
         elif isinstance(usual, list):

@@ -127,4 +127,4 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
         yield {shape: {"compile s": compiled, **offloaded.get("figures", offloaded)}}
         plain = in_process(measure, shape, folder, 0, 0, *given)
         same = "figures" in plain and "figures" in offloaded and plain["tokens"] == offloaded["tokens"]
-        yield {shape: {"all on the GPU": plain.get("figures", plain), "equal tokens": same}}
+        yield {f"{shape}, all on the GPU": {**plain.get("figures", plain), "equal tokens": same}}

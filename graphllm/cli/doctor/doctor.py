@@ -4,6 +4,7 @@ allows, and what to do about each finding."""
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import platform
 import resource
@@ -143,7 +144,8 @@ def _artifact(console: Console, folder: Path) -> Iterator[Finding]:
     free = torch.cuda.mem_get_info()[0] if on_gpu else available_memory()
     console.print(f"          needs {need / 1e9:.2f} GB for one longest sequence, {free / 1e9:.1f} GB are free")
     if need > free:
-        remedy = "use --quantization, a smaller --max-model-len, or end what else uses the memory"
+        offload = f", serve with --cpu-offload-gb {math.ceil((need - free) / 2**30) + 1} or more" if on_gpu else ""
+        remedy = f"use --quantization, a smaller --max-model-len{offload}, or end what else uses the memory"
         yield Finding(f"it needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free", remedy, True)
         return
     if compiled.backend == "eager":

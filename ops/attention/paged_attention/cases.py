@@ -197,6 +197,9 @@ _PLAIN = (
     _case("prefill_8b_chunk2048_ctx8192", [(2048, 8192)], _8B, size="real"),
     _case("prefill_8b_1x128", [(128, 128)], _8B, size="real"),
     _case("prefill_06b_32x1024", [(1024, 1024)] * 32, _06B, size="real"),
+    _case("decode_8b_b2_ctx32768", [(1, 32768)] * 2, _8B, size="real"),
+    _case("mixed_8b_8x32768_1x2048", [(1, 32768)] * 8 + [(2048, 2048)], _8B, size="real"),
+    _case("mixed_8b_2x4x32768_1x1024", [(4, 32768)] * 2 + [(1024, 1024)], _8B, size="real"),
     _case("mixed_8b_128x1024_2x1024", [(1, 1024)] * 128 + [(1024, 1024)] * 2, _8B, size="real"),
 )
 

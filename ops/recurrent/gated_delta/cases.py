@@ -85,6 +85,7 @@ CASES = (
     _case(Step([1] * 8), (16, 32, 128, 128), size="real"),
     _case(Step([1024]), (16, 32, 128, 128), size="real"),
     _case(Step([2048]), (16, 32, 128, 128), size="real"),
+    *(_case(Step([8192]), (16, H, 128, 128), size="real") for H in (32, 64)),
     _case(Step([64]), (32, 32, 128, 128), channels=True, size="real"),
     _case(Step([2048]), (32, 32, 128, 128), channels=True, size="real"),
 )
