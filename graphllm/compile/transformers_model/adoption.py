@@ -18,6 +18,7 @@ from graphllm.compile.transformers_model.checkpoint.stored import StoredWeights
 from graphllm.compile.transformers_model.experts.leaf import with_experts
 from graphllm.compile.transformers_model.functional import make_functional
 from graphllm.compile.transformers_model.local import local
+from graphllm.compile.transformers_model.positions import are_looked_up, count_from, first_position
 from graphllm.compile.transformers_model.recipe import Recipe
 from graphllm.compile.transformers_model.refusal import refused
 from graphllm.compile.transformers_model.experts.routing import with_routing
@@ -85,6 +86,12 @@ class _Adoption:
 
     def run(self) -> Adopted:
         outer = self._tracer.outer()
+        if are_looked_up(outer.graph):
+            first = first_position(outer.graph, self._tracer.outer(counts=True).graph, outer.values)
+            if first is None:
+                raise refused(self._name, "positions that depend on more than a token's place in its sequence")
+            if first:
+                count_from(outer.graph, first)
         calls = self._chain(outer.graph)
         kinds, layer_types = self._kinds(calls)
         names = self._named(kinds, layer_types, calls)

@@ -137,7 +137,7 @@ def _parents(model: nn.Module, name: str) -> list[nn.Module]:
 
 def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The list of as many modules as the config has layers, the outermost one; its name."""
-    count = getattr(model.config, "num_hidden_layers", None)
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)  # type: ignore[operator, union-attr]
     found = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not found:
         raise refused(type(model).__name__, f"no list of its {count} layers")

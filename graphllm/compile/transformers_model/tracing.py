@@ -69,9 +69,10 @@ class Tracer:
         self._returns: dict[type, Callable[[Tensor], Any]] = {}
         rotary.make_leaves(source.model, source.longest)
 
-    def outer(self) -> Outer:
-        """The forward around the layers. Raises ConfigError for what cannot be traced."""
-        model, prefix = self.source.model, self.source.path + "."
+    def outer(self, counts: bool = False) -> Outer:
+        """The forward around the layers. counts: it is given no positions. Raises ConfigError for what cannot be
+        traced."""
+        model, prefix, before = self.source.model, self.source.path + ".", dict(self.calls)
         T = self.shapes.symbols["T"]
         with self.shapes.mode, torch.no_grad():
             ids = [torch.zeros(1, T, dtype=torch.int32) for _ in range(2)]  # type: ignore[arg-type]
@@ -81,17 +82,19 @@ class Tracer:
             own, (token_ids, positions) = dict(zip(fakes, given[:-2], strict=True)), given[-2:]
             named = {"input_ids": token_ids, "position_ids": positions, "past_key_values": leaves.NoCache()}
             taken = inspect.signature(type(model).forward).parameters
-            named = {n: v for n, v in named.items() if n in taken}
-            if "past_key_values" not in named:
-                raise refused(type(model).__name__, "no argument past_key_values, that is a cache of its own or none")
-            return functional_call(model, own, (), {**named, "use_cache": True}).logits  # type: ignore[no-any-return]
+            named = {n: v for n, v in named.items() if n in taken and not (counts and n == "position_ids")}
+            extra = {"use_cache": True} if "past_key_values" in named else {}
+            return functional_call(model, own, (), named | extra).logits  # type: ignore[no-any-return]
 
         with self._stubs(), self.shapes.mode, torch.no_grad():
             self._guarded(type(model).__name__, lambda: run(*fakes.values(), *ids))
         with self._stubs():
             graph = self._traced(type(model).__name__, run, [*fakes.values(), *ids])
         _label(graph, [*(f"w.{n}" for n in fakes), "in.token_ids", "in.positions"])
-        _count_from_positions(graph, str(T))
+        if counts:
+            self.calls = before
+        else:
+            _count_from_positions(graph, str(T))
         return Outer(graph, values, _unread(graph, model))
 
     def layer(self, index: int, given: Sequence[Tensor]) -> Traced:
