@@ -155,16 +155,19 @@ def _prompts(vocabulary: int) -> list[list[int]]:
 
 
 def _generated(model: Any, prompt: Sequence[int]) -> list[int]:
-    """Greedy tokens by transformers' generate, which ends at no token; by forward passes where it cannot run."""
+    """Greedy tokens by transformers' generate, which ends at no token; by forward passes of the whole text where it
+    cannot run, or has other tokens than these."""
     model.generation_config = transformers.GenerationConfig(pad_token_id=1)
     ids = torch.tensor([prompt])
     with torch.no_grad():
-        try:
-            ids = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=DRAWN)
-        except (AttributeError, IndexError):
-            for _ in range(DRAWN):
-                token = model(ids, use_cache=False).logits[:, -1:].argmax(-1)
-                ids = torch.cat((ids, token), -1)
+        with contextlib.suppress(AttributeError, IndexError):
+            found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=DRAWN)
+            best = model(found[:, :-1], use_cache=False).logits.argmax(-1)
+            if torch.equal(best[:, len(prompt) - 1 :], found[:, len(prompt) :]):
+                return list(found[0, len(prompt) :].tolist())
+        for _ in range(DRAWN):
+            token = model(ids, use_cache=False).logits[:, -1:].argmax(-1)
+            ids = torch.cat((ids, token), -1)
     return list(ids[0, len(prompt) :].tolist())
 
 

@@ -59,13 +59,13 @@ _HEAD = """# Models
 
 <!-- written by python -m bench.coverage -->
 
-Every type of causal language model of transformers {version}, {types} in all. A family of `model_defs/` runs where there
-is one. Transformers' own code runs otherwise, traced at compile time ([`--model-impl`](settings.md)); no code of a
-repository ever runs.
+Every type of causal language model of transformers {version}, {types} in all. A family of `model_defs/` runs where
+there is one. Transformers' own code runs otherwise, traced at compile time ([`--model-impl`](settings.md)); no code of
+a repository ever runs.
 
 Each type was measured with a tiny random checkpoint, in float32 on the eager backend: prompts in one batch, a prompt
 in chunks, and one that goes on where that ended. "works" says that all greedy tokens are those of transformers'
-`generate`.
+`generate`, or of its forward passes over the whole text where the two differ.
 
 - {works} types work: {ours} of {families} by a family here, {traced} by transformers' code, which also works for
   {both} of those {families}.
