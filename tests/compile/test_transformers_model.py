@@ -19,6 +19,7 @@ from graphllm.compile.transformers_model.functional import make_functional
 from graphllm.compile.transformers_model.rows import mixing
 from graphllm.compile.transformers_model.unbatched import unbatched
 from graphllm.config import ConfigError
+from graphllm.config.fields import MODEL_IMPL
 from graphllm.ir.graph import Shapes
 from tests.models import driver
 from tests.models.causal_types import difference, random_model, tiny
@@ -155,7 +156,7 @@ def _refused(kind: str, **fields: Any) -> str:
     ],
 )
 def test_refusals_name_what_blocks(kind: str, architecture: str, said: str) -> None:
-    fields = {"architectures": [architecture]}
+    fields = {"architectures": [architecture], MODEL_IMPL: "transformers"}
     found = _refused(kind, **fields) if kind != "dinov2" else _of_vision(fields)
     assert said.split(r" \(")[0] in found
     assert "docs/adding-a-model.md" in found
