@@ -36,11 +36,13 @@ SIZES = IDS | {
     "expert_ffn_hidden_size": 48, "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6,
     "moe_num_experts": 6, "num_experts_per_tok": 2, "moe_topk": 2, "moe_k": 2, "n_group": 1, "topk_group": 1,
     "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 28, "kv_lora_rank": 40, "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 8, "v_head_dim": 20, "hidden_size_per_layer_input": 16, "index_topk": 8,
+    "is_decoder": True, "qk_rope_head_dim": 8, "v_head_dim": 20, "hidden_size_per_layer_input": 16, "index_topk": 8,
 }  # fmt: skip
 LATENTS = {"head_dim": 8, "num_key_value_heads": 4}  # of models whose head_dim is that of the rotated part
 OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("youtu", "deepseek_v2", "deepseek_v3", "longcat_flash", "glm4_moe_lite", "minicpm3"), LATENTS),
+    **dict.fromkeys(
+        ("youtu", "deepseek_v2", "deepseek_v3", "longcat_flash", "glm4_moe_lite", "minicpm3", "axk1", "axk2"), LATENTS
+    ),
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "window_size": 20},
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,17 +16,19 @@ from torch.fx import Graph, Node
 from graphllm.compile.transformers_model import leaf_ops
 from graphllm.compile.transformers_model.functional import make_functional
 from graphllm.compile.transformers_model.local import local
+from graphllm.compile.transformers_model.positions import are_looked_up, count_from, first_position
 from graphllm.compile.transformers_model.recipe import Recipe
 from graphllm.compile.transformers_model.refusal import refused
 from graphllm.compile.transformers_model.rows import mixing, over_rows
 from graphllm.compile.transformers_model.source import Source, open_source
 from graphllm.compile.transformers_model.tracing import Outer, Tracer, layer_call
-from graphllm.compile.transformers_model.unbatched import Builder, unbatched
+from graphllm.compile.transformers_model.unbatched import args_of, unbatched
 from graphllm.config.fields import MAX_MODEL_LEN
 from graphllm.ir import Weight
 from graphllm.ir.graph import Shapes, eliminate_dead
 from graphllm.ops.attention.paged_attention import kv_state
 from graphllm.program.specs import StateSpec
+from graphllm.weights.plan.expr import Read, Slice
 
 _MOST_NUMBERS = 1 << 20  # of a computed buffer
 
@@ -81,6 +84,12 @@ class _Adoption:
 
     def run(self) -> Adopted:
         outer = self._tracer.outer()
+        if are_looked_up(outer.graph):
+            first = first_position(outer.graph, self._tracer.outer(counts=True).graph, outer.values)
+            if first is None:
+                raise refused(self._name, "positions that depend on more than a token's place in its sequence")
+            if first:
+                count_from(outer.graph, first)
         calls = self._chain(outer.graph)
         kinds, layer_types = self._kinds(calls)
         names = self._named(kinds, layer_types, calls)
@@ -102,10 +111,10 @@ class _Adoption:
         """The calls of layers, each of which reads what the one before it made. Raises ConfigError for others."""
         calls = graph.find_nodes(op="call_function", target=layer_call)
         calls = sorted(calls, key=list(graph.nodes).index)
-        if [c.args[2] for c in calls] != list(range(len(self._source.layers))):
+        if [args_of(c)[2] for c in calls] != list(range(len(self._source.layers))):
             raise refused(self._name, "layers that do not run once each, in order")
-        for before, call in zip(calls, calls[1:], strict=False):
-            if call.args[0] is not before:
+        for before, call in itertools.pairwise(calls):
+            if args_of(call)[0] is not before:
                 raise refused(self._name, "code between its layers")
         return calls
 
@@ -113,7 +122,7 @@ class _Adoption:
         """A recipe of each kind of layer, and the kind of each layer."""
         found: dict[Any, list[int]] = {}
         for i, call in enumerate(calls):
-            found.setdefault((self._tracer.fingerprint(i), tuple(call.args[1])), []).append(i)  # type: ignore[arg-type]
+            found.setdefault((self._tracer.fingerprint(i), tuple(args_of(call)[1])), []).append(i)
         kinds: list[Recipe] = []
         of: dict[int, int] = {}
         for indices in found.values():
@@ -128,8 +137,8 @@ class _Adoption:
         return kinds, [of[i] for i in range(len(calls))]
 
     def _layer(self, index: int, call: Node) -> Recipe:
-        others: Sequence[Node] = call.args[1]  # type: ignore[assignment]
-        given = [call.args[0].meta["val"], *(n.meta["val"] for n in others)]  # type: ignore[union-attr]
+        others: Sequence[Node] = args_of(call)[1]
+        given = [args_of(call)[0].meta["val"], *(n.meta["val"] for n in others)]
         traced = self._tracer.layer(index, given)
         graph = traced.graph
         for node in list(graph.find_nodes(op="placeholder")):
@@ -140,14 +149,14 @@ class _Adoption:
         if said := mixing(graph, self._tracer.shapes):
             raise refused(name, f"code outside of transformers' attention interface that has tokens meet: {said}")
         prefix = f"{self._source.path}.{{layer}}."
-        return self._recipe(graph, traced.values, prefix, {})
+        return _left_alone(self._recipe(graph, traced.values, prefix, {}), traced.unread, prefix)
 
     def _take(self, graph: Graph, node: Node, outer: Node) -> None:
         """Have a layer read what embed hands on in place of a further argument of its call."""
         if outer.op == "placeholder":
             node.target = outer.target
             return
-        handed = outer.args[0] if outer.target is leaf_ops.spread else outer
+        handed = args_of(outer)[0] if outer.target is leaf_ops.spread else outer
         assert isinstance(handed, Node)
         if handed not in self._shared:
             self._shared.append(handed)
@@ -156,12 +165,12 @@ class _Adoption:
             return
         node.meta["val"], full = handed.meta["val"], node.meta["val"]
         with graph.inserting_before(_first_call(graph)):
-            spread = graph.call_function(leaf_ops.spread, (node, *outer.args[1:]))
+            spread = graph.call_function(leaf_ops.spread, (node, *args_of(outer)[1:]))
         spread.meta["val"] = full
         node.replace_all_uses_with(spread, delete_user_cb=lambda user: user is not spread)
 
     def _embed(self, outer: Outer, first: Node) -> Recipe:
-        graph = _until(outer.graph, [first.args[0], *self._shared])  # type: ignore[list-item]
+        graph = _until(outer.graph, [args_of(first)[0], *self._shared])
         return self._recipe(self._unbatched(graph, self._name), outer.values, "", {})
 
     def _head(self, outer: Outer, last: Node, embed: Recipe) -> Recipe:
@@ -171,8 +180,8 @@ class _Adoption:
         rows = over_rows(graph, self._tracer.shapes)
         if rows is None:
             raise refused(self._name, "code after its layers that reads more than their result")
-        tied = {w.sources[0]: f"embed.{n}" for n, w in embed.weights.items() if w.sources}
-        return self._recipe(rows, outer.values, "", tied)
+        tied = {str(w.sources[0]): f"embed.{n}" for n, w in embed.weights.items() if w.sources}
+        return _left_alone(self._recipe(rows, outer.values, "", tied), outer.unread, "")
 
     def _unbatched(self, graph: Graph, name: str) -> Graph:
         try:
@@ -190,6 +199,7 @@ class _Adoption:
                 continue
             own = node.target.removeprefix("w.")
             name = own.removesuffix(".weight").replace(".", "_")
+            _as_float(graph, node)
             weights[name] = self._weight(node.meta["val"], values.get(own), prefix + own, tied)
             node.target = f"w.{name}"
         for number, node in enumerate(_attentions(graph)):
@@ -200,8 +210,6 @@ class _Adoption:
     def _weight(self, fake: Tensor, value: Tensor | None, source: str, tied: Mapping[str, str]) -> Weight:
         dtype: Any = "float32" if fake.dtype == torch.float32 else "model"
         shape = tuple(fake.shape)
-        if not fake.dtype.is_floating_point:
-            raise refused(self._name, f"a table of {fake.dtype}, {source}")
         if value is not None:
             if value.numel() > _MOST_NUMBERS:
                 raise refused(self._name, f"a computed table of {value.numel():,} numbers, {source}")
@@ -221,6 +229,28 @@ class _Adoption:
         return names
 
 
+def _as_float(graph: Graph, node: Node) -> None:
+    """Have a graph read whole numbers as float32, as all parameters are floating."""
+    value = node.meta["val"]
+    if value.dtype.is_floating_point:
+        return
+    node.meta["val"] = value.float()
+    with graph.inserting_before(_first_call(graph)):
+        whole = graph.call_function(torch.ops.aten.to.dtype, (node, value.dtype))
+    whole.meta["val"] = value
+    node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
+
+
+def _left_alone(recipe: Recipe, unread: Mapping[str, tuple[int, ...]], prefix: str) -> Recipe:
+    """With what a checkpoint has of parameters that nothing reads, so that it fits the plan: the first row of each."""
+    none = {
+        f"unread_{name.replace('.', '_')}": Weight((1, *shape[1:]), expr=Slice(Read((prefix + name,), shape), 0, 0, 1))
+        for name, shape in unread.items()
+        if shape
+    }
+    return recipe._replace(weights={**recipe.weights, **none})
+
+
 def _first_call(graph: Graph) -> Node:
     return next(n for n in graph.nodes if n.op != "placeholder")
 
@@ -232,7 +262,8 @@ def _attentions(graph: Graph) -> list[Node]:
 def _states(graph: Graph) -> tuple[StateSpec, ...]:
     states = []
     for node in _attentions(graph):
-        given = {a.name: v for a, v in zip(leaf_ops.attention._schema.arguments, node.args, strict=False)} | node.kwargs
+        names = [a.name for a in leaf_ops.attention._schema.arguments]
+        given: dict[str, Any] = dict(zip(names, args_of(node), strict=False)) | node.kwargs
         K, E = given["k"].meta["val"].shape[-2:]
         states.append(replace(kv_state(K, E, given.get("window", 0)), name=given.get("state", "kv")))
     return tuple(states)
@@ -259,7 +290,7 @@ def _after(graph: Graph, last: Node) -> Graph:
         if node.target is layer_call:
             continue
         if node.op == "output":
-            made.output(tuple(env[n] for n in _flat(node.args[0])))
+            made.output(tuple(env[n] for n in _flat(args_of(node)[0])))
             continue
         if all(n in env for n in node.all_input_nodes):
             env[node] = made.node_copy(node, env.__getitem__)

@@ -25,8 +25,12 @@ _FAR = 1 << 20  # a position after every window
 _INERT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "dropout"}
 
 
-class MaskRead(Exception):
+class MaskReadError(Exception):
     """A model's code takes a mask for a tensor."""
+
+
+class StateReadError(Exception):
+    """A model's code asks a cache for something other than keys and values."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,13 @@ class Mask:
     known: bool = True
 
     def _read(self, *_: Any) -> Any:
-        raise MaskRead
+        raise MaskReadError
 
     __add__ = __radd__ = __mul__ = __rmul__ = __getitem__ = _read
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(Tensor, name) and not name.startswith("_"):
-            raise MaskRead
+            raise MaskReadError
         raise AttributeError(name)
 
 
@@ -67,6 +71,11 @@ class NoCache(Cache):
     def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
         return query_length, 0
 
+    def _state(self, *_: Any, **__: Any) -> Any:
+        raise StateReadError
+
+    get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = update_indexer = _state
+
 
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
@@ -75,10 +84,10 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
-def _mask(*, mask_function: Callable[..., Tensor], **_: Any) -> Mask:
+def _mask(*, mask_function: Callable[..., Tensor], **others: Any) -> Mask:
     """The `Mask` that a function of indices says, from what two tokens see by it."""
     with real_tensors():
-        zero, rows = torch.zeros((), dtype=torch.long), []
+        zero, rows = torch.zeros((), dtype=torch.long), list[tuple[int, int, Tensor, Tensor]]()
         for far in (_FAR, _FAR // 2 + 17):
             keys = torch.arange(far + 9)
             try:
@@ -86,10 +95,10 @@ def _mask(*, mask_function: Callable[..., Tensor], **_: Any) -> Mask:
             except Exception:  # it reads tensors of the step
                 return Mask(True, 0, known=False)
             rows.append((far, int(seen.sum()), keys, seen))
-        counts = [count for _, count, *_ in rows]
+        counts = [count for _, count, _, _ in rows]
         if all(count == len(keys) for _, count, keys, _ in rows):
             return Mask(False, 0)
-        if counts == [far + 1 for far, *_ in rows]:
+        if counts == [far + 1 for far, _, _, _ in rows]:
             counts = [0, 0]
         for far, _, keys, seen in rows:
             expected = (keys <= far) & (keys > (far - counts[0] if counts[0] else -1))

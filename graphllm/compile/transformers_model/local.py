@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from graphllm.compile.transformers_model import leaf_ops
 from graphllm.compile.transformers_model.recipe import Recipe
-from graphllm.compile.transformers_model.unbatched import Builder
+from graphllm.compile.transformers_model.unbatched import Builder, args_of
 from graphllm.config import ConfigError
 from graphllm.ir import Weight
 from graphllm.ir.graph import Shapes
@@ -81,18 +81,19 @@ class _Local:
             if node.op == "placeholder":
                 self._env[node] = self._input(node)
             elif node.op == "output":
-                self._built.graph.output(torch.fx.map_arg(node.args[0], self._env.__getitem__)).meta["val"] = None
+                self._built.graph.output(torch.fx.map_arg(args_of(node)[0], self._env.__getitem__)).meta["val"] = None
             else:
                 self._call(node)
         return self._built.graph
 
     def _input(self, node: Node) -> Node:
-        value, name = node.meta["val"], node.target.removeprefix("w.")
-        if node.target.startswith("w.") and name in self._of_weights:
+        value, label = node.meta["val"], str(node.target)
+        name = label.removeprefix("w.")
+        if label.startswith("w.") and name in self._of_weights:
             with self._built.shapes.mode:
                 value = value.new_empty(self._weights[name].shape)
             self._shares[node] = self._of_weights[name]
-        return self._built.input(node.target, value)
+        return self._built.input(label, value)
 
     def _call(self, node: Node) -> None:
         args, kwargs, share = self._changed(node)
@@ -110,69 +111,69 @@ class _Local:
         divided = [n for n in node.all_input_nodes if n in self._shares]
         own = op_of(node.target)
         if not divided:
-            return node.args, node.kwargs, None
+            return args_of(node), node.kwargs, None
         if own is linear:
-            return node.args, node.kwargs, self._of_linear(node)
+            return args_of(node), node.kwargs, self._of_linear(node)
         if own is not None and own not in (rope, rms_norm, layer_norm, swiglu, geglu):
-            return node.args, node.kwargs, None  # experts, whose weights are divided: results are parts of a sum
+            return args_of(node), node.kwargs, None  # experts, whose weights are divided: results are parts of a sum
         first = self._shares.get(divided[0])
         assert first is not None
         if own in (swiglu, geglu):
             half = len(first.whole) // 2
-            return node.args, node.kwargs, Share(first.dim, first.whole[:half], first.own[:half])
+            return args_of(node), node.kwargs, Share(first.dim, first.whole[:half], first.own[:half])
         if own is not None or node.target is leaf_ops.attention:
-            return node.args, node.kwargs, self._shares.get(_first(node))
+            return args_of(node), node.kwargs, self._shares.get(_first(node))
         if node.target in (aten.reshape.default, aten.view.default):
             return self._reshaped(node, first)
         if node.target is aten.split_with_sizes.default:
             return self._split(node, first)
         if node.target is operator.getitem:
-            return node.args, node.kwargs, _piece(first, self._old_split(node), node.args[1])
+            return args_of(node), node.kwargs, _piece(first, self._old_split(node), args_of(node)[1])
         if node.target is aten.slice.Tensor:
             return self._sliced(node, first)
-        return node.args, node.kwargs, self._aligned(node, divided)
+        return args_of(node), node.kwargs, self._aligned(node, divided)
 
     def _of_linear(self, node: Node) -> Share | None:
-        weight = linear.bind(node.args, node.kwargs)["weight_OI"]
+        weight = linear.bind(args_of(node), node.kwargs)["weight_OI"]
         share = self._shares.get(weight)
         return None if share is None or share.dim else Share(1, share.whole, share.own)
 
     def _reshaped(self, node: Node, share: Share) -> tuple[Any, Any, Share]:
         """The same entries by other dimensions: pieces are whole numbers of what follows the divided one."""
-        x, sizes = node.args[:2]
-        old, new = x.meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
+        x, sizes = args_of(node)[:2]
+        old, new = x.meta["val"].shape, node.meta["val"].shape
         before, after = math.prod(old[share.dim + 1 :]), math.prod(new[share.dim + 1 :])
         whole, own = ([n * before for n in pieces] for pieces in (share.whole, share.own))
         if str(old[: share.dim]) != str(new[: share.dim]) or any(n % after for n in (*whole, *own)):
             raise self._refused(node, f"{list(old)} becomes {list(new)}")
         found = Share(share.dim, tuple(n // after for n in whole), tuple(n // after for n in own))
-        changed = [sum(found.own) if i == share.dim else n for i, n in enumerate(sizes)]  # type: ignore[arg-type]
+        changed = [sum(found.own) if i == share.dim else n for i, n in enumerate(sizes)]
         return (x, changed), node.kwargs, found
 
     def _split(self, node: Node, share: Share) -> tuple[Any, Any, Share]:
-        x, sizes, dim = (*node.args, 0)[:3]
-        if dim % x.meta["val"].dim() != share.dim:  # type: ignore[operator, union-attr]
-            return node.args, node.kwargs, share
-        parts = _grouped(share, sizes)  # type: ignore[arg-type]
+        x, sizes, dim = (*args_of(node), 0)[:3]
+        if dim % x.meta["val"].dim() != share.dim:
+            return args_of(node), node.kwargs, share
+        parts = _grouped(share, sizes)
         if parts is None:
             raise self._refused(node, f"{sizes} are no pieces of {share.whole}")
         return (x, [sum(p.own) for p in parts], dim), node.kwargs, share
 
     def _old_split(self, node: Node) -> tuple[Sequence[int], int] | None:
-        of = node.args[0]
+        of = args_of(node)[0]
         if not isinstance(of, Node) or of.target is not aten.split_with_sizes.default:
             return None
-        x, sizes, dim = (*of.args, 0)[:3]
-        return sizes, dim % x.meta["val"].dim()  # type: ignore[operator, union-attr, return-value]
+        x, sizes, dim = (*args_of(of), 0)[:3]
+        return sizes, dim % x.meta["val"].dim()
 
     def _sliced(self, node: Node, share: Share) -> tuple[Any, Any, Share]:
-        x, dim, start, stop = (*node.args, 0, None, None)[:4]
-        if dim % x.meta["val"].dim() != share.dim:  # type: ignore[operator, union-attr]
-            return node.args, node.kwargs, share
+        x, dim, start, stop = (*args_of(node), 0, None, None)[:4]
+        if dim % x.meta["val"].dim() != share.dim:
+            return args_of(node), node.kwargs, share
         total = sum(share.whole)
-        first, last = start or 0, min(total if stop is None else stop, total)  # type: ignore[type-var, operator]
-        parts = _grouped(share, [n for n in (first, last - first, total - last) if n])  # type: ignore[operator]
-        if parts is None or len(node.args) > 4:
+        first, last = start or 0, min(total if stop is None else stop, total)
+        parts = _grouped(share, [n for n in (first, last - first, total - last) if n])
+        if parts is None or len(args_of(node)) > 4:
             raise self._refused(node, f"{first} to {last} are no pieces of {share.whole}")
         part = parts[1 if first else 0]
         begin = sum(parts[0].own) if first else 0
@@ -188,21 +189,23 @@ class _Local:
         if len(extents) != 1 or share.dim >= rank:
             raise self._refused(node, f"shares of {sorted(extents)}")
         if node.target in (aten.unsqueeze.default, aten.stack.default):
-            dim = (node.args[1] if len(node.args) > 1 else 0) % rank  # type: ignore[operator]
+            dim = (args_of(node)[1] if len(args_of(node)) > 1 else 0) % rank
             return share._replace(dim=share.dim + (dim <= share.dim))
         if node.target is aten.select.int:
-            dim = node.args[1] % largest.meta["val"].dim()  # type: ignore[operator]
+            dim = args_of(node)[1] % largest.meta["val"].dim()
             if dim == share.dim:
                 raise self._refused(node, "one of all heads is taken")
             return share._replace(dim=share.dim - (dim < share.dim))
         if node.target is aten.cat.default:
-            dim = (node.args[1] if len(node.args) > 1 else 0) % rank  # type: ignore[operator]
+            dim = (args_of(node)[1] if len(args_of(node)) > 1 else 0) % rank
             if dim != share.dim:
                 return share
-            if len(shares) != len(node.args[0]):  # type: ignore[arg-type]
+            if len(shares) != len(args_of(node)[0]):
                 raise self._refused(node, "shares and whole values are concatenated")
             return Share(
-                dim, tuple(itertools.chain(*(s.whole for s in shares))), tuple(itertools.chain(*(s.own for s in shares)))
+                dim,
+                tuple(itertools.chain(*(s.whole for s in shares))),
+                tuple(itertools.chain(*(s.own for s in shares))),
             )
         return share._replace(dim=rank - behind)
 
@@ -213,7 +216,7 @@ class _Local:
 
 
 def _first(node: Node) -> Node:
-    return node.all_input_nodes[0] if node.args == () else node.args[0]  # type: ignore[return-value]
+    return node.all_input_nodes[0] if args_of(node) == () else args_of(node)[0]
 
 
 def _piece(share: Share, split: tuple[Sequence[int], int] | None, index: Any) -> Share:

@@ -21,10 +21,10 @@ MODEL_DTYPE = torch.bfloat16  # stands for the model's dtype in a recipe; float3
 class Recipe(NamedTuple):
     """One unit of a model as a graph.
 
-    graph: its placeholders' targets are "x" [T, D] (not of embed), "w.<name>" of a parameter, "shared.<i>" of what embed
-        hands on and "in.<name>" of an input of `ForwardContext.inputs`. It returns a tuple: of embed x and what is
-        shared, of a layer x, of head logits [R, V]. Calls are aten overloads, ops of graphllm, operators on sizes, and
-        `leaf_ops`. Every node has a fake value in meta["val"], with a symbolic T.
+    graph: its placeholders' targets are "x" [T, D] (not of embed), "w.<name>" of a parameter, "shared.<i>" of what
+        embed hands on and "in.<name>" of an input of `ForwardContext.inputs`. It returns a tuple: of embed x and what
+        is shared, of a layer x, of head logits [R, V]. Calls are aten overloads, ops of graphllm, operators on sizes
+        and `leaf_ops`. Every node has a fake value in meta["val"], with a symbolic T.
     weights: of each parameter, by its name without "w.". Sources are names of the module's parameters, with "{layer}"
         for a layer's index.
     notes: what stayed an ordinary op, and why.

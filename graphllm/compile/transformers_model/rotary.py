@@ -37,7 +37,9 @@ class _Leaf:
             return type(self._module).forward(self._module, x, position_ids, *([layer_type] if layer_type else []))
         form, exact = self._forms[prefix]
         inv_freq = getattr(self._module, f"{prefix}inv_freq")
-        tables = leaf_ops.rope_table(position_ids, inv_freq, float(getattr(self._module, f"{prefix}attention_scaling", 1)))
+        tables = leaf_ops.rope_table(
+            position_ids, inv_freq, float(getattr(self._module, f"{prefix}attention_scaling", 1))
+        )
         return tuple(leaf_ops.spread(table, form, exact) for table in tables)
 
 
@@ -51,7 +53,8 @@ def _settled(module: nn.Module, prefix: str, longest: int) -> tuple[str, bool] |
         row, scale = ROPE_INIT_FUNCTIONS[kind](module.config, "cpu", seq_len=longest, layer_type=layer_type)
         module._buffers[f"{prefix}inv_freq"] = row
         setattr(module, f"{prefix}attention_scaling", scale)
-        module.rope_type = {**module.rope_type, layer_type: "default"} if layer_type else "default"
+        kinds: Any = module.rope_type
+        vars(module)["rope_type"] = {**kinds, layer_type: "default"} if layer_type else "default"
     positions = torch.arange(_PROBED)[None]
     x = torch.zeros(1, _PROBED, 8, dtype=torch.bfloat16)
     try:

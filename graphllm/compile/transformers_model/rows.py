@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from graphllm.compile.transformers_model.unbatched import Builder
+from graphllm.compile.transformers_model.unbatched import Builder, args_of
 from graphllm.ir.graph import Shapes
 
 aten = torch.ops.aten
@@ -23,7 +23,7 @@ _ALONG = {
 def mixing(graph: Graph, shapes: Shapes) -> str | None:
     """The first call, apart from attention, that may have one token's numbers depend on another's; None if there is
     none. graph: over [T, ...]."""
-    T = str(shapes.symbols["T"].node.expr)  # type: ignore[union-attr]
+    T = str(shapes.symbols["T"].node.expr)
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -45,7 +45,7 @@ def over_rows(graph: Graph, shapes: Shapes) -> Graph | None:
     it reads something else of each token."""
     built, env = Builder(shapes), dict[Node, Any]()
     with shapes.mode:
-        rows = torch.zeros(shapes.symbols["R"], dtype=torch.int32)  # type: ignore[arg-type]
+        rows = torch.zeros(shapes.symbols["R"], dtype=torch.int32)
     inputs = graph.find_nodes(op="placeholder")
     if any(not n.target.startswith("w.") and n.target != "x" for n in inputs):
         return None
@@ -56,10 +56,10 @@ def over_rows(graph: Graph, shapes: Shapes) -> Graph | None:
             env[n] = built.call(aten.index_select.default, env[n], 0, indices)
     for node in graph.nodes:
         if node.op == "call_function":
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            args, kwargs = torch.fx.map_arg((args_of(node), node.kwargs), env.__getitem__)
             env[node] = built.call(node.target, *args, **kwargs)
         elif node.op == "output":
-            built.graph.output(torch.fx.map_arg(node.args[0], env.__getitem__)).meta["val"] = None
+            built.graph.output(torch.fx.map_arg(args_of(node)[0], env.__getitem__)).meta["val"] = None
     return built.graph
 
 
@@ -83,14 +83,15 @@ def _odd(dim: Any, T: str) -> bool:
 
 
 def _along_rows(node: Node, T: str) -> bool:
-    schema = node.target._schema  # type: ignore[union-attr]
-    named = {a.name: v for a, v in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
-    value = node.args[0].meta["val"]  # type: ignore[union-attr]
+    target: Any = node.target
+    schema = target._schema
+    named = {a.name: v for a, v in zip(schema.arguments, args_of(node), strict=False)} | dict(node.kwargs)
+    value = args_of(node)[0].meta["val"]
     dims = named.get("dim", named.get("dims", -1))
     return any(d % value.dim() in _rows(value, T) for d in (dims if isinstance(dims, list | tuple) else [dims]))
 
 
 def _said(node: Node) -> str:
-    return f"{node.target} of {', '.join(str(list(v.shape)) for v in _tensors(node.args[0].meta['val']))}" if (
-        node.args and isinstance(node.args[0], Node)
+    return f"{node.target} of {', '.join(str(list(v.shape)) for v in _tensors(args_of(node)[0].meta['val']))}" if (
+        args_of(node) and isinstance(args_of(node)[0], Node)
     ) else str(node.target)  # fmt: skip

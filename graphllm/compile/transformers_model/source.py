@@ -39,7 +39,7 @@ class Source(NamedTuple):
         return self.model.config
 
 
-def model_class(hf: Mapping[str, Any]) -> tuple[type, type]:
+def model_class(hf: Mapping[str, Any]) -> tuple[Any, Any]:
     """transformers' classes of a config.json: of its config and of its causal language model. Raises ConfigError where
     there is none, or where the file means another one."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -111,7 +111,7 @@ def _compute_buffers(model: nn.Module) -> list[int]:
     """Give buffers that no checkpoint has their values, as transformers does after it has loaded one; see
     `Source.rounded`."""
     rounded = []
-    owners = [m for m in model.modules() if hasattr(m, "_init_weights")]
+    owners: list[Any] = [m for m in model.modules() if hasattr(m, "_init_weights")]
     for name, module in model.named_modules():
         own = {n for n, b in module._buffers.items() if b is not None and n in module._non_persistent_buffers_set}
         if not own:
@@ -137,7 +137,8 @@ def _parents(model: nn.Module, name: str) -> list[nn.Module]:
 
 def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The list of as many modules as the config has layers, the outermost one; its name."""
-    count = getattr(model.config, "num_hidden_layers", None)
+    config: Any = model.config
+    count = getattr(config.get_text_config(), "num_hidden_layers", None)
     found = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not found:
         raise refused(type(model).__name__, f"no list of its {count} layers")

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from graphllm.compile.transformers_model import leaves, rotary
 from graphllm.compile.transformers_model.recipe import MODEL_DTYPE
-from graphllm.compile.transformers_model.refusal import refused, where_of
+from graphllm.compile.transformers_model.refusal import refused
 from graphllm.compile.transformers_model.source import Source
 from graphllm.config import ConfigError
 from graphllm.ir.graph import Shapes
@@ -43,18 +43,21 @@ class Call(NamedTuple):
 
 class Outer(NamedTuple):
     """The traced forward around the layers. graph: its placeholders' targets are "w.<parameter>", "in.token_ids" and
-    "in.positions"; layers are calls of `layer_call`. values: real numbers of buffers, by name."""
+    "in.positions"; layers are calls of `layer_call`. values: real numbers of buffers, by name. unread: shapes of the
+    parameters that nothing reads, by name."""
 
     graph: Graph
     values: dict[str, Tensor]
+    unread: dict[str, tuple[int, ...]]
 
 
 class Traced(NamedTuple):
     """A layer's graph: placeholders "w.<parameter of the layer>", "x" and "given.<i>", the i-th further tensor of its
-    call."""
+    call. values, unread: as of `Outer`."""
 
     graph: Graph
     values: dict[str, Tensor]
+    unread: dict[str, tuple[int, ...]]
 
 
 class Tracer:
@@ -66,30 +69,33 @@ class Tracer:
         self._returns: dict[type, Callable[[Tensor], Any]] = {}
         rotary.make_leaves(source.model, source.longest)
 
-    def outer(self) -> Outer:
-        """The forward around the layers. Raises ConfigError for what cannot be traced."""
-        model, prefix = self.source.model, self.source.path + "."
+    def outer(self, counts: bool = False) -> Outer:
+        """The forward around the layers. counts: it is given no positions. Raises ConfigError for what cannot be
+        traced."""
+        model, prefix, before = self.source.model, self.source.path + ".", dict(self.calls)
         T = self.shapes.symbols["T"]
         with self.shapes.mode, torch.no_grad():
-            ids = [torch.zeros(1, T, dtype=torch.int32) for _ in range(2)]  # type: ignore[arg-type]
+            ids = [torch.zeros(1, T, dtype=torch.int32) for _ in range(2)]
         fakes, values = self._fakes(model, lambda name: not name.startswith(prefix))
 
         def run(*given: Tensor) -> Tensor:
             own, (token_ids, positions) = dict(zip(fakes, given[:-2], strict=True)), given[-2:]
             named = {"input_ids": token_ids, "position_ids": positions, "past_key_values": leaves.NoCache()}
             taken = inspect.signature(type(model).forward).parameters
-            named = {n: v for n, v in named.items() if n in taken}
-            if "past_key_values" not in named:
-                raise refused(type(model).__name__, "no argument past_key_values, that is a cache of its own or none")
-            return functional_call(model, own, (), {**named, "use_cache": True}).logits  # type: ignore[no-any-return]
+            named = {n: v for n, v in named.items() if n in taken and not (counts and n == "position_ids")}
+            extra = {"use_cache": True} if "past_key_values" in named else {}
+            return functional_call(model, own, (), named | extra).logits
 
         with self._stubs(), self.shapes.mode, torch.no_grad():
             self._guarded(type(model).__name__, lambda: run(*fakes.values(), *ids))
         with self._stubs():
             graph = self._traced(type(model).__name__, run, [*fakes.values(), *ids])
         _label(graph, [*(f"w.{n}" for n in fakes), "in.token_ids", "in.positions"])
-        _count_from_positions(graph, str(T))
-        return Outer(graph, values)
+        if counts:
+            self.calls = before
+        else:
+            _count_from_positions(graph, str(T))
+        return Outer(graph, values, _unread(graph, model))
 
     def layer(self, index: int, given: Sequence[Tensor]) -> Traced:
         """A decoder layer. given: fake values of x and of what else it is called with."""
@@ -104,7 +110,7 @@ class Tracer:
 
         graph = self._traced(type(layer).__name__, run, [*fakes.values(), *given])
         _label(graph, [*(f"w.{n}" for n in fakes), "x", *(f"given.{i}" for i in range(len(given) - 1))])
-        return Traced(graph, values)
+        return Traced(graph, values, _unread(graph, layer))
 
     def fingerprint(self, index: int) -> Any:
         """What a layer's computation depends on, apart from its parameters' values and its index."""
@@ -114,7 +120,7 @@ class Tracer:
             plain = {
                 n: repr(v) for n, v in vars(module).items()
                 if isinstance(v, bool | int | float | str | None | tuple | list)
-                and not (n in _INDEX_NAMES) and n != "training"
+                and n not in _INDEX_NAMES and n != "training"
             }  # fmt: skip
             own = [(n, tuple(p.shape), str(p.dtype)) for n, p in module.named_parameters(recurse=False)]
             buffers = [
@@ -193,8 +199,10 @@ class Tracer:
             return run()
         except ConfigError:
             raise
-        except leaves.MaskRead as problem:
+        except leaves.MaskReadError as problem:
             raise refused(name, "attention of its own, which reads its mask", problem) from problem
+        except leaves.StateReadError as problem:
+            raise refused(name, "layers with states other than keys and values", problem) from problem
         except Exception as problem:  # transformers' code raises of every kind
             said = str(problem).strip().split("\n")[0][:200]
             raise refused(name, f"code that cannot be traced: {type(problem).__name__}: {said}", problem) from problem
@@ -204,7 +212,7 @@ def _filled(call: Call, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dic
     flat = list(call.constants)
     for place, tensor in zip(call.tensors, tensors, strict=True):
         flat[place] = tensor
-    return tree_unflatten(flat, call.spec)  # type: ignore[no-any-return]
+    return tree_unflatten(flat, call.spec)
 
 
 def _returning(made: Any, name: str) -> Callable[[Tensor], Any]:
@@ -224,6 +232,12 @@ def _constant(value: Any) -> Any:
 def _label(graph: Graph, names: Sequence[str]) -> None:
     for node, name in zip(list(graph.find_nodes(op="placeholder")), names, strict=True):
         node.target = name
+
+
+def _unread(graph: Graph, module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of what a checkpoint has of a module and a graph has as an input that nothing reads."""
+    idle = {n.target.removeprefix("w.") for n in graph.find_nodes(op="placeholder") if not n.users}
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items() if name in idle}
 
 
 def _count_from_positions(graph: Graph, T: str) -> None:

@@ -53,6 +53,11 @@ class Builder:
         return node
 
 
+def args_of(node: Any) -> Any:
+    """The positional arguments of a call."""
+    return node.args
+
+
 def unbatched(graph: Graph, shapes: Shapes) -> Graph:
     """The graph without its batch dimension: what goes in, apart from parameters, and what comes out has no first
     dimension. Calls that change nothing are left out. The graph writes nothing in place."""
@@ -69,7 +74,7 @@ class _Rewriter:
             if node.op == "placeholder":
                 self._values[node] = self._input(node)
             elif node.op == "output":
-                outputs = node.args[0] if isinstance(node.args[0], tuple | list) else (node.args[0],)
+                outputs = args_of(node)[0] if isinstance(args_of(node)[0], tuple | list) else (args_of(node)[0],)
                 made = tuple(self._output(n) for n in outputs)
                 self._new.graph.output(made).meta["val"] = None
             elif not _without_effect(node):
@@ -82,11 +87,11 @@ class _Rewriter:
         return self._new.graph
 
     def _input(self, node: Node) -> Value:
-        value = node.meta["val"]
-        if node.target.startswith("w.") or not isinstance(value, Tensor) or not value.dim() or value.shape[0] != 1:
-            return Value(self._new.input(node.target, value), None)
+        value, label = node.meta["val"], str(node.target)
+        if label.startswith("w.") or not isinstance(value, Tensor) or not value.dim() or value.shape[0] != 1:
+            return Value(self._new.input(label, value), None)
         with self._new.shapes.mode:
-            return Value(self._new.input(node.target, value.new_empty(value.shape[1:])), 0)
+            return Value(self._new.input(label, value.new_empty(value.shape[1:])), 0)
 
     def _output(self, node: Node) -> Node:
         value = self._values[node]
@@ -105,7 +110,7 @@ class _Rewriter:
 
     def _call_of(self, node: Node, target: Any, lacking: list[Node]) -> Value:
         if target in _NOTHING or (target is aten.to.dtype and _same_dtype(node)):
-            return self._values[node.args[0]]  # type: ignore[index]
+            return self._values[args_of(node)[0]]
         if not lacking:
             return Value(self._plain(node, target), None)
         rule = _RULES.get(target) or (_pointwise if _is_pointwise(target) else _by_schema)
@@ -113,12 +118,12 @@ class _Rewriter:
         return found if found is not None else self._with_batch(node, target)
 
     def _plain(self, node: Node, target: Any) -> Node:
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: self._values[n].node)
+        args, kwargs = torch.fx.map_arg((args_of(node), node.kwargs), lambda n: self._values[n].node)
         return self._new.call(target, *args, **kwargs)
 
     def _with_batch(self, node: Node, target: Any) -> Value:
         """The call as it was."""
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self._whole)
+        args, kwargs = torch.fx.map_arg((args_of(node), node.kwargs), self._whole)
         made = self._new.call(target, *args, **kwargs)
         return self._taken(node, made)
 
@@ -135,14 +140,14 @@ class _Rewriter:
 
     def _result(self, node: Node) -> Value:
         """One of several results: they lack what the call says."""
-        of, index = node.args
-        made, lacks = self._values[of]  # type: ignore[index]
+        of, index = args_of(node)
+        made, lacks = self._values[of]
         got = self._new.call(operator.getitem, made, index)
         return self._taken(node, got) if lacks is None else Value(got, lacks)
 
     def _size(self, node: Node) -> Value:
-        of, dim = node.args
-        made, lacks = self._values[of]  # type: ignore[index]
+        of, dim = args_of(node)
+        made, lacks = self._values[of]
         return Value(self._new.call(aten.sym_size.int, made, _moved(dim, lacks, _rank(of))), None)
 
     # What rules use.
@@ -200,7 +205,7 @@ def _is_pointwise(target: Any) -> bool:
 def _pointwise(of: _Rewriter, node: Node, target: Any) -> Value | None:
     """Operands are aligned at their last dimensions, so what is lacked is counted from there."""
     rank, inputs = _rank(node), [n for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor)]
-    places = {of.value(n).lacks - _rank(n) for n in inputs if of.value(n).lacks is not None}  # type: ignore[operator]
+    places = {lacks - _rank(n) for n in inputs if (lacks := of.value(n).lacks) is not None}
     if len(places) != 1:
         return None
     place = places.pop()
@@ -212,12 +217,12 @@ def _pointwise(of: _Rewriter, node: Node, target: Any) -> Value | None:
                 return None
             made = of.made(None, aten.squeeze.dim, made, _rank(n) + place).node
         new[n] = made
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: new[n] if n in new else of.value(n).node)
+    args, kwargs = torch.fx.map_arg((args_of(node), node.kwargs), lambda n: new[n] if n in new else of.value(n).node)
     return of.made(rank + place, target, *args, **kwargs)
 
 
 def _same_dtype(node: Node) -> bool:
-    return node.args[0].meta["val"].dtype == node.meta["val"].dtype  # type: ignore[union-attr, no-any-return]
+    return args_of(node)[0].meta["val"].dtype == node.meta["val"].dtype
 
 
 def _by_schema(of: _Rewriter, node: Node, target: Any) -> Value | None:
@@ -225,14 +230,14 @@ def _by_schema(of: _Rewriter, node: Node, target: Any) -> Value | None:
     schema = getattr(target, "_schema", None)
     if schema is None:
         return None
-    named = {a.name: v for a, v in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
+    named = {a.name: v for a, v in zip(schema.arguments, args_of(node), strict=False)} | dict(node.kwargs)
     defaults = {a.name: a.default_value for a in schema.arguments}
     tensors = [v for v in named.values() if isinstance(v, Node) and isinstance(v.meta["val"], Tensor)]
     if len(tensors) != 1 or "dim" not in defaults or any(isinstance(v, list | tuple) and any(
         isinstance(e, Node) for e in v) for v in named.values()):  # fmt: skip
         return None
     (x,) = tensors
-    made, lacks = of.value(x)
+    lacks = of.value(x).lacks
     dim = named.get("dim", defaults["dim"])
     if dim is None or lacks is None or target.overloadpacket not in _ALONG:
         return None
@@ -259,22 +264,23 @@ _ALONG = _REDUCING | {
 
 
 def _slice(of: _Rewriter, node: Node, target: Any) -> Value | None:
-    _, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    given: tuple[Any, ...] = args_of(node)[2:]
+    start, end, step = given + (None, None, 1)[len(given) :]
     whole = start in (0, None) and (end is None or (isinstance(end, int) and end >= 2**62)) and step == 1
-    return of.value(node.args[0]) if whole else _by_schema(of, node, target)  # type: ignore[arg-type]
+    return of.value(args_of(node)[0]) if whole else _by_schema(of, node, target)
 
 
 def _linear(of: _Rewriter, node: Node, target: Any) -> Value | None:
-    x, *others = node.args
-    made, lacks = of.value(x)  # type: ignore[arg-type]
-    if lacks is None or lacks == _rank(x) - 1 or any(o is not None and of.value(o).lacks is not None for o in others):  # type: ignore[arg-type]
+    x, *others = args_of(node)
+    made, lacks = of.value(x)
+    if lacks is None or lacks == _rank(x) - 1 or any(o is not None and of.value(o).lacks is not None for o in others):
         return None
     return of.made(lacks, target, made, *of.mapped(tuple(others)))
 
 
 def _matmul(of: _Rewriter, node: Node, target: Any) -> Value | None:
-    (a, b), rank = node.args, _rank(node)
-    (made_a, lacks_a), (made_b, lacks_b) = of.value(a), of.value(b)  # type: ignore[arg-type]
+    (a, b), rank = args_of(node), _rank(node)
+    (made_a, lacks_a), (made_b, lacks_b) = of.value(a), of.value(b)
     places = {lacks - _rank(n) for n, lacks in ((a, lacks_a), (b, lacks_b)) if lacks is not None}
     if len(places) != 1 or (place := places.pop()) >= -2:
         return None
@@ -284,18 +290,18 @@ def _matmul(of: _Rewriter, node: Node, target: Any) -> Value | None:
 
 
 def _layer_norm(of: _Rewriter, node: Node, target: Any) -> Value | None:
-    x, normalized, *_ = node.args
-    _, lacks = of.value(x)  # type: ignore[arg-type]
-    if lacks is None or lacks >= _rank(x) - len(normalized):  # type: ignore[arg-type]
+    x, normalized, *_ = args_of(node)
+    _, lacks = of.value(x)
+    if lacks is None or lacks >= _rank(x) - len(normalized):
         return None
-    return of.made(lacks, target, *of.mapped(node.args), **of.mapped(node.kwargs))
+    return of.made(lacks, target, *of.mapped(args_of(node)), **of.mapped(node.kwargs))
 
 
 def _reshape(of: _Rewriter, node: Node, target: Any) -> Value | None:
     """Any op that reads the same numbers in the same order as another shape."""
-    x = node.args[0]
-    made, lacks = of.value(x)  # type: ignore[arg-type]
-    shape, old = list(node.meta["val"].shape), list(x.meta["val"].shape)  # type: ignore[union-attr]
+    x = args_of(node)[0]
+    made, lacks = of.value(x)
+    shape, old = list(node.meta["val"].shape), list(x.meta["val"].shape)
     assert lacks is not None
     before = _product(old[:lacks])
     kept = next((i for i, d in enumerate(shape) if _is_one(d) and _product(shape[:i]) == before), None)
@@ -317,17 +323,17 @@ def _product(dims: Sequence[Any]) -> str:
 
 
 def _transpose(of: _Rewriter, node: Node, target: Any) -> Value | None:
-    x, a, b = node.args
+    x, a, b = args_of(node)
     rank = _rank(x)
     order = list(range(rank))
-    a, b = a % rank, b % rank  # type: ignore[operator]
+    a, b = a % rank, b % rank
     order[a], order[b] = b, a
     return _ordered(of, x, order)
 
 
 def _permute(of: _Rewriter, node: Node, target: Any) -> Value | None:
-    x, order = node.args
-    return _ordered(of, x, [d % _rank(x) for d in order])  # type: ignore[union-attr, operator]
+    x, order = args_of(node)
+    return _ordered(of, x, [d % _rank(x) for d in order])
 
 
 def _ordered(of: _Rewriter, x: Any, order: list[int]) -> Value:
@@ -343,20 +349,20 @@ def _ordered(of: _Rewriter, x: Any, order: list[int]) -> Value:
 
 
 def _unsqueeze(of: _Rewriter, node: Node, target: Any) -> Value | None:
-    x, dim = node.args
-    made, lacks = of.value(x)  # type: ignore[arg-type]
-    dim %= _rank(node)  # type: ignore[operator]
+    x, dim = args_of(node)
+    made, lacks = of.value(x)
+    dim %= _rank(node)
     assert lacks is not None
     place = lacks + (dim <= lacks)
     return of.made(place, target, made, dim - (dim > place))
 
 
 def _squeeze(of: _Rewriter, node: Node, target: Any) -> Value | None:
-    x, dim = node.args
-    made, lacks = of.value(x)  # type: ignore[arg-type]
+    x, dim = args_of(node)
+    made, lacks = of.value(x)
     rank = _rank(x)
     dims = {d % rank for d in (dim if isinstance(dim, list | tuple) else [dim])}
-    gone = sorted(d for d in dims if _is_one(x.meta["val"].shape[d]))  # type: ignore[union-attr]
+    gone = sorted(d for d in dims if _is_one(x.meta["val"].shape[d]))
     assert lacks is not None
     for d in reversed([g for g in gone if g != lacks]):
         made = of.made(None, aten.squeeze.dim, made, _moved(d, lacks, rank)).node
@@ -364,9 +370,9 @@ def _squeeze(of: _Rewriter, node: Node, target: Any) -> Value | None:
 
 
 def _select(of: _Rewriter, node: Node, target: Any) -> Value | None:
-    x, dim, index = node.args
-    made, lacks = of.value(x)  # type: ignore[arg-type]
-    dim %= _rank(x)  # type: ignore[operator]
+    x, dim, index = args_of(node)
+    made, lacks = of.value(x)
+    dim %= _rank(x)
     if dim == lacks:
         return Value(made, None)
     assert lacks is not None
@@ -374,22 +380,22 @@ def _select(of: _Rewriter, node: Node, target: Any) -> Value | None:
 
 
 def _unbind(of: _Rewriter, node: Node, target: Any) -> Value | None:
-    x, dim = (*node.args, 0)[:2]
-    made, lacks = of.value(x)  # type: ignore[arg-type]
-    dim %= _rank(x)  # type: ignore[operator]
+    x, dim = (*args_of(node), 0)[:2]
+    made, lacks = of.value(x)
+    dim %= _rank(x)
     if dim == lacks or lacks is None:
         return None
     return of.made(lacks - (dim < lacks), target, made, _moved(dim, lacks, _rank(x)))
 
 
 def _cat(of: _Rewriter, node: Node, target: Any) -> Value | None:
-    tensors, dim = (*node.args, 0)[:2]
-    rank, stacked = _rank(tensors[0]), target is aten.stack.default  # type: ignore[index]
-    found = [of.value(t) for t in tensors]  # type: ignore[union-attr]
+    tensors, dim = (*args_of(node), 0)[:2]
+    rank, stacked = _rank(tensors[0]), target is aten.stack.default
+    found = [of.value(t) for t in tensors]
     lacks = found[0].lacks
     if lacks is None or any(v.lacks != lacks for v in found):
         return None
-    dim %= rank + stacked  # type: ignore[operator]
+    dim %= rank + stacked
     if stacked:
         place = lacks + (dim <= lacks)
         return of.made(place, target, [v.node for v in found], dim - (dim > place))
@@ -397,36 +403,36 @@ def _cat(of: _Rewriter, node: Node, target: Any) -> Value | None:
 
 
 def _expand(of: _Rewriter, node: Node, target: Any) -> Value | None:
-    x, sizes = node.args[:2]
-    made, lacks = of.value(x)  # type: ignore[arg-type]
+    x, sizes = args_of(node)[:2]
+    made, lacks = of.value(x)
     assert lacks is not None
-    place = lacks + len(sizes) - _rank(x)  # type: ignore[arg-type]
+    place = lacks + len(sizes) - _rank(x)
     if not _is_one(node.meta["val"].shape[place]):
         return None
-    new = [of.mapped((s,))[0] for i, s in enumerate(sizes) if i != place]  # type: ignore[arg-type, union-attr]
+    new = [of.mapped((s,))[0] for i, s in enumerate(sizes) if i != place]
     return of.made(place, aten.expand.default, made, new)
 
 
 def _pad(of: _Rewriter, node: Node, target: Any) -> Value | None:
-    x, pads = node.args[:2]
-    _, lacks = of.value(x)  # type: ignore[arg-type]
-    if lacks is None or _rank(x) - lacks <= len(pads) // 2:  # type: ignore[arg-type]
+    x, pads = args_of(node)[:2]
+    _, lacks = of.value(x)
+    if lacks is None or _rank(x) - lacks <= len(pads) // 2:
         return None
-    return of.made(lacks, target, *of.mapped(node.args), **of.mapped(node.kwargs))
+    return of.made(lacks, target, *of.mapped(args_of(node)), **of.mapped(node.kwargs))
 
 
 def _embedding(of: _Rewriter, node: Node, target: Any) -> Value | None:
-    table, ids, *_ = node.args
-    if of.value(table).lacks is not None:  # type: ignore[arg-type]
+    table, ids, *_ = args_of(node)
+    if of.value(table).lacks is not None:
         return None
-    return of.made(of.value(ids).lacks, aten.embedding.default, *of.mapped((table, ids)))  # type: ignore[arg-type]
+    return of.made(of.value(ids).lacks, aten.embedding.default, *of.mapped((table, ids)))
 
 
 def _attention(of: _Rewriter, node: Node, target: Any) -> Value | None:
     """Heads of keys and of values have one size in a cache: the smaller ones are filled up with zeros."""
-    if any(of.value(n).lacks != 0 for n in node.args[:3]):  # type: ignore[arg-type]
+    if any(of.value(n).lacks != 0 for n in args_of(node)[:3]):
         return None
-    (q, k, v), others = of.mapped(node.args[:3]), of.mapped(node.args[3:])
+    (q, k, v), others = of.mapped(args_of(node)[:3]), of.mapped(args_of(node)[3:])
     own, wide = v.meta["val"].shape[-1], q.meta["val"].shape[-1]
     size = max(own, wide)
     q, k, v = (_filled(of, t, size) for t in (q, k, v))
@@ -440,8 +446,8 @@ def _filled(of: _Rewriter, heads: Node, size: int) -> Node:
 
 
 def _rope_table(of: _Rewriter, node: Node, target: Any) -> Value | None:
-    positions, *others = node.args
-    made, lacks = of.value(positions)  # type: ignore[arg-type]
+    positions, *others = args_of(node)
+    made, lacks = of.value(positions)
     return of.made(lacks, rope_table.overload, made, *of.mapped(tuple(others))) if lacks == 0 else None
 
 
