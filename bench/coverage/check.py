@@ -160,7 +160,7 @@ def _generated(model: Any, prompt: Sequence[int]) -> list[int]:
     model.generation_config = transformers.GenerationConfig(pad_token_id=1)
     ids = torch.tensor([prompt])
     with torch.no_grad():
-        with contextlib.suppress(AttributeError, IndexError):
+        with contextlib.suppress(AttributeError, IndexError, RuntimeError, ValueError):
             found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=DRAWN)
             best = model(found[:, :-1], use_cache=False).logits.argmax(-1)
             if torch.equal(best[:, len(prompt) - 1 :], found[:, len(prompt) :]):

@@ -52,7 +52,8 @@ def test_tiny_configs_have_every_kind_of_layer() -> None:
 def test_a_row_is_what_is_measured(model_type: str) -> None:
     found, there = check(model_type), TABLE.rows[model_type]
     assert _states(found) == _states(there)
-    assert found.traced is not None and there.traced is not None
+    assert found.traced is not None
+    assert there.traced is not None
     assert found.traced.code == there.traced.code
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -18,7 +20,9 @@ aten = torch.ops.aten
 D, F = 64, 96
 
 
-def _recipe(shapes: Shapes, calls: list[tuple[Any, int, int]], notes: dict[int, str] = {}) -> Recipe:
+def _recipe(
+    shapes: Shapes, calls: list[tuple[Any, int, int]], notes: Mapping[int, str] = MappingProxyType({})
+) -> Recipe:
     """A product with a matrix [rows, columns] for each call, one after the other. notes: by the call's number."""
     graph, made = Graph(), []
     with shapes.mode:

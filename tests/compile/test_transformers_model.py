@@ -156,7 +156,7 @@ def _refused(kind: str, **fields: Any) -> str:
     ],
 )
 def test_refusals_name_what_blocks(kind: str, architecture: str, said: str) -> None:
-    fields = {"architectures": [architecture], MODEL_IMPL: "transformers"}
+    fields = {"architectures": [architecture], MODEL_IMPL: "transformers", "is_decoder": kind != "bert"}
     found = _refused(kind, **fields) if kind != "dinov2" else _of_vision(fields)
     assert said.split(r" \(")[0] in found
     assert "docs/adding-a-model.md" in found
