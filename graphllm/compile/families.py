@@ -97,11 +97,6 @@ def _unknown(model_config: Mapping[str, Any], known: Mapping[str, Model], why: s
     inner = ", nor is it one of the multimodal models that run as text" if "text_config" in model_config else ""
     return (
         f"config.json architectures: {list(names) or 'missing'} (model_type {kind!r:.80}) is not supported{inner}. "
-<<<<<<< HEAD
-        f"Of transformers' own code: {why}. Known: {listed}. docs/adding-a-model.md shows how to add one in a file of "
-        "your own"
-=======
         f"Known: {listed}. Nor is it one of transformers' models that are traced: {why}. docs/adding-a-model.md shows "
         "how to add one in a file of your own"
->>>>>>> front
     )
