@@ -44,7 +44,10 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "
 _LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
 )  # fmt: skip
-_TOKENS = {"bos_token_id": 0, "decoder_start_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
+PADDING = 1
+_TOKENS = {
+    "bos_token_id": 0, "decoder_start_token_id": 0, "pad_token_id": PADDING, "eos_token_id": 2, "sep_token_id": 2,
+}  # fmt: skip
 FIRST_TOKEN = 3  # of those that prompts are made of
 _DECODING = {"is_decoder": True, "is_encoder_decoder": False}
 

@@ -40,7 +40,8 @@ _MOST_NUMBERS = 1 << 20  # of a computed buffer
 class Adopted(NamedTuple):
     """A model of transformers as recipes.
 
-    name: of its class. layers: by layer type. layer_types: of each layer. vocabulary, max_len: see `FamilyConfig`.
+    name: of its class. layers: by layer type. layer_types: of each layer. vocabulary: the width of logits. max_len: see
+    `FamilyConfig`.
     shapes: the symbols of all graphs.
     """
 
@@ -119,7 +120,7 @@ class _Adoption:
             layers={names[k]: recipe for k, recipe in enumerate(kinds)},
             head=head,
             layer_types=tuple(names[k] for k in layer_types),
-            vocabulary=config.vocab_size,
+            vocabulary=_width(head.graph),
             max_len=getattr(config, "max_position_embeddings", None) or self._source.longest,
             shapes=self._tracer.shapes,
         )
@@ -313,6 +314,11 @@ def _after(graph: Graph, last: Node) -> Graph:
             env[node] = made.node_copy(node, env.__getitem__)
     eliminate_dead(made)
     return made
+
+
+def _width(graph: Graph) -> int:
+    """The size of the last dimension of what a graph makes first: of a head, how many tokens it knows."""
+    return int(_flat(graph.output_node().args[0])[0].meta["val"].shape[-1])
 
 
 def _flat(value: Any) -> list[Node]:
