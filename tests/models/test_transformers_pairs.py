@@ -38,6 +38,11 @@ COUNT, SEQS = 12, 3
 BUCKETS = (Bucket("decode", 1, 1), Bucket("decode", 2, SEQS), Bucket("decode", 2, SEQS, 4), Bucket("mixed", 2, 64))
 # Bits, the largest integer of a group, and the numbers in it: `graphllm.weights.formats.integers`.
 GRIDS = {"int8": (8, 127, 64), "int4": (4, -8, 32)}
+COMPILED_KINDS = (
+    "apertus", "arcee", "biogpt", "cohere", "cohere2", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "flex_olmo", "gemma4_text", "glm", "glm4", "gpt_bigcode", "gpt_neox", "helium", "hunyuan_v1_dense", "nemotron",
+    "olmo", "olmo2", "olmo3", "persimmon", "phi", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "xglm",
+)  # fmt: skip
 
 
 def _pairs(options: tuple[str, ...]) -> list[Any]:
@@ -166,7 +171,7 @@ def test_adapters(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [KINDS[0], *map(thorough, KINDS[1:]), *map(thorough, OTHERS)])
 def test_drafts_of_ngrams_and_prefixes(kind: str, tmp_path: Path) -> None:
     """Texts that repeat are drafted from themselves; what a prompt begins with is found again."""
-    model = _model(kind)
+    model = _model(kind, sliding_window=128)  # of shorter windows, long texts leave no block of the prompt
     model.save_pretrained(tmp_path)
     place = artifact_of(
         open_source(tmp_path), target="cpu", backend="eager", dtype="float32", max_model_len=128, max_num_seqs=SEQS,
@@ -183,7 +188,7 @@ def test_drafts_of_ngrams_and_prefixes(kind: str, tmp_path: Path) -> None:
             expected = model(torch.tensor([prompt + drawn[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
             assert drawn == expected.argmax(-1).tolist()
             assert (found[str(i)].cached >= 48) == again
-    assert core.stats().drafts and sum(core.stats().accepted_tokens) > 0
+    assert sum(core.stats().accepted_tokens) > 0
     core.close()
 
 
@@ -192,7 +197,7 @@ def _told(result: Result) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", (*KINDS, *OTHERS))
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
 def test_deterministic(kind: str, tmp_path: Path) -> None:
     """Numbers of a request are bitwise what it gets alone."""
     _model(kind).save_pretrained(tmp_path)
@@ -211,13 +216,6 @@ def test_deterministic(kind: str, tmp_path: Path) -> None:
         for _ in range(2):
             assert {id: _told(r) for id, r in finish(core, wanted).items()} == expected
         core.close()
-
-
-COMPILED_KINDS = (
-    "apertus", "arcee", "biogpt", "cohere", "cohere2", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
-    "flex_olmo", "gemma4_text", "glm", "glm4", "gpt_bigcode", "gpt_neox", "helium", "hunyuan_v1_dense", "nemotron",
-    "olmo", "olmo2", "olmo3", "persimmon", "phi", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "xglm",
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(
