@@ -110,8 +110,8 @@ def test_a_kernel_is_built_with_what_a_launch_needs(bundle: Bundle) -> None:
     assert made["scratch"] == 128  # the descriptor
     tiles = 2 * 2 * 64 * E * 2 + 128 * E * 2
     assert tiles <= made["shared"] < tiles + 1024
-    assert made["names"][-3:] == ["S", "items", "programs"]
-    assert made["args"] == ["ptr"] * 10 + ["i32", "i32", None]
+    assert made["names"][-4:] == ["S", "items", "few", "programs"]
+    assert made["args"] == ["ptr"] * 10 + ["i32"] * 3 + [None]
     assert made["grid"] == ["programs", 1, 1]
     assert not made["early"]
 
