@@ -247,10 +247,10 @@ def _ops(place: Path) -> dict[str, int]:
     return dict(found)
 
 
-@pytest.mark.parametrize("kind", ["llama", *map(thorough, ("qwen3", "qwen3_moe", "qwen2"))])
+@pytest.mark.parametrize("kind", ["llama", thorough("qwen3")])
 def test_steps_are_those_of_own_files(kind: str, tmp_path: Path) -> None:
     """Where graphllm has a file, too, a step of transformers' code has the same calls of ops."""
-    _model(kind, num_experts=8).save_pretrained(tmp_path)  # of 6, only the file's router would be padded
+    _model(kind).save_pretrained(tmp_path)
     made = [
         artifact_of(
             open_source(tmp_path, model_impl=impl), target="cpu", backend="eager", dtype="bfloat16", tune=False,
