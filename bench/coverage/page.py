@@ -129,7 +129,8 @@ def _ordinary(result: Result | None) -> str:
 
 
 def _short(text: str) -> str:
-    """A reason without folders and the remedy that all have."""
+    """A reason, for Markdown, without folders and the remedy that all have."""
     text = re.sub(r"/tmp/\S+", "the checkpoint", " ".join(text.split()))
     text = text.removeprefix("model_impl is 'transformers': ").partition("; docs/adding-a-model.md")[0]
-    return text.partition("; use auto")[0].partition(", so it is not served")[0][:220]
+    text = text.partition("; use auto")[0].partition(", so it is not served")[0][:220]
+    return text.replace("](", "] (")  # code, not a link

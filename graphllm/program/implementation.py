@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from graphllm.config.fields import DRAFT, MODEL_IMPL, section, strings
+from graphllm.config.fields import DRAFT, MODEL_IMPL, section
 from graphllm.host.machine import plugin_files, source_files
 
 _ARCHITECTURE = re.compile(r"""["'](\w+)["']""")
@@ -20,9 +20,13 @@ _HEADLESS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClass
 
 
 def is_named(model_config: Mapping[str, Any]) -> bool:
-    """Whether the architecture of a config.json stands in the source of a family here, or of a plugin."""
-    names = strings(model_config, "architectures")
-    return bool(names) and (names[0] in _named() or (names[0].endswith(_HEADLESS) and not names[0].endswith(_CAUSAL)))
+    """Whether the architecture of a config.json stands in the source of a family here, or of a plugin. False where the
+    file names none, which is refused elsewhere."""
+    names = model_config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str):
+        return False
+    return name in _named() or (name.endswith(_HEADLESS) and not name.endswith(_CAUSAL))
 
 
 def versions_of_model(model_config: Mapping[str, Any]) -> dict[str, str]:

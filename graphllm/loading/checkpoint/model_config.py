@@ -61,8 +61,10 @@ def with_architecture(config: dict[str, Any]) -> dict[str, Any]:
     from graphllm.ir.registry import load_models  # imports torch and every family
 
     plain = kind.removesuffix("_text").replace("_", "")
-    known = [n for n in load_models() for end in _CAUSAL if n.lower().replace("_", "") == plain + end.lower()]
-    return {**config, "architectures": known} if known else config
+    models = load_models()
+    known = [n for n in models for end in _CAUSAL if n.lower().replace("_", "") == plain + end.lower()]
+    first = sorted(known, key=lambda n: models[n].architectures.index(n))[:1]  # families may have older names, too
+    return {**config, "architectures": first} if known else config
 
 
 def with_quantization(config: dict[str, Any], files: ModelFiles) -> dict[str, Any]:

@@ -194,12 +194,14 @@ def test_what_only_the_device_has_is_copied_before_it_forgets(kind: str) -> None
 @pytest.mark.parametrize("policy", ["lru", thorough("arc")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pasts(kind: str, policy: str, further: Callable[[Simulation, random.Random], FurtherTier] | None) -> None:
-    hits = Counter[str]()
-    for seed in range(draws(3, 30)):
+    """Runs end when each tier was found, which is chance: what is evicted first follows from digests, and these from a
+    secret."""
+    hits, least = Counter[str](), draws(3, 30)
+    expected = {"host"} | (set() if further is None else {"archive" if further is Archive else "disk"})
+    for seed in range(10 * least):
         sim = run(kind, seed, policy, further)
         assert sim.tiers is not None
         hits.update(sim.tiers.promotions.hits)
-    assert hits["host"] > 0
-    assert [name for name in ("archive", "disk") if hits[name]] == (
-        [] if further is None else ["archive" if further is Archive else "disk"]
-    )
+        if seed + 1 >= least and all(hits[name] for name in expected):
+            break
+    assert {name for name in ("host", "archive", "disk") if hits[name]} == expected
