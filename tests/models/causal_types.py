@@ -1,24 +1,13 @@
-"""Every causal model type of transformers through its own code: works, refused with the reason, or wrong.
-
-`python -m tests.models.causal_types [TYPE ...]` prints a line for each. A model has random weights and few, small
-layers; its greedy tokens are those of transformers' own forward pass, in float32.
-"""
+"""Small models of transformers' causal types, and how far ours are from them. `bench.coverage` tries every type."""
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
-from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from graphllm.compile import families
-from graphllm.config import ConfigError
 from tests.models import driver
 
 V, N_TOKENS, LENGTHS = 131, 10, (1, 7, 40)
@@ -46,14 +35,6 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "window_size": 20},
     "zaya": {"num_experts_per_tok": 1},
 }
-
-
-class Found(NamedTuple):
-    """word: "works", "wrong", "refused", or "untried" where transformers makes no such small model. why: the reason, or
-    the largest difference of logits."""
-
-    word: str
-    why: str
 
 
 def tiny(kind: str, **changes: Any) -> transformers.PreTrainedConfig:
@@ -97,37 +78,3 @@ def difference(model: transformers.PreTrainedModel, runner: driver.Runner, vocab
         assert drawn == expected.argmax(-1).tolist()
         worst = max(worst, (own - expected[0]).abs().max().item())
     return max(worst, (runner.chunked(prompts[-1], 13) - logits[-1]).abs().max().item())
-
-
-def tried(kind: str) -> Found:
-    """What becomes of a model type."""
-    try:
-        config = tiny(kind)
-        model = random_model(config)
-    except Exception as problem:  # it wants other sizes
-        return Found("untried", f"{type(problem).__name__}: {str(problem)[:200]}")
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(families, "_family", families.adopted):
-        model.save_pretrained(folder)
-        try:
-            runner = driver.Driver(Path(folder), "eager")
-        except ConfigError as problem:
-            return Found("refused", str(problem))
-        try:
-            worst = difference(model, runner, config.get_text_config().vocab_size)
-        except AssertionError:
-            return Found("wrong", "other tokens")
-    return Found("works" if worst < 2e-4 else "wrong", f"{worst:.1e}")
-
-
-def main(kinds: list[str]) -> None:
-    """Try some model types, or all."""
-    for kind in kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        try:
-            found = tried(kind)
-        except Exception as problem:  # a fault of ours
-            found = Found("fails", f"{type(problem).__name__}: {str(problem)[:300]}")
-        print(json.dumps({"type": kind, **found._asdict()}), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.fx import Node
 from transformers.integrations.moe import ExpertsInterface, batched_mm_experts_forward
 
-from graphllm.compile.transformers_model.experts.edit import Editor, name_of, real_numbers
+from graphllm.compile.transformers_model.experts.numbers import real_numbers
 from graphllm.compile.transformers_model.recipe import Recipe
+from graphllm.compile.transformers_model.recognize.draft import Draft, name_of
 from graphllm.ir import Weight
 from graphllm.ops.moe.fused_moe import fused_moe
 from graphllm.ops.moe.fused_moe.op import activate
@@ -87,28 +88,28 @@ def activation_of(module: Any) -> tuple[str, float] | None:
 
 def with_experts(recipe: Recipe) -> Recipe:
     """The recipe with `fused_moe` in the places of leaves, and weights as it takes them."""
-    edit = Editor(recipe)
-    calls = edit.graph.find_nodes(op="call_function", target=leaf)
+    draft = Draft(recipe)
+    calls = draft.graph.find_nodes(op="call_function", target=leaf)
     for call in calls:
-        _replace(edit, call)
-    gathered = edit.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor)
+        _replace(draft, call)
+    gathered = draft.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor)
     if any(name_of(node.args[0]) and node.args[0].meta["val"].dim() == 3 for node in gathered):
         why = "the op fused_moe does not know what is between their products: each token reads its matrices by itself"
-        edit.notes = (*edit.notes, ("experts", why))
-    return edit.recipe() if calls or edit.notes != recipe.notes else recipe
+        draft.note("experts", why)
+    return draft.recipe() if calls or tuple(draft.notes) != recipe.notes else recipe
 
 
-def _replace(edit: Editor, call: Node) -> None:
+def _replace(draft: Draft, call: Node) -> None:
     given: Any = call.args
     x, experts, weights, first, down, first_bias, down_bias, activation, limit, transposed, by_turns = given
-    N, F = edit.weight_of(first).shape[0], edit.weight_of(down).shape[1 if transposed else 2]
+    N, F = draft.weights[name_of(first)].shape[0], draft.weights[name_of(down)].shape[1 if transposed else 2]
     segments = (F,) * (N * parts_of(activation)) if parts_of(activation) > 1 else ()
 
     def stack(node: Any, **how: Any) -> Node | None:
         """A parameter in the form of `fused_moe`: [N, out, in], the gates before the ups."""
         if node is None:
             return None
-        weight = edit.weight_of(node)
+        weight = draft.weights[name_of(node)]
         expr = _read(weight)
         if transposed and len(weight.shape) == 3:
             expr = Permute(expr, (0, 2, 1))
@@ -118,20 +119,20 @@ def _replace(edit: Editor, call: Node) -> None:
         made = replace(weight, expert_axis=0, **how)
         if not isinstance(expr, Read):
             made = replace(made, shape=expr.shape, sources=(), expr=expr)
-        return edit.change(node, made)
+        return draft.become(node, made)
 
     taken = {
         "x_TD": x,
         "gate_up_N2FD": stack(first, shard="output", segments=segments),
         "down_NDF": stack(down, shard="input"),
-        "weights_TA": edit.cast(call, weights, torch.float32),
-        "experts_TA": edit.cast(call, experts, torch.int32),
+        "weights_TA": draft.cast(call, weights, torch.float32),
+        "experts_TA": draft.cast(call, experts, torch.int32),
         "activation": activation,
         "limit": limit,
         "gate_up_bias_N2F": stack(first_bias, shard="output", segments=segments),
         "down_bias_ND": stack(down_bias),
     }
-    edit.replace(call, edit.insert(call, fused_moe.overload, **{n: v for n, v in taken.items() if v is not None}))
+    draft.replace(call, draft.insert(call, fused_moe.overload, **{n: v for n, v in taken.items() if v is not None}))
 
 
 def _read(weight: Weight) -> Expr:

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graphllm.compile.transformers_model.experts.edit import Editor, name_of, real_numbers
+from graphllm.compile.transformers_model.experts.numbers import real_numbers
 from graphllm.compile.transformers_model.recipe import MODEL_DTYPE, Recipe
+from graphllm.compile.transformers_model.recognize.draft import Draft, name_of
 from graphllm.ir import Weight
 from graphllm.ops.moe.fused_moe import fused_moe
 from graphllm.ops.moe.moe_route import moe_route
@@ -52,24 +53,28 @@ def with_routing(recipe: Recipe) -> Recipe:
     are exact: quantization leaves them."""
     if not recipe.graph.find_nodes(op="call_function", target=fused_moe.overload):
         return recipe
-    edit = Editor(recipe)
-    for node in edit.graph.find_nodes(op="call_function", target=aten.type_as.default):  # it reads no numbers
-        edit.replace(node, edit.insert(node, aten.to.dtype, node.args[0], node.meta["val"].dtype))
-    for call in edit.graph.find_nodes(op="call_function", target=fused_moe.overload):
-        _route(edit, call)
-    return edit.recipe()
+    draft = Draft(recipe)
+    for node in draft.graph.find_nodes(op="call_function", target=aten.type_as.default):  # it reads no numbers
+        draft.replace(node, draft.insert(node, aten.to.dtype, node.args[0], node.meta["val"].dtype))
+    for call in draft.graph.find_nodes(op="call_function", target=fused_moe.overload):
+        _route(draft, call)
+    return draft.recipe()
 
 
-def _route(edit: Editor, call: Node) -> None:
+def _route(draft: Draft, call: Node) -> None:
     given = fused_moe.bind(call.args, call.kwargs)
-    weights, experts, N = given["weights_TA"], given["experts_TA"], edit.weight_of(given["gate_up_N2FD"]).shape[0]
+    weights, experts, N = (
+        given["weights_TA"],
+        given["experts_TA"],
+        draft.weights[name_of(given["gate_up_N2FD"])].shape[0],
+    )
     for end in _ends(weights):
         for part in _parts(end, experts, N):
-            _keep_exact(edit, part.logits)
+            _keep_exact(draft, part.logits)
             if (routing := _meant(part, N, weights.meta["val"].shape[1])) is not None:
-                _emit(edit, part, routing)
+                _emit(draft, part, routing)
                 return
-    edit.notes = (*edit.notes, ("routing", "it is none of what the op moe_route does, and stays ordinary ops"))
+    draft.note("routing", "it is none of what the op moe_route does, and stays ordinary ops")
 
 
 def _ends(weights: Node) -> Iterator[Node]:
@@ -81,38 +86,35 @@ def _ends(weights: Node) -> Iterator[Node]:
             yield node
 
 
-def _emit(edit: Editor, part: _Part, routing: Routing) -> None:
+def _emit(draft: Draft, part: _Part, routing: Routing) -> None:
     kwargs = {n: v for n, v in routing._asdict().items() if n not in ("bias_N", "shared", "share_T1")}
     if routing.bias_N is not None:
-        bias = _zeros(edit, len(routing.bias_N)) if part.bias is None else _as_bias(edit, part.bias)
+        bias = _zeros(draft, len(routing.bias_N)) if part.bias is None else _as_bias(draft, part.bias)
         kwargs["bias_N"] = bias
     chosen = part.experts.args[0] if part.experts.target is aten.to.dtype else part.experts
     assert isinstance(chosen, Node)
     before = part.logits.next
-    made = edit.insert(before, moe_route.overload, logits_TN=part.logits, **kwargs)
-    weights, experts = (edit.insert(before, operator.getitem, made, i) for i in range(2))
-    edit.replace(part.experts, experts)
+    made = draft.insert(before, moe_route.overload, logits_TN=part.logits, **kwargs)
+    weights, experts = (draft.insert(before, operator.getitem, made, i) for i in range(2))
+    draft.replace(part.experts, experts)
     if any(user is not part.experts and user not in part.nodes for user in chosen.users):
-        edit.replace(chosen, edit.cast(before, experts, chosen.meta["val"].dtype))
-    edit.replace(part.weights, edit.cast(before, weights, part.weights.meta["val"].dtype))
+        draft.replace(chosen, draft.cast(before, experts, chosen.meta["val"].dtype))
+    draft.replace(part.weights, draft.cast(before, weights, part.weights.meta["val"].dtype))
 
 
-def _as_bias(edit: Editor, node: Node) -> Node:
+def _as_bias(draft: Draft, node: Node) -> Node:
     """The parameter as [N] float32."""
-    weight = edit.weight_of(node)
+    weight = draft.weights[name_of(node)]
     if len(weight.shape) > 1:
         (source,) = weight.sources
         N = max(weight.shape)
         read = Read((source,) if isinstance(source, str) else source, weight.shape)
         weight = replace(weight, shape=(N,), sources=(), expr=Reshape(read, (N,)))
-    return edit.change(node, replace(weight, dtype="float32", exact=True))
+    return draft.become(node, replace(weight, dtype="float32", exact=True))
 
 
-def _zeros(edit: Editor, N: int) -> Node:
-    name = "no_correction"
-    weight = Weight((N,), value=(0.0,) * N, dtype="float32", exact=True)
-    found = [n for n in edit.graph.find_nodes(op="placeholder") if name_of(n) == name]
-    return found[0] if found else edit.weight(name, weight)
+def _zeros(draft: Draft, N: int) -> Node:
+    return draft.weight("no_correction", Weight((N,), value=(0.0,) * N, dtype="float32", exact=True))
 
 
 def _parts(weights: Node, experts: Node, N: int) -> Iterator[_Part]:
@@ -156,7 +158,7 @@ def _ancestors(results: list[Node], stop: Node | None) -> list[Node]:
     return [n for n in results[0].graph.nodes if n in found]
 
 
-def _keep_exact(edit: Editor, logits: Node) -> None:
+def _keep_exact(draft: Draft, logits: Node) -> None:
     """Mark the router's parameters. One that is cast to float32 for the product is kept in that."""
     if logits.target not in (aten.linear.default, aten.addmm.default):
         return
@@ -165,9 +167,9 @@ def _keep_exact(edit: Editor, logits: Node) -> None:
         parameter: Any = node.args[0] if is_cast else node
         if not (name := name_of(parameter)):
             continue
-        edit.weights[name] = replace(edit.weights[name], exact=True)
+        draft.weights[name] = replace(draft.weights[name], exact=True)
         if is_cast and len(parameter.users) == 1:
-            edit.replace(node, edit.change(parameter, replace(edit.weights[name], dtype="float32")))
+            draft.replace(node, draft.become(parameter, replace(draft.weights[name], dtype="float32")))
 
 
 def _meant(part: _Part, N: int, k: int) -> Routing | None:

@@ -19,8 +19,18 @@ WEIGHT = "w."
 _CASTS = frozenset((aten.to.dtype, aten._to_copy.default))
 
 
+def name_of(node: Any) -> str:
+    """The weight that a placeholder is, or an empty text."""
+    if not isinstance(node, Node) or node.op != "placeholder":
+        return ""
+    label = str(node.target)
+    return label.removeprefix(WEIGHT) if label.startswith(WEIGHT) else ""
+
+
 class Draft:
     """A graph, its weights, and what is said of ordinary ops. The recipe that it is made of stays as it is."""
+
+    name_of = staticmethod(name_of)
 
     def __init__(self, recipe: Recipe) -> None:
         self.graph = torch.fx.Graph()
@@ -64,12 +74,9 @@ class Draft:
         """Remove what nothing reads."""
         eliminate_dead(self.graph)
 
-    def name_of(self, node: Any) -> str:
-        """The weight that a placeholder is, or an empty text."""
-        if not isinstance(node, Node) or node.op != "placeholder":
-            return ""
-        label = str(node.target)
-        return label.removeprefix(WEIGHT) if label.startswith(WEIGHT) else ""
+    def cast(self, before: Node, node: Node, dtype: torch.dtype) -> Node:
+        """The value in a dtype."""
+        return node if value(node).dtype == dtype else self.insert(before, aten.to.dtype, node, dtype)
 
     def weight_of(self, node: Any) -> Weight | None:
         """What a placeholder is, if it is a weight."""
@@ -87,10 +94,14 @@ class Draft:
         for node in self.graph.find_nodes(op="placeholder"):
             if self.name_of(node) == name:
                 return node
-        self.weights[name] = made
         with self.graph.inserting_before(next(iter(self.graph.nodes))):
             node = self.graph.placeholder(name.replace(".", "_"))
         node.target = WEIGHT + name
+        return self.become(node, made)
+
+    def become(self, node: Node, made: Weight) -> Node:
+        """A placeholder for another weight under its name, also of other shape or dtype."""
+        self.weights[self.name_of(node)] = made
         with self._mode:
             dtype = torch.float32 if made.dtype == "float32" else torch.bfloat16
             node.meta["val"] = torch.empty(made.shape, dtype=dtype)
